@@ -1,0 +1,20 @@
+"""Predictive pipelined decoding: the same tokens, sooner."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppd_runtime.ordinary import OrdinaryDecoding
+    from ppd_runtime.runtime import PPDRuntime
+
+__version__ = "0.1.0"
+__all__ = ["OrdinaryDecoding", "PPDRuntime", "__version__"]
+_HOMES = {"OrdinaryDecoding": "ppd_runtime.ordinary", "PPDRuntime": "ppd_runtime.runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for: the command line's help needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,137 @@
+"""Settings, frozen and checked where they are made: how a runtime is laid out, and how one call samples."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TRANSPORTS = ("auto", "local", "zeromq")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one call are chosen and when it stops.
+
+    Raises:
+        ValueError: naming the value and the allowed range.
+    """
+
+    max_new_tokens: int = 128
+    """Tokens to generate at the most."""
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Sample among so many likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that hold this share of the probability, in (0, 1]."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens already in the prompt or text become less likely."""
+    seed: int = 0
+    """Key of the shared noise; the same seed gives the same text, whatever the layout."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation; they are not part of the result's text."""
+    ignore_eos: bool = False
+    """Go on after an end-of-text token."""
+
+    def __post_init__(self) -> None:
+        _check_int("max_new_tokens", self.max_new_tokens, 1)
+        _check_int("top_k", self.top_k, 0)
+        _check_int("seed", self.seed, 0, 2**64 - 1)
+        _check_float("temperature", self.temperature, self.temperature >= 0, "0 or more")
+        _check_float("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _check_float("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop={self.stop!r}: give non-empty texts")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without noise."""
+        return self.temperature == 0
+
+
+def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One text, several or none as the tuple that `SamplingParams` holds."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How the processes are laid out; what depends on the model is checked by `check_against`.
+
+    Raises:
+        ValueError: naming the value and the way out.
+    """
+
+    model: str = "demo"
+    """A local folder, a hub name, or "demo" for the embedded model."""
+    k: int = 3
+    """Early candidates for each token."""
+    exit_layer: int | None = None
+    """The layer after which the next token is predicted early; None is half depth, rounded up."""
+    workers: int | None = None
+    """Sub-processes; None is one for each candidate."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16, or auto: float32 on CPUs, the model's own on GPUs."""
+    device: str = "auto"
+    """cpu, cuda, or auto: GPUs where there are any."""
+    transport: str = "auto"
+    """local (threads, no Ray), zeromq (Ray actors), or auto: zeromq."""
+    ray_address: str | None = None
+    """A running Ray cluster; None starts one on this machine, for this runtime alone."""
+    threads_per_worker: int = 1
+    """CPU threads for one worker's matrix products."""
+
+    def __post_init__(self) -> None:
+        _check_int("k", self.k, 1)
+        _check_int("threads_per_worker", self.threads_per_worker, 1)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("transport", self.transport, TRANSPORTS)
+        if self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device={self.device!r}: choose auto, cpu or cuda")
+        if self.workers is not None and self.workers != self.k:
+            raise ValueError(
+                f"workers={self.workers} with k={self.k}: this version runs one sub-process for each candidate "
+                f"(fewer workers come later); leave workers out or give workers={self.k}"
+            )
+        if self.ray_address is not None and self.transport == "local":
+            raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
+
+    def check_against(self, num_layers: int, vocab_size: int) -> int:
+        """The exit layer for a model of `num_layers` layers; raises ValueError for a k or exit layer it lacks."""
+        lowest = math.ceil(num_layers / 2)
+        if num_layers < 2:
+            raise ValueError(f"the model has {num_layers} layer: pipelined decoding needs at least 2")
+        if self.k > vocab_size:
+            raise ValueError(f"k={self.k} is more than the {vocab_size} tokens of the vocabulary: choose fewer")
+        exit_layer = lowest if self.exit_layer is None else self.exit_layer
+        if isinstance(exit_layer, bool) or not isinstance(exit_layer, int):
+            raise ValueError(f"exit_layer={exit_layer!r}: give a whole number")
+        if not lowest <= exit_layer < num_layers:
+            raise ValueError(
+                f"exit_layer={exit_layer}: with {num_layers} layers choose {lowest} to {num_layers - 1} "
+                "(at least half depth, before the last layer)"
+            )
+        return exit_layer
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r}: give a whole number")
+    if value < low:
+        raise ValueError(f"{name}={value}: must be at least {low}")
+    if high is not None and value > high:
+        raise ValueError(f"{name}={value}: must be at most {high}")
+
+
+def _check_float(name: str, value: object, allowed: bool, range_text: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r}: give a number {range_text}")
+    if not (math.isfinite(value) and allowed):
+        raise ValueError(f"{name}={value}: must be finite and {range_text}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")

@@ -1,0 +1,1 @@
+"""What pipelined decoding costs and saves, predicted."""

@@ -1,0 +1,1 @@
+"""Decoding algorithms that run in one process."""

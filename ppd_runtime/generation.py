@@ -1,0 +1,204 @@
+"""`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, one call at a time."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from ppd_runtime.config import SamplingParams, stop_texts
+from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.results import GenerationResult, Stats, TokenEvent, run_lengths
+from ppd_runtime.text import TextStream
+
+_TURN_DEADLINE_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A new token, whether an early candidate was right about it (None: nothing to say), and whether it is the last."""
+
+    token_id: int
+    hit: bool | None
+    last: bool
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a way of decoding counted and timed; see `Stats` for the meaning and units."""
+
+    finish_reason: str
+    latency_s: float
+    time_to_first_token_s: float
+    stall_s: float
+    main_layer_passes: int
+    main_recomputed_layer_passes: int = 0
+    sub_layer_passes: tuple[int, ...] = ()
+    sub_coherence_layer_passes: tuple[int, ...] = ()
+
+
+class TextGenerator(ABC):
+    """Something that continues a prompt."""
+
+    def __init__(self, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.info, self.tokenizer = info, tokenizer
+        self._turn = threading.Lock()
+        self._turn_holder: int | None = None
+
+    @abstractmethod
+    def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
+        """Yield each new token, then the totals."""
+
+    @abstractmethod
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
+        """Predicted latency as a share of ordinary decoding's."""
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        ignore_eos: bool = False,
+    ) -> GenerationResult:
+        """Continue a text, or a list of token ids, and wait for the end; see `SamplingParams` for the settings.
+
+        Raises:
+            ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
+        """
+        params = SamplingParams(
+            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
+        )
+        generation = self.start(prompt, params)
+        for _ in generation:
+            pass
+        return generation.result
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        ignore_eos: bool = False,
+    ) -> "Generation":
+        """Like `generate`, but gives each token as soon as it is certain; the result is there after the last."""
+        params = SamplingParams(
+            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
+        )
+        return self.start(prompt, params)
+
+    def start(self, prompt: str | Sequence[int], params: SamplingParams) -> "Generation":
+        """Check a request; it begins when its first event is asked for."""
+        return Generation(self, self._prompt_ids(prompt, params), params)
+
+    def _prompt_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = [_token_id(token, self.info.vocab_size) for token in prompt]
+        if not token_ids:
+            raise ValueError("the prompt is empty: give some text, or at least one token id")
+        most, wanted = self.info.max_positions, len(token_ids) + params.max_new_tokens
+        if most is not None and wanted > most:
+            raise ValueError(
+                f"{len(token_ids)} prompt tokens and max_new_tokens={params.max_new_tokens} make {wanted}, more than "
+                f"the model's {most} positions: shorten the prompt or ask for fewer tokens"
+            )
+        return token_ids
+
+    def _take_turn(self) -> None:
+        if self._turn_holder == threading.get_ident():
+            raise RuntimeError("another stream of this runtime is open in this thread: exhaust or close it first")
+        if not self._turn.acquire(timeout=_TURN_DEADLINE_S):
+            raise TimeoutError(f"another call has held this runtime for {_TURN_DEADLINE_S:.0f} s")
+        self._turn_holder = threading.get_ident()
+
+    def _end_turn(self) -> None:
+        self._turn_holder = None
+        self._turn.release()
+
+
+class Generation(Iterator[TokenEvent]):
+    """A generation in progress: iterate over its events, then read `result`. Closing it early cancels it."""
+
+    def __init__(self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams) -> None:
+        self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
+        self._result: GenerationResult | None = None
+        self._events = self._run()
+
+    def __next__(self) -> TokenEvent:
+        return next(self._events)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished generation; raises RuntimeError while events are left."""
+        if self._result is None:
+            raise RuntimeError("the generation has not finished: iterate over its events first")
+        return self._result
+
+    def close(self) -> None:
+        """Cancel the generation, if it has not finished, and give the runtime free for the next call."""
+        self._events.close()
+
+    def _run(self) -> Generator[TokenEvent, None, None]:
+        self._generator._take_turn()
+        steps = self._generator._steps(self._prompt_ids, self._params)
+        try:
+            text = TextStream(self._generator.tokenizer, self._params.stop)
+            pieces: list[str] = []
+            events: list[TokenEvent] = []
+            for step in steps:
+                if isinstance(step, Totals):
+                    self._result = self._finish("".join(pieces), events, step)
+                    return
+                pieces.append(text.push(step.token_id) + (text.finish() if step.last else ""))
+                position = len(self._prompt_ids) + len(events)
+                events.append(TokenEvent(step.token_id, pieces[-1], position, step.hit))
+                yield events[-1]
+        finally:
+            steps.close()
+            self._generator._end_turn()
+
+    def _finish(self, text: str, events: list[TokenEvent], totals: Totals) -> GenerationResult:
+        return GenerationResult(
+            text=text,
+            token_ids=tuple(event.token_id for event in events),
+            prompt_ids=tuple(self._prompt_ids),
+            finish_reason=totals.finish_reason,
+            stats=self._stats([event.hit for event in events], totals),
+        )
+
+    def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
+        hits = [hit for hit in verdicts if hit is not None]
+        rate = sum(hits) / len(hits) if hits else None
+        counted = {name: value for name, value in asdict(totals).items() if name != "finish_reason"}
+        return Stats(
+            prompt_tokens=len(self._prompt_ids),
+            new_tokens=len(verdicts),
+            hits=sum(hits),
+            misses=len(hits) - sum(hits),
+            run_lengths=run_lengths(hits) if hits else (1,) * len(verdicts),
+            predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts)),
+            **counted,
+        )
+
+
+def _token_id(token: object, vocab_size: int) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise ValueError(f"token id {token!r}: give a text or a list of whole numbers")
+    number = int(token.__index__())
+    if not 0 <= number < vocab_size:
+        raise ValueError(f"token id {number} is outside the vocabulary: choose 0 to {vocab_size - 1}")
+    return number

@@ -1,0 +1,82 @@
+"""Workers as threads of this process, and what every way of launching has in common."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime.pipeline.worker import Worker, WorkerSpec
+from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.local import LocalNetwork
+
+Progress = Callable[[str], None]
+"""Is told in a line what a start-up waits for."""
+
+START_DEADLINE_S = 300.0
+_STOP_DEADLINE_S = 10.0
+
+
+class Workers(Protocol):
+    """The running workers of one runtime."""
+
+    endpoint: Endpoint
+    """The client's place in their network."""
+
+    def check(self) -> None:
+        """Raise RuntimeError with the worker's own message if the main process is gone; log a lost sub-process."""
+
+    def close(self) -> None:
+        """Stop all workers and release everything that was started for them."""
+
+
+def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
+    """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < num_workers * threads:
+        return [()] * num_workers
+    return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
+
+
+class LocalWorkers:
+    """Every worker a thread of this process: no Ray, no sockets; for notebooks and tests."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], progress: Progress) -> None:
+        self._threads_before = torch.get_num_threads()
+        self._error: str | None = None
+        network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
+        self.endpoint: Endpoint = network.endpoint(CLIENT)
+        self._ranks = [spec.rank for spec in specs]
+        self._threads: list[threading.Thread] = []
+        for spec in specs:
+            progress(f"loading {spec.name}")
+            worker = Worker(spec)
+            arguments = (worker, network.endpoint(spec.rank))
+            thread = threading.Thread(target=self._serve, args=arguments, name=f"ppd-{spec.rank}", daemon=True)
+            self._threads.append(thread)
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, worker: Worker, endpoint: Endpoint) -> None:
+        try:
+            worker.serve(endpoint)
+        except Exception as error:  # the thread's last words; `check` raises them in the caller's thread
+            if worker.spec.rank == MAIN:
+                self._error = f"{type(error).__name__}: {error}"
+
+    def check(self) -> None:
+        """Raise RuntimeError if the main process' thread has ended with an error."""
+        if self._error:
+            raise RuntimeError(f"the main process failed: {self._error}")
+
+    def close(self) -> None:
+        """Stop the threads and give the process its number of threads back."""
+        for rank in self._ranks:
+            self.endpoint.send(rank, Shutdown(CLIENT, 0))
+        deadline = time.monotonic() + _STOP_DEADLINE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        torch.set_num_threads(self._threads_before)

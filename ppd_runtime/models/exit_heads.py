@@ -1,0 +1,61 @@
+"""Exit predictors: who names the k candidates for the next token from a hidden state behind the exit layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.sampling import Sampler
+
+
+class ExitHead(Protocol):
+    """Names candidates, best first; every sub-process asks its own copy and takes the candidate of its rank."""
+
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """k different tokens that may follow `history`; `hidden` is `[1, 1, hidden_size]`, of its newest token."""
+        ...
+
+
+class SharedHead:
+    """The model's own final norm and head, as the paper's untrained rows use them, ranked with the shared noise."""
+
+    def __init__(self, stage: Stage, sampler: Sampler) -> None:
+        self._stage, self._sampler = stage, sampler
+
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """The k tokens that full depth would be likeliest to choose if it ended here."""
+        return self._sampler.rank(self._stage.logits(hidden.to(self._stage.device)), history, k)
+
+
+@dataclass(frozen=True)
+class RehearsedHead:
+    """Is told the right texts beforehand and names the right token with a set probability: for tests and benchmarks.
+
+    Whether it is right at a position, and at which rank, is a function of (seed, position) alone.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt with its continuation."""
+    match_rate: float
+    vocab_size: int
+    seed: int = 0
+
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """The right token among wrong ones, or k wrong ones."""
+        position = len(history)
+        right = self._right_token(history)
+        rng = np.random.default_rng((self.seed, position))
+        named = [(right + 1 + i) % self.vocab_size for i in range(k)]
+        if rng.random() < self.match_rate:
+            named[int(rng.integers(k))] = right
+        return named
+
+    def _right_token(self, history: Sequence[int]) -> int:
+        known = tuple(history)
+        for text in self.texts:
+            if len(text) > len(known) and text[: len(known)] == known:
+                return text[len(known)]
+        return 0

@@ -1,0 +1,121 @@
+"""Key/value caches of a layer range: preallocated, written in place, cut and shipped by position."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """One layer's keys and values, `[1, num_key_value_heads, capacity, head_dim]` each, `length` of them valid.
+
+    A layer with a sliding window stores every position too and hands out the newest `sliding_window - 1` and the
+    tokens of the pass, as transformers' own cache does; so any layer can drop its newest entries at any time.
+    """
+
+    is_croppable = True
+
+    def __init__(self, capacity: int, sliding_window: int | None) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.sliding_window = sliding_window
+        self.length = 0
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether the layer attends to a window only."""
+        return self.sliding_window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for the shapes, dtype and device of the first entries."""
+        batch, heads, _, key_dim = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, self.capacity, key_dim)
+        self.values = value_states.new_empty(batch, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append the entries of a pass, `[1, heads, tokens, head_dim]`; the entries that the pass attends to."""
+        start = self._visible_from()
+        self.write(key_states, value_states)
+        return self.keys[:, :, start : self.length], self.values[:, :, start : self.length]
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Append entries without attending to them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[-2]
+        if end > self.capacity:
+            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {end}")
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the entries that a pass of `query_length` tokens attends to."""
+        start = self._visible_from()
+        return self.length + query_length - start, start
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Tokens that fit."""
+        return self.capacity
+
+    def _visible_from(self) -> int:
+        return 0 if self.sliding_window is None else max(self.length - self.sliding_window + 1, 0)
+
+
+class LayerRangeCache(Cache):
+    """Some layers of a cache, as a transformers cache whose layers are numbered from `offset`."""
+
+    def __init__(self, layers: Sequence[PreallocatedLayer], offset: int = 0) -> None:
+        super().__init__(layers=list(layers))
+        self.offset = offset
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append to the layer that the model knows as `layer_idx`."""
+        return self.layers[layer_idx - self.offset].update(key_states, value_states)
+
+
+class StageCache:
+    """The entries of a stage's layers for one sequence of at most `capacity` tokens."""
+
+    def __init__(self, config: PretrainedConfig, capacity: int) -> None:
+        self.layers = [PreallocatedLayer(capacity, window) for window in sliding_windows(config)]
+
+    def view(self, first: int, last: int) -> LayerRangeCache:
+        """Layers `first` (inclusive) to `last` (exclusive), for one forward pass."""
+        return LayerRangeCache(self.layers[first:last], offset=first)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens, drop the newer ones."""
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
+    def export_entry(self, position: int, last: int) -> Tensor:
+        """A copy of one token's entries in layers 0 to `last` (exclusive): `[last, 2, heads, head_dim]`."""
+        rows = [t[0, :, position] for layer in self.layers[:last] for t in (layer.keys, layer.values)]
+        return torch.stack(rows).view(last, 2, *rows[0].shape)
+
+    def import_entries(self, entries: Sequence[Tensor]) -> None:
+        """Append consecutive tokens' entries, each as `export_entry` gives them, to the layers they came from."""
+        stacked = torch.stack(list(entries), dim=3)  # [layers, 2, heads, tokens, head_dim]
+        for layer, (keys, values) in zip(self.layers, stacked.unbind(), strict=False):
+            layer.write(keys[None], values[None])
+
+
+def sliding_windows(config: PretrainedConfig) -> list[int | None]:
+    """Each layer's window in tokens, None where it attends to everything."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]

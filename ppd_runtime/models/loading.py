@@ -1,0 +1,203 @@
+"""A folder, hub name or "demo" → its description, its tokenizer, and a model with only the layers asked for."""
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+logger = logging.getLogger(__name__)
+DEMO = "demo"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What has to be known of a model before any of its weights is read."""
+
+    name: str
+    folder: Path
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+    eos_token_ids: frozenset[int]
+
+
+def describe(model: str) -> ModelInfo:
+    """Find a model and check that it can be run here, without reading its weights.
+
+    Raises:
+        ValueError: no such model, no safetensors weights, or an architecture that cannot be cut into stages.
+    """
+    folder = _find(model)
+    config = _read_config(model, folder)
+    _check_architecture(model, config)
+    if not weight_files(folder):
+        raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
+    return ModelInfo(
+        name=model,
+        folder=folder,
+        num_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None),
+        eos_token_ids=_eos_token_ids(folder, config),
+    )
+
+
+def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; raises ValueError where the folder has none."""
+    try:
+        return AutoTokenizer.from_pretrained(info.folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {_one_line(error)}") from error
+
+
+def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A causal language model with the embedding, layers 1 to `last` of the original, the final norm and the head.
+
+    Only these tensors are read from the files. With `last` below the model's depth this is what a sub-process
+    needs: its first layers, and norm and head for the exit.
+    """
+    config = first_layers_config(AutoConfig.from_pretrained(info.folder), last)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    tensors = dict(_read_tensors(info, last))
+    model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    tied = getattr(config, "tie_word_embeddings", False)
+    missing = set(dict(model.named_parameters())) - set(tensors) - ({"lm_head.weight"} if tied else set())
+    if missing:
+        raise ValueError(f"model {info.name!r}: its files lack {sorted(missing)[0]} ({len(missing)} tensors in all)")
+    return model.to(device).eval()
+
+
+def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
+    """The configuration of the same model cut off after layer `last`."""
+    config = copy.deepcopy(config)
+    full = config.num_hidden_layers
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == full and "layer" in name:
+            setattr(config, name, value[:last])
+    config.num_hidden_layers = last
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, in a fixed order; empty where there are none."""
+    index = folder / _INDEX
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [folder / name for name in names]
+    return [folder / _SINGLE] if (folder / _SINGLE).exists() else []
+
+
+def choose_device(device: str) -> str:
+    """The device that "auto" stands for: a GPU where PyTorch sees one; raises ValueError for a GPU it does not see."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: PyTorch sees no GPU here; choose cpu or auto")
+    return device
+
+
+def choose_dtype(dtype: str, device: str, info: ModelInfo) -> torch.dtype:
+    """The dtype that "auto" stands for: float32 on CPUs (fastest for one-token passes), the model's own on GPUs."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device == "cpu":
+        return torch.float32
+    stored = AutoConfig.from_pretrained(info.folder).dtype
+    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+
+
+def _find(model: str) -> Path:
+    if model == DEMO:
+        return Path(str(resources.files("ppd_runtime.models") / "demo"))
+    if Path(model).is_dir():
+        return Path(model)
+    if Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ValueError(f"model {model!r}: no such folder; give a folder, a hub name or 'demo'")
+    return _download(model)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # only hub names need the network
+
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many kinds, network errors of three libraries among them
+        reason = _one_line(error)
+        raise ValueError(
+            f"model {name!r} is neither a folder here nor a model that the hub gave: {reason}; "
+            "check the name or give a local folder"
+        ) from error
+
+
+def _read_config(model: str, folder: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model {model!r}: no usable config.json in {folder}: {_one_line(error)}") from error
+
+
+def _check_architecture(model: str, config: PretrainedConfig) -> None:
+    refuse = f"model {model!r} ({config.model_type}): "
+    needed = "a decoder with `model.layers`, `model.norm` and `lm_head` is needed, such as Llama, Mistral or Qwen"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{refuse}an encoder-decoder cannot be pipelined here; {needed}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "num_hidden_layers"):
+        raise ValueError(f"{refuse}not a causal language model; {needed}")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= _ATTENTION_KINDS:
+        raise ValueError(f"{refuse}layers of kind {', '.join(sorted(kinds - _ATTENTION_KINDS))} have no plain cache")
+    with torch.device("meta"):
+        skeleton = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(first_layers_config(config, 1))
+    base = getattr(skeleton, "model", None)
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not hasattr(skeleton, "lm_head"):
+        raise ValueError(f"{refuse}{needed}")
+
+
+def _eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.exists() else {}
+    ids = generation.get("eos_token_id", config.eos_token_id)
+    if ids is None:
+        return frozenset()
+    return frozenset(ids) if isinstance(ids, list) else frozenset([ids])
+
+
+def _read_tensors(info: ModelInfo, last: int) -> Iterator[tuple[str, Tensor]]:
+    for path in weight_files(info.folder):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                    if _layer_number(name) < last:
+                        yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {_one_line(error)}") from error
+
+
+def _layer_number(tensor_name: str) -> int:
+    """The layer a tensor belongs to, -1 for the embedding, norm and head."""
+    parts = tensor_name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,144 @@
+"""A contiguous layer range of a Hugging Face decoder that any process can run piece by piece.
+
+The library's own forward pass runs each piece, over a shallow copy of the model that holds only the piece's layers:
+masks, rotary tables, windows and soft caps stay the library's business.
+"""
+
+import copy
+import time
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
+
+
+class Stage:
+    """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
+
+    Hidden states are `[1, tokens, hidden_size]`; positions count from 0; layer ranges are half-open and count from 0.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.num_layers: int = model.config.num_hidden_layers
+        self.layer_passes = 0
+        """One-sequence layer passes run so far: a pass over any number of tokens through one layer counts one."""
+        self.layer_seconds = 0.0
+        """Recent time of one layer for one token."""
+        self._pieces: dict[tuple[int, int], nn.Module] = {}
+        self._views: dict[tuple[int, int], LayerRangeCache] = {}
+        self.cache = StageCache(model.config, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence and make room for one of at most `capacity` tokens."""
+        self.cache = StageCache(self.model.config, capacity)
+        self._views.clear()
+
+    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """Run layers `first` to `last` (half-open) and append to their caches; the hidden states behind them.
+
+        `inputs` are token ids where `first` is 0, else hidden states; the first of them stands at `position`, which
+        must be the number of entries that these layers hold. An empty range gives back its inputs.
+        """
+        if first == last and isinstance(inputs, Tensor):
+            return inputs.to(self.device)
+        began = time.perf_counter()
+        hidden = self._run(first, last, inputs, position)
+        if hidden.shape[1] == 1 or not self.layer_seconds:
+            self._note_time((time.perf_counter() - began) / (last - first))
+        self.layer_passes += last - first
+        return hidden
+
+    def length(self, layer: int) -> int:
+        """Tokens whose entries `layer` holds."""
+        return self.cache.layers[layer].length
+
+    def truncate(self, length: int) -> None:
+        """Keep the entries of the first `length` tokens, drop the newer ones."""
+        self.cache.truncate(length)
+
+    @torch.inference_mode()
+    def export_entry(self, position: int, last: int) -> Tensor:
+        """A copy of the entries at `position` in layers 0 to `last`: `[last, 2, heads, head_dim]`."""
+        return self.cache.export_entry(position, last)
+
+    @torch.inference_mode()
+    def import_entries(self, entries: Sequence[Tensor]) -> None:
+        """Append consecutive tokens' entries to the first layers, each as `export_entry` gives them."""
+        self.cache.import_entries([entry.to(self.device) for entry in entries])
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
+        output = self._head(inputs_embeds=hidden[:, -1:], use_cache=False)
+        return output.logits[0, -1].float()
+
+    @torch.inference_mode()
+    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        length = self.cache.layers[first].length
+        if length != position:
+            raise RuntimeError(f"layer {first} holds {length} tokens, the pass starts at position {position}")
+        if isinstance(inputs, Tensor):
+            feed = {"inputs_embeds": inputs.to(self.device)}
+        else:
+            feed = {"input_ids": torch.tensor([inputs], device=self.device)}
+        key = (first, last)
+        if key not in self._pieces:
+            self._pieces[key] = self._piece(first, last)
+        if key not in self._views:
+            self._views[key] = self.cache.view(first, last)
+        output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
+        return output.last_hidden_state
+
+    def _note_time(self, seconds: float) -> None:
+        self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
+
+    def _piece(self, first: int, last: int) -> nn.Module:
+        base = self.model.model
+        piece = _shallow_copy(base)
+        piece.layers = nn.ModuleList(base.layers[first:last])
+        piece.norm = nn.Identity()
+        piece.config = _range_config(base.config, first, last)
+        return piece
+
+    @cached_property
+    def _head(self) -> nn.Module:
+        head = _shallow_copy(self.model)
+        head.model = _NormOnly(self.model.model.norm)
+        return head
+
+
+class _NormOnly(nn.Module):
+    """Stands in for the decoder where only the final norm is left to do."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, inputs_embeds: Tensor, **_: object) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """The same module with a table of children of its own; parameters and children are shared."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def _range_config(config: PretrainedConfig, first: int, last: int) -> PretrainedConfig:
+    config = copy.deepcopy(config)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[first:last]
+    config.num_hidden_layers = last - first
+    return config

@@ -1,0 +1,176 @@
+"""Workers as Ray actors: Ray places, starts and watches them; every message between them travels over ZeroMQ."""
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ppd_runtime.launching import START_DEADLINE_S, Progress
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime.pipeline.worker import Worker, WorkerSpec
+from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.zeromq import ZmqEndpoint
+
+logger = logging.getLogger(__name__)
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
+_STOP_DEADLINE_S = 5.0
+_CONNECT_DEADLINE_S = 5.0
+
+
+class _Actor:
+    def __init__(self, spec: WorkerSpec, folder: str) -> None:
+        self._worker = Worker(spec)
+        self._endpoint = ZmqEndpoint(folder, spec.rank)
+
+    def ready(self) -> int:
+        """The worker's process number, once its layers are loaded."""
+        return os.getpid()
+
+    def serve(self) -> None:
+        """Serve requests until told to shut down."""
+        self._worker.serve(self._endpoint)
+        self._endpoint.close()
+
+
+@ray.remote(max_restarts=0)
+class PPDMain(_Actor):
+    """The main process; the class' name is what `ps` shows."""
+
+
+@ray.remote(max_restarts=0)
+class PPDSub(_Actor):
+    """A sub-process; the class' name is what `ps` shows."""
+
+
+class RayWorkers:
+    """Every worker a Ray actor on this host, on a Ray node of our own or on a running cluster's."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], ray_address: str | None, progress: Progress) -> None:
+        self._specs = list(specs)
+        self._actors: dict[int, Any] = {}
+        self._serving: dict[int, Any] = {}
+        self._folder = tempfile.mkdtemp(prefix="ppd-")  # only this user may enter
+        self._closed = False
+        self._owns_ray = not ray.is_initialized()
+        try:
+            if self._owns_ray:
+                progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
+                _start_ray(ray_address, len(specs), self._folder)
+            self.endpoint: Endpoint = ZmqEndpoint(self._folder, CLIENT)
+            self._start_actors(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_actors(self, progress: Progress) -> None:
+        fits = _fits(self._specs)
+        if not fits:
+            logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        for spec in self._specs:
+            gpus = 1 if spec.device.startswith("cuda") and fits else 0
+            actor_class: Any = PPDMain if spec.rank == MAIN else PPDSub
+            options = {"num_cpus": spec.threads if fits else 0, "num_gpus": gpus, "scheduling_strategy": here}
+            self._actors[spec.rank] = actor_class.options(**options).remote(spec, self._folder)
+        self._wait_until_ready(progress)
+        self._serving = {rank: actor.serve.remote() for rank, actor in self._actors.items()}
+
+    def _wait_until_ready(self, progress: Progress) -> None:
+        waiting = {self._actors[spec.rank].ready.remote(): spec for spec in self._specs}
+        deadline = time.monotonic() + START_DEADLINE_S
+        while waiting:
+            names = ", ".join(spec.name for spec in waiting.values())
+            progress(f"waiting for {names}")
+            done, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise TimeoutError(f"{names} did not start within {START_DEADLINE_S:.0f} s")
+            spec = waiting.pop(done[0])
+            try:
+                ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                raise RuntimeError(f"{spec.name} failed to start: {_own_words(error)}") from error
+
+    def check(self) -> None:
+        """Raise RuntimeError if the main process is gone; log a lost sub-process, which costs time only."""
+        done, _ = ray.wait(list(self._serving.values()), num_returns=len(self._serving), timeout=0)
+        for rank, reference in list(self._serving.items()):
+            if reference not in done:
+                continue
+            try:
+                ray.get(reference)
+                reason = "it ended"
+            except ray.exceptions.RayError as error:
+                reason = _own_words(error)
+            if rank == MAIN:
+                raise RuntimeError(f"the main process failed: {reason}")
+            logger.warning("sub-process %d is lost, decoding goes on without it: %s", rank, reason)
+            del self._serving[rank]
+
+    def close(self) -> None:
+        """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "endpoint"):
+            for rank in self._serving:
+                self.endpoint.send(rank, Shutdown(CLIENT, 0))
+            self.endpoint.close()
+        if ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.wait(list(self._serving.values()), num_returns=len(self._serving), timeout=_STOP_DEADLINE_S)
+            for actor in self._actors.values():
+                ray.kill(actor)
+            if self._owns_ray:
+                ray.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def check_ray_address(address: str) -> None:
+    """Raise ValueError where nobody answers at a Ray address of the form host:port."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"ray_address={address!r}: give host:port, as `ray start --head` prints it")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_DEADLINE_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"ray_address={address!r}: nobody answers there ({error}); is the cluster running?") from error
+
+
+def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    common = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is not None:
+        check_ray_address(address)
+        ray.init(address=address, **common)
+        return
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, num_workers),  # every worker gets a place, however few the cores
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        _temp_dir=f"{folder}/ray",
+        **common,
+    )
+
+
+def _fits(specs: Sequence[WorkerSpec]) -> bool:
+    free = ray.available_resources()
+    gpus = sum(spec.device.startswith("cuda") for spec in specs)
+    return free.get("CPU", 0) >= sum(spec.threads for spec in specs) and free.get("GPU", 0) >= gpus
+
+
+def _own_words(error: Exception) -> str:
+    """The worker's own message, without Ray's account of how it travelled."""
+    cause = getattr(error, "cause", None)
+    if cause is not None:
+        return f"{type(cause).__name__}: {cause}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

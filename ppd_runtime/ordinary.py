@@ -1,0 +1,62 @@
+"""`OrdinaryDecoding`: the oracle with the same `generate` and `stream` as every other way of decoding."""
+
+import time
+from collections.abc import Generator
+
+import torch
+
+from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.decoding.autoregressive import autoregressive
+from ppd_runtime.generation import Step, TextGenerator, Totals
+from ppd_runtime.models.loading import choose_device, choose_dtype, describe, load_layers, load_tokenizer
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.text import StopRule
+
+
+class OrdinaryDecoding(TextGenerator):
+    """Autoregressive decoding in this process, with the same stage, sampling and threads as a main process has.
+
+    Args:
+        model: a local folder, a hub name, or "demo" for the embedded model.
+        dtype: float32, bfloat16, float16 or auto.
+        device: cpu, cuda or auto.
+        threads: CPU threads for matrix products; set for the whole process while a generation runs.
+    """
+
+    def __init__(self, model: str = "demo", *, dtype: str = "auto", device: str = "auto", threads: int = 1) -> None:
+        self.config = RuntimeConfig(model, dtype=dtype, device=device, threads_per_worker=threads)
+        info = describe(model)
+        super().__init__(info, load_tokenizer(info))
+        place = choose_device(device)
+        self.stage = Stage(load_layers(info, info.num_layers, choose_dtype(dtype, place, info), place))
+
+    def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.config.threads_per_worker)
+        try:
+            yield from self._timed_steps(prompt_ids, params)
+        finally:
+            torch.set_num_threads(threads_before)
+
+    def _timed_steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
+        stop = StopRule(params, self.info.eos_token_ids, self.tokenizer)
+        capacity = len(prompt_ids) + params.max_new_tokens
+        passes, spent, first, reason = self.stage.layer_passes, 0.0, 0.0, None
+        tokens = autoregressive(self.stage, prompt_ids, capacity, Sampler(params), stop)
+        while reason is None:
+            began = time.perf_counter()
+            token, reason = next(tokens)
+            spent += time.perf_counter() - began  # the caller's own time between two tokens does not count
+            first = first or spent
+            yield Step(token, None, last=reason is not None)
+        yield Totals(
+            finish_reason=reason,
+            latency_s=spent,
+            time_to_first_token_s=first,
+            stall_s=0.0,
+            main_layer_passes=self.stage.layer_passes - passes,
+        )
+
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
+        return 1.0

@@ -1,0 +1,56 @@
+"""What both state machines have in common: how they wait, send and compute."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.messages import Message
+
+
+@dataclass(slots=True)
+class Receive:
+    """A wish for a message.
+
+    `patience` is counted in one-token layer passes: 0 takes only what is there, None waits as long as it takes.
+    Yielding the same wish again goes on with what is left of its patience.
+    """
+
+    patience: int | None
+    deadline: float | None = None
+    """Set by whoever runs the machine, in its own clock."""
+
+
+Machine = Generator[Receive, Message | None, None]
+"""Yields wishes; is sent a message for each, or None where the patience ran out."""
+
+Send = Callable[[Sequence[int], Message], None]
+"""Delivers a message to several addresses; never blocks."""
+
+
+class StageLike(Protocol):
+    """What the machines need of a stage; `ppd_runtime.models.stage.Stage` is the real one."""
+
+    num_layers: int
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence and make room for `capacity` tokens."""
+
+    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """Run a half-open range of layers over token ids or hidden states that start at `position`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head over the newest hidden state."""
+
+    def length(self, layer: int) -> int:
+        """Tokens whose entries `layer` holds."""
+
+    def truncate(self, length: int) -> None:
+        """Drop the entries of all but the first `length` tokens."""
+
+    def export_entry(self, position: int, last: int) -> Tensor:
+        """Copy one token's entries out of layers 0 to `last`."""
+
+    def import_entries(self, entries: Sequence[Tensor]) -> None:
+        """Append consecutive tokens' entries to the first layers."""

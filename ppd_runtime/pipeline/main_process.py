@@ -1,0 +1,167 @@
+"""The main process: full-depth decoding that goes on from a sub-process' early start where one is right.
+
+Algorithm 2 of the paper, main side. What the sub-processes say can only shorten the way to a token, never change
+it: the token is always full depth's.
+"""
+
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    MISS,
+    NOT_ASKED,
+    Begin,
+    Cancel,
+    Candidate,
+    End,
+    Entries,
+    ExitState,
+    HeadStart,
+    Message,
+    Token,
+)
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.text import StopRule
+
+_MOST_ABSENCES = 3  # a sub-process that was missed so often in a row is not waited for until it speaks in time
+
+
+@dataclass
+class _Heard:
+    """What the sub-processes have said about one position, by rank."""
+
+    candidates: dict[int, int] = field(default_factory=dict)
+    head_starts: dict[int, HeadStart] = field(default_factory=dict)
+
+
+class MainProcess:
+    """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks."""
+
+    def __init__(self, stage: StageLike, exit_layer: int, subs: Sequence[int], send: Send, begin: Begin) -> None:
+        self.stage, self.exit_layer, self.subs, self.send, self.begin = stage, exit_layer, tuple(subs), send, begin
+        self.head_start = stage.num_layers - exit_layer
+        self.history = list(begin.prompt_ids)
+        self.finish_reason = ""
+        self.layer_passes = 0
+        """Layer passes on the path of the tokens."""
+        self.recomputed_layer_passes = 0
+        """Layer passes for entries that no sub-process delivered in time."""
+        self._heard: defaultdict[int, _Heard] = defaultdict(_Heard)
+        self._entries: dict[int, Tensor] = {}
+        self._absences = dict.fromkeys(self.subs, 0)
+        self._cancelled = False
+
+    def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
+        """Decode to the end, sending each token to the sub-processes and the client as soon as it is certain."""
+        self.stage.begin(len(self.history) + self.begin.max_new_tokens)
+        self.send(self.subs, self.begin)
+        first_layer = 0
+        inputs: list[int] | Tensor = list(self.history)
+        while True:
+            hidden = self._pass(first_layer, inputs, ask=not stop.last_allowed)
+            token = sampler.choose(self.stage.logits(hidden), self.history)
+            self.history.append(token)
+            self.finish_reason = stop.finish_reason(token) or ""
+            if self.finish_reason:
+                break
+            early = yield from self._settle(token)
+            if self._cancelled:
+                self.finish_reason = "cancelled"
+                break
+            self._tell((*self.subs, CLIENT), token, early.sender if early else MISS)
+            if early:
+                first_layer, inputs = self.head_start, early.hidden
+            else:
+                yield from self._fill_gaps()
+                first_layer, inputs = 0, [token]
+        self.send(self.subs, End(MAIN, self.begin.request))
+        self._tell((CLIENT,), token, NOT_ASKED)
+
+    def _pass(self, first_layer: int, inputs: list[int] | Tensor, ask: bool) -> Tensor:
+        """The rest of one pass, from `first_layer` to full depth; the exit layer's state goes out on the way."""
+        size = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
+        newest = len(self.history) - 1
+        start = newest + 1 - size
+        hidden = self.stage.run(first_layer, self.exit_layer, inputs, start)
+        if ask:
+            self.send(self.subs, ExitState(MAIN, self.begin.request, newest, hidden[:, -1:]))
+        self.layer_passes += self.stage.num_layers - first_layer
+        return self.stage.run(self.exit_layer, self.stage.num_layers, hidden, start)
+
+    def _tell(self, addresses: Sequence[int], token: int, winner: int) -> None:
+        self.send(addresses, Token(MAIN, self.begin.request, len(self.history) - 1, token, winner))
+
+    def _settle(self, token: int) -> Generator[Receive, Message | None, HeadStart | None]:
+        """The early start of the newest token, or None.
+
+        A straggler is waited for no longer than its layers would take here.
+        """
+        position = len(self.history) - 1
+        yield from self._take_all()
+        wish = Receive(self.head_start)
+        while self._undecided(position, token):
+            message = yield wish
+            if message is None:
+                break
+            self._take(message)
+        heard = self._heard[position]
+        self._heard.clear()
+        for rank in self.subs:
+            self._absences[rank] = 0 if rank in heard.candidates else self._absences[rank] + 1
+        return next((early for early in heard.head_starts.values() if early.token_id == token), None)
+
+    def _undecided(self, position: int, token: int) -> bool:
+        """Whether a sub-process may still deliver the early start of `token`."""
+        heard = self._heard[position]
+        if self._cancelled or any(early.token_id == token for early in heard.head_starts.values()):
+            return False
+        silent = [r for r in self.subs if r not in heard.candidates and self._absences[r] < _MOST_ABSENCES]
+        return bool(silent) or token in heard.candidates.values()
+
+    def _fill_gaps(self) -> Machine:
+        """Bring the first layers' caches up to the newest token, after the hits whose passes began elsewhere."""
+        newest = len(self.history) - 1
+        wish = Receive(self.head_start)
+        while (position := self.stage.length(0)) < newest:
+            if position not in self._entries:
+                message = yield wish
+                if message is not None:
+                    self._take(message)
+                    continue
+            run = self._consecutive_entries(position, newest)
+            if run:
+                self.stage.import_entries(run)
+            else:
+                self.stage.run(0, self.head_start, [self.history[position]], position)
+                self.recomputed_layer_passes += self.head_start
+        self._entries.clear()
+
+    def _consecutive_entries(self, position: int, end: int) -> list[Tensor]:
+        entries = []
+        while position < end and position in self._entries:
+            entries.append(self._entries.pop(position))
+            position += 1
+        return entries
+
+    def _take_all(self) -> Machine:
+        message = yield Receive(0)
+        while message is not None:
+            self._take(message)
+            message = yield Receive(0)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Cancel):
+            self._cancelled = True
+        elif isinstance(message, Entries):
+            self._entries[message.position] = message.entries
+        elif isinstance(message, Candidate | HeadStart) and message.position >= len(self.history) - 1:
+            heard = self._heard[message.position]
+            heard.candidates[message.sender] = message.token_id
+            if isinstance(message, HeadStart):
+                heard.head_starts[message.sender] = message

@@ -1,0 +1,250 @@
+"""What the processes say to each other, and its form on the wire: a bounded msgpack header and raw tensor frames.
+
+A header is `[version, kind, *fields]`; a tensor field holds `[dtype, shape]` there and its bytes follow in a frame
+of their own. Decoding trusts nothing: every length, type and shape is checked before anything is allocated, and
+whatever is wrong becomes a `WireError`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+WIRE_VERSION = 1
+MAIN = 0
+"""The main process' address; sub-processes are 1 to k, by the rank of their candidate."""
+CLIENT = -1
+"""The address of whoever holds the runtime."""
+MISS = 0
+"""`Token.winner` where no candidate was right in time."""
+NOT_ASKED = -1
+"""`Token.winner` of the last token, whose successor nobody needs."""
+
+_MAX_HEADER_BYTES = 16 * 2**20
+_MAX_TENSOR_BYTES = 2**31
+_MAX_TEXT = 2**16
+_MAX_TENSOR_RANK = 6
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class WireError(ValueError):
+    """Bytes that are no message of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Anything on the wire: who sent it, and the number of the request it belongs to."""
+
+    sender: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin(Message):
+    """Client → main → subs: start a request."""
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    seed: int
+    stop: list[str]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExitState(Message):
+    """Main → subs: the hidden state behind the exit layer, `[1, 1, hidden_size]`, of the token at `position`."""
+
+    position: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Message):
+    """Sub → main: the token that this sub-process is starting at `position`."""
+
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStart(Message):
+    """Sub → main: the candidate's hidden state behind the head-start layers, `[1, 1, hidden_size]`."""
+
+    position: int
+    token_id: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Token(Message):
+    """Main → subs and client: the token at `position` is certain, and whose early start is used (or MISS)."""
+
+    position: int
+    token_id: int
+    winner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entries(Message):
+    """Winner → main and the other subs: its key/value entries at `position`, `[layers, 2, heads, head_dim]`."""
+
+    position: int
+    entries: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class End(Message):
+    """Main → subs: the request is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Message):
+    """Client → main: nobody waits for the rest of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Message):
+    """Main → client, after the last token: why it ended, seconds, and layer passes."""
+
+    reason: str
+    latency_s: float
+    time_to_first_token_s: float
+    stall_s: float
+    layer_passes: int
+    recomputed_layer_passes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Sub → client, at the end of a request: its layer passes for candidates and for its own cache."""
+
+    layer_passes: int
+    coherence_layer_passes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Message):
+    """Any worker → client: it cannot go on, and why."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown(Message):
+    """Client → every worker: end the process."""
+
+
+_KINDS: tuple[type[Message], ...] = (
+    Begin,
+    ExitState,
+    Candidate,
+    HeadStart,
+    Token,
+    Entries,
+    End,
+    Cancel,
+    Finished,
+    Report,
+    Failed,
+    Shutdown,
+)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in _KINDS}
+_TYPES: dict[type[Message], tuple[Any, ...]] = {
+    kind: tuple(get_type_hints(kind)[name] for name in _FIELDS[kind]) for kind in _KINDS
+}
+
+
+def encode(message: Message) -> list[bytes | memoryview]:
+    """The message's frames: the header, then each tensor's bytes."""
+    header: list[object] = [WIRE_VERSION, _NUMBERS[type(message)]]
+    frames: list[bytes | memoryview] = [b""]
+    for name in _FIELDS[type(message)]:
+        value = getattr(message, name)
+        if isinstance(value, Tensor):
+            tensor = value.detach().cpu().contiguous()
+            header.append([_DTYPE_NAMES[tensor.dtype], list(tensor.shape)])
+            frames.append(tensor.flatten().view(torch.uint8).numpy().data)
+        else:
+            header.append(value)
+    frames[0] = msgpack.packb(header)
+    return frames
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> Message:
+    """The message that `frames` hold; its tensors are copies.
+
+    Raises:
+        WireError: for anything that `encode` of this version would not have written.
+    """
+    if not frames or len(frames[0]) > _MAX_HEADER_BYTES:
+        raise WireError("no header, or one that is too long")
+    header = _unpack(frames[0])
+    if not isinstance(header, list) or len(header) < 2 or header[0] != WIRE_VERSION:
+        raise WireError(f"not a message of wire version {WIRE_VERSION}")
+    number = header[1]
+    if type(number) is not int or not 0 <= number < len(_KINDS):
+        raise WireError("unknown kind of message")
+    kind = _KINDS[number]
+    types = _TYPES[kind]
+    if len(header) != 2 + len(types) or len(frames) != 1 + sum(t is Tensor for t in types):
+        raise WireError(f"a {kind.__name__} with the wrong number of fields or frames")
+    tensors = iter(frames[1:])
+    values: list[Any] = [
+        _tensor(value, next(tensors)) if wanted is Tensor else _checked(value, wanted)
+        for value, wanted in zip(header[2:], types, strict=True)
+    ]
+    return kind(*values)
+
+
+def _unpack(header: bytes | memoryview) -> object:
+    try:
+        return msgpack.unpackb(header, strict_map_key=True, max_ext_len=0, max_map_len=0)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a header: {type(error).__name__}") from error
+
+
+def _checked(value: object, wanted: object) -> object:
+    if wanted is float:
+        good = type(value) in (int, float)
+    elif wanted is str:
+        good = type(value) is str and len(value) <= _MAX_TEXT
+    elif wanted == list[int]:
+        good = type(value) is list and all(type(item) is int for item in value)
+    elif wanted == list[str]:
+        good = type(value) is list and all(type(item) is str and len(item) <= _MAX_TEXT for item in value)
+    else:
+        good = type(value) is wanted
+    if not good:
+        raise WireError("a field of the wrong type or length")
+    return value
+
+
+def _tensor(description: object, frame: bytes | memoryview) -> Tensor:
+    if not isinstance(description, list) or len(description) != 2:
+        raise WireError("a tensor without dtype and shape")
+    name, shape = description
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise WireError("a tensor of an unknown dtype")
+    if not isinstance(shape, list) or len(shape) > _MAX_TENSOR_RANK:
+        raise WireError("a tensor with too many dimensions")
+    if not all(type(size) is int and 0 < size <= _MAX_TENSOR_BYTES for size in shape):
+        raise WireError("a tensor with an impossible shape")
+    dtype = _DTYPES[name]
+    size = math.prod(shape) * dtype.itemsize
+    if size > _MAX_TENSOR_BYTES or size != len(frame):
+        raise WireError("a tensor whose bytes do not fit its shape")
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
+    return tensor

@@ -1,0 +1,121 @@
+"""A sub-process: starts the next token from its candidate while the main process finishes the current one.
+
+Algorithm 2 of the paper, sub side. It holds the embedding, the head-start layers and an exit head, keeps its cache
+coherent by itself, and pushes what it has without being asked.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ppd_runtime.models.exit_heads import ExitHead
+from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike
+from ppd_runtime.pipeline.messages import (
+    MAIN,
+    MISS,
+    Begin,
+    Candidate,
+    End,
+    Entries,
+    ExitState,
+    HeadStart,
+    Message,
+    Token,
+)
+
+
+class SubProcess:
+    """Serves one request with the candidate of its `rank` (1 to k); `subs` are all sub-processes' ranks."""
+
+    def __init__(
+        self, stage: StageLike, exit_head: ExitHead, rank: int, subs: Sequence[int], send: Send, begin: Begin
+    ) -> None:
+        self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
+        self.k = len(subs)
+        self.history = list(begin.prompt_ids)
+        self.layer_passes = 0
+        """Layer passes for candidates."""
+        self.coherence_layer_passes = 0
+        """Layer passes for the prompt and for tokens that nobody's entries came for."""
+        self._peers = (MAIN, *(peer for peer in subs if peer != rank))
+        self._exit_state: ExitState | None = None
+        self._candidate: tuple[int, int] | None = None  # position and token of what the cache holds on trial
+        self._winners: dict[int, int] = {}
+        self._entries: dict[int, Tensor] = {}
+        self._over = False
+
+    def serve(self) -> Machine:
+        """Follow the request to its end, one candidate a token."""
+        self.stage.begin(len(self.history) + self.begin.max_new_tokens)
+        self._compute(self.history, 0)
+        while not self._over:
+            message = yield Receive(None)
+            while message is not None and not self._over:
+                self._take(message)
+                message = yield Receive(0)
+            yield from self._work()
+
+    def _work(self) -> Machine:
+        """Name the candidate, bring the cache up to the newest token, start the candidate."""
+        state, self._exit_state = self._exit_state, None
+        if state is None or state.position != len(self.history) - 1:
+            yield from self._follow()
+            return
+        position = state.position + 1
+        token = self.exit_head.candidates(state.hidden, self.history, self.k)[self.rank - 1]
+        self.send((MAIN,), Candidate(self.rank, self.begin.request, position, token))
+        yield from self._follow()
+        if self._over or len(self.history) > position:
+            return  # the true token came first
+        hidden = self.stage.run(0, self.stage.num_layers, [token], position)
+        self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, token, hidden))
+        self.layer_passes += self.stage.num_layers
+        self._candidate = (position, token)
+
+    def _follow(self) -> Machine:
+        """Bring the cache up to the newest token: keep the candidate, import the winner's entries, or compute."""
+        self._judge_candidate()
+        wish = Receive(self.stage.num_layers)
+        while not self._over and (position := self.stage.length(0)) < len(self.history):
+            if position in self._entries:
+                self.stage.import_entries([self._entries.pop(position)])
+            elif self._winners.get(position, MISS) in (MISS, self.rank):
+                self._compute([self.history[position]], position)
+            else:
+                message = yield wish
+                if message is not None:
+                    self._take(message)
+                else:
+                    self._winners[position] = MISS  # waiting longer would cost more than computing
+
+    def _judge_candidate(self) -> None:
+        """Drop the candidate's entries if another token took its place."""
+        if self._candidate is None or self._candidate[0] >= len(self.history):
+            return
+        position, token = self._candidate
+        self._candidate = None
+        if self.history[position] != token:
+            self.stage.truncate(position)
+
+    def _compute(self, token_ids: list[int], position: int) -> None:
+        self.stage.run(0, self.stage.num_layers, token_ids, position)
+        self.coherence_layer_passes += self.stage.num_layers
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, End):
+            self._over = True
+        elif isinstance(message, ExitState):
+            self._exit_state = message
+        elif isinstance(message, Entries):
+            self._entries[message.position] = message.entries
+        elif isinstance(message, Token):
+            self._take_token(message)
+
+    def _take_token(self, message: Token) -> None:
+        if message.position != len(self.history):
+            return  # a token was lost on the way: without it this process cannot help
+        self.history.append(message.token_id)
+        self._winners[message.position] = message.winner
+        if message.winner == self.rank and self._candidate == (message.position, message.token_id):
+            entries = self.stage.export_entry(message.position, self.stage.num_layers)
+            self.send(self._peers, Entries(self.rank, self.begin.request, message.position, entries))

@@ -1,0 +1,194 @@
+"""Runs the state machines on a real stage and a real transport, request after request."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.models.exit_heads import ExitHead, RehearsedHead, SharedHead
+from ppd_runtime.models.loading import ModelInfo, load_layers, load_tokenizer
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.pipeline.machine import Machine, Receive
+from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    Begin,
+    Failed,
+    Finished,
+    Message,
+    Report,
+    Shutdown,
+    Token,
+)
+from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.text import StopRule
+from ppd_runtime.transport import Endpoint
+
+SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything that one worker is started with."""
+
+    rank: int
+    """0 is the main process, 1 to k the sub-processes."""
+    k: int
+    info: ModelInfo
+    exit_layer: int
+    dtype: torch.dtype
+    device: str
+    threads: int
+    exit_head: str | RehearsedHead = SHARED
+    cores: tuple[int, ...] = ()
+    """CPU cores to stay on; empty: wherever the system likes."""
+
+    @property
+    def name(self) -> str:
+        """What messages to people call it."""
+        return "the main process" if self.rank == MAIN else f"sub-process {self.rank}"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers it holds: all of them, or those of a head start."""
+        return self.info.num_layers if self.rank == MAIN else self.info.num_layers - self.exit_layer
+
+
+class ShutdownRequested(Exception):
+    """The client wants the worker to end."""
+
+
+@dataclass
+class _Clock:
+    """Times of one request, taken where the machine waits and sends."""
+
+    began: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0
+    stalled: float = 0.0
+
+
+class Worker:
+    """One process of the pipeline: loads its layers when made, then serves requests."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        if spec.cores:
+            os.sched_setaffinity(0, spec.cores)
+        torch.set_num_threads(spec.threads)
+        self.stage = Stage(load_layers(spec.info, spec.num_layers, spec.dtype, spec.device))
+        self._subs = range(1, spec.k + 1)
+        self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
+        self._pending: Begin | None = None
+
+    def serve(self, endpoint: Endpoint) -> None:
+        """Serve requests until told to shut down; an error is reported to the client and raised."""
+        self._endpoint = endpoint
+        torch.set_num_threads(self.spec.threads)
+        try:
+            while True:
+                message, self._pending = self._pending or endpoint.receive(None), None
+                if isinstance(message, Shutdown):
+                    return
+                if isinstance(message, Begin):
+                    self._serve_request(message)
+        except ShutdownRequested:
+            return
+        except Exception as error:
+            endpoint.send(CLIENT, Failed(self.spec.rank, 0, f"{type(error).__name__}: {error}"[:10_000]))
+            raise
+
+    def _serve_request(self, begin: Begin) -> None:
+        self._clock = _Clock()
+        sampler = Sampler(sampling_params(begin))
+        if self.spec.rank == MAIN:
+            self._decode(begin, sampler)
+        else:
+            self._help(begin, sampler)
+
+    def _decode(self, begin: Begin, sampler: Sampler) -> None:
+        main = MainProcess(self.stage, self.spec.exit_layer, self._subs, self._send, begin)
+        stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer)
+        self._drive(main.decode(sampler, stop), begin.request)
+        finished = Finished(
+            sender=MAIN,
+            request=begin.request,
+            reason=main.finish_reason,
+            latency_s=time.perf_counter() - self._clock.began,
+            time_to_first_token_s=self._clock.first_token,
+            stall_s=self._clock.stalled,
+            layer_passes=main.layer_passes,
+            recomputed_layer_passes=main.recomputed_layer_passes,
+        )
+        self._endpoint.send(CLIENT, finished)
+
+    def _help(self, begin: Begin, sampler: Sampler) -> None:
+        sub = SubProcess(self.stage, self._exit_head(sampler), self.spec.rank, self._subs, self._send, begin)
+        self._drive(sub.serve(), begin.request)
+        report = Report(self.spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
+        self._endpoint.send(CLIENT, report)
+
+    def _exit_head(self, sampler: Sampler) -> ExitHead:
+        head = self.spec.exit_head
+        return head if isinstance(head, RehearsedHead) else SharedHead(self.stage, sampler)
+
+    def _drive(self, machine: Machine, request: int) -> None:
+        """Run a machine to its end: grant its wishes with messages of its request."""
+        reply: Message | None = None
+        while True:
+            try:
+                wish = machine.send(reply)
+            except StopIteration:
+                return
+            reply = self._grant(wish, request)
+            if self._pending:
+                machine.close()  # the client has moved on to another request
+                return
+
+    def _grant(self, wish: Receive, request: int) -> Message | None:
+        began = time.perf_counter()
+        if wish.patience and wish.deadline is None:
+            wish.deadline = began + wish.patience * self.stage.layer_seconds
+        while True:
+            message = self._endpoint.receive(self._time_left(wish))
+            if message is None:
+                break
+            if isinstance(message, Shutdown):
+                raise ShutdownRequested
+            if isinstance(message, Begin):
+                self._pending, message = message, None
+                break
+            if message.request == request:
+                break
+        if wish.patience != 0:
+            self._clock.stalled += time.perf_counter() - began
+        return message
+
+    def _time_left(self, wish: Receive) -> float | None:
+        if wish.deadline is None:
+            return wish.patience  # 0 or None
+        return max(wish.deadline - time.perf_counter(), 0)
+
+    def _send(self, addresses: Sequence[int], message: Message) -> None:
+        for address in addresses:
+            self._endpoint.send(address, message)
+        if not self._clock.first_token and isinstance(message, Token):
+            self._clock.first_token = time.perf_counter() - self._clock.began
+
+
+def sampling_params(begin: Begin) -> SamplingParams:
+    """The sampling parameters that a request carries; raises ValueError for values that are out of range."""
+    return SamplingParams(
+        max_new_tokens=begin.max_new_tokens,
+        temperature=begin.temperature,
+        top_k=begin.top_k,
+        top_p=begin.top_p,
+        repetition_penalty=begin.repetition_penalty,
+        seed=begin.seed,
+        stop=tuple(begin.stop),
+        ignore_eos=begin.ignore_eos,
+    )

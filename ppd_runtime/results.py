@@ -1,0 +1,90 @@
+"""What a generation gives back: events while it runs, a result with statistics when it is done."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One generated token, as soon as it is certain."""
+
+    token_id: int
+    text: str
+    """The text that this token adds; empty while a character or a stop text is incomplete."""
+    position: int
+    """Place in the whole sequence, the prompt's tokens counted, from 0."""
+    hit: bool | None
+    """Whether an early candidate was this token; None where none was used or asked for (the last token)."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts and times of one generation; times in seconds, passes in layers times tokens' passes."""
+
+    prompt_tokens: int
+    new_tokens: int
+    hits: int
+    """Tokens whose successor's pass started from a sub-process' work."""
+    misses: int
+    """Tokens for which no candidate was right, or none was ready in time."""
+    run_lengths: tuple[int, ...]
+    """Tokens between two misses, in order; they sum to `new_tokens`."""
+    latency_s: float
+    """From the request's arrival at the main process to its last token."""
+    time_to_first_token_s: float
+    stall_s: float
+    """Of the latency, what the main process spent waiting for sub-processes."""
+    main_layer_passes: int
+    """Layer passes of the main process on the path of the tokens: d·ℓ − (d − d̄)·hits, the prompt's pass as one."""
+    main_recomputed_layer_passes: int
+    """Layer passes that the main process spent on entries which no sub-process delivered in time."""
+    sub_layer_passes: tuple[int, ...]
+    """Each sub-process' layer passes for candidates: d − d̄ a candidate."""
+    sub_coherence_layer_passes: tuple[int, ...]
+    """Each sub-process' layer passes to keep its cache coherent; Theorem 4.1 leaves them out."""
+    predicted_ratio: float
+    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate."""
+
+    @cached_property
+    def match_rate(self) -> float | None:
+        """Hits among the tokens that had candidates; None where none had."""
+        compared = self.hits + self.misses
+        return self.hits / compared if compared else None
+
+    @cached_property
+    def tokens_per_second(self) -> float:
+        """New tokens over the whole latency."""
+        return self.new_tokens / self.latency_s
+
+    @cached_property
+    def time_per_token_s(self) -> float:
+        """Mean time of a token after the first; the whole latency where there is only one."""
+        if self.new_tokens == 1:
+            return self.latency_s
+        return (self.latency_s - self.time_to_first_token_s) / (self.new_tokens - 1)
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished generation."""
+
+    text: str
+    """The generated text, without the prompt and without the stop text."""
+    token_ids: tuple[int, ...]
+    """The generated tokens, the one that ended the generation among them."""
+    prompt_ids: tuple[int, ...]
+    finish_reason: str
+    """length, eos, stop, or cancelled."""
+    stats: Stats
+
+
+def run_lengths(hits: list[bool]) -> tuple[int, ...]:
+    """Tokens between two misses: `hits[i]` says whether token i's successor started early, for all but the last."""
+    lengths, current = [], 1
+    for hit in hits:
+        if hit:
+            current += 1
+        else:
+            lengths.append(current)
+            current = 1
+    return (*lengths, current)

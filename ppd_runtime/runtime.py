@@ -1,0 +1,224 @@
+"""`PPDRuntime`: what users hold. Pipelined decoding with one main process and k sub-processes."""
+
+import logging
+import os
+import weakref
+from collections.abc import Generator
+
+from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.cost_model.theory import latency_ratio
+from ppd_runtime.generation import Step, TextGenerator, Totals
+from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores
+from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    MISS,
+    NOT_ASKED,
+    Begin,
+    Cancel,
+    Failed,
+    Finished,
+    Message,
+    Report,
+    Token,
+)
+from ppd_runtime.pipeline.worker import SHARED, WorkerSpec
+
+logger = logging.getLogger(__name__)
+_CHECK_EVERY_S = 1.0
+_SILENCE_DEADLINE_S = 120.0
+_REPORT_DEADLINE_S = 2.0
+
+
+class PPDRuntime(TextGenerator):
+    """Exact pipelined decoding: the tokens are ordinary decoding's, whatever k, exit layer, transport or timing.
+
+    One runtime serves many calls, one at a time; calls from other threads wait their turn. Close it, or use it as a
+    context manager, to stop its processes.
+
+    Args:
+        model: a local folder, a hub name, or "demo" for the embedded model.
+        k: early candidates for each token, one sub-process each.
+        exit_layer: the layer after which the next token is predicted early; None is half depth, rounded up.
+        workers: sub-processes; None is k, and so far nothing else.
+        exit_head: "shared" (the model's own norm and head), or a `RehearsedHead` for tests and benchmarks.
+        dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).
+        device: cpu, cuda or auto.
+        transport: "zeromq" (Ray actors), "local" (threads of this process, no Ray) or "auto" (zeromq).
+        ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
+        threads_per_worker: CPU threads for one worker's matrix products.
+        progress: is told in a line what the start-up waits for; None logs it.
+
+    Raises:
+        ValueError: for settings that cannot work, before any process starts.
+        RuntimeError: when a worker fails to start, with the worker's own message.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        k: int = 3,
+        exit_layer: int | None = None,
+        workers: int | None = None,
+        exit_head: str | RehearsedHead = SHARED,
+        dtype: str = "auto",
+        device: str = "auto",
+        transport: str = "auto",
+        ray_address: str | None = None,
+        threads_per_worker: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = RuntimeConfig(
+            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker
+        )
+        if not isinstance(exit_head, RehearsedHead) and exit_head != SHARED:
+            raise ValueError(f"exit_head={exit_head!r}: choose 'shared' (trained exit heads come later)")
+        info = describe(model)
+        self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
+        super().__init__(info, load_tokenizer(info))
+        specs = _worker_specs(self.config, info, self.exit_layer, exit_head)
+        self._workers = _launch(specs, self.config, progress or logger.info)
+        self._next_request = 1
+        self._num_lost = 0
+        self._close = weakref.finalize(self, self._workers.close)
+
+    def close(self) -> None:
+        """Stop every process, socket and Ray node that the runtime started; a second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> "PPDRuntime":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
+        if not self._close.alive:
+            raise RuntimeError("the runtime is closed: make a new one")
+        request, self._next_request = self._next_request, self._next_request + 1
+        self._workers.endpoint.send(MAIN, _begin(request, prompt_ids, params))
+        finished: Finished | None = None
+        reports: dict[int, Report] = {}
+        try:
+            while finished is None:
+                message = self._next_message(request)
+                if isinstance(message, Token):
+                    last = message.winner == NOT_ASKED
+                    yield Step(message.token_id, None if last else message.winner != MISS, last)
+                elif isinstance(message, Report):
+                    reports[message.sender] = message
+                elif isinstance(message, Finished):
+                    finished = message
+            yield self._totals(finished, reports)
+        finally:
+            if finished is None:
+                self._cancel(request)
+
+    def _next_message(self, request: int) -> Message:
+        waited = 0.0
+        while waited < _SILENCE_DEADLINE_S:
+            message = self._workers.endpoint.receive(_CHECK_EVERY_S)
+            if message is None:
+                waited += _CHECK_EVERY_S
+                self._workers.check()
+            elif isinstance(message, Failed):
+                self._note_failure(message)
+            elif message.request == request:
+                return message
+        raise TimeoutError(f"the main process has said nothing for {_SILENCE_DEADLINE_S:.0f} s")
+
+    def _note_failure(self, message: Failed) -> None:
+        if message.sender == MAIN:
+            self.close()
+            raise RuntimeError(f"the main process failed: {message.error}")
+        logger.warning("sub-process %d failed, decoding goes on without it: %s", message.sender, message.error)
+
+    def _cancel(self, request: int) -> None:
+        """Stop a request that nobody waits for any more, so that the next one finds idle workers."""
+        if not self._close.alive:
+            return
+        self._workers.endpoint.send(MAIN, Cancel(CLIENT, request))
+        while not isinstance(self._next_message(request), Finished):
+            pass
+
+    def _totals(self, finished: Finished, early_reports: dict[int, Report]) -> Totals:
+        reports = self._all_reports(finished.request, early_reports)
+        return Totals(
+            finish_reason=finished.reason,
+            latency_s=finished.latency_s,
+            time_to_first_token_s=finished.time_to_first_token_s,
+            stall_s=finished.stall_s,
+            main_layer_passes=finished.layer_passes,
+            main_recomputed_layer_passes=finished.recomputed_layer_passes,
+            sub_layer_passes=tuple(r.layer_passes for r in reports),
+            sub_coherence_layer_passes=tuple(r.coherence_layer_passes for r in reports),
+        )
+
+    def _all_reports(self, request: int, reports: dict[int, Report]) -> list[Report]:
+        """The sub-processes' counts, by rank; those of lost ones are missing."""
+        while len(reports) < self.config.k - self._num_lost:
+            message = self._workers.endpoint.receive(_REPORT_DEADLINE_S)
+            if message is None:
+                break
+            if isinstance(message, Report) and message.request == request:
+                reports[message.sender] = message
+        return [reports[rank] for rank in sorted(reports)]
+
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
+        return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
+
+
+def _worker_specs(
+    config: RuntimeConfig, info: ModelInfo, exit_layer: int, exit_head: str | RehearsedHead
+) -> list[WorkerSpec]:
+    device = choose_device(config.device)
+    cores = assign_cores(config.k + 1, config.threads_per_worker)
+    if config.transport == "local":
+        cores = [()] * (config.k + 1)  # threads of a process whose placement is its owner's business
+    return [
+        WorkerSpec(
+            rank=rank,
+            k=config.k,
+            info=info,
+            exit_layer=exit_layer,
+            dtype=choose_dtype(config.dtype, device, info),
+            device=device,
+            threads=config.threads_per_worker,
+            exit_head=exit_head,
+            cores=cores[rank],
+        )
+        for rank in range(config.k + 1)
+    ]
+
+
+def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
+    available = os.cpu_count() or 1
+    needed = len(specs) * config.threads_per_worker
+    if specs[0].device == "cpu" and available < needed:
+        logger.warning("%d workers share %d CPU cores: expect less speed than a core for each gives", needed, available)
+    if config.transport == "local":
+        return LocalWorkers(specs, progress)
+    try:
+        from ppd_runtime.orchestration import RayWorkers  # only this transport needs Ray
+    except ModuleNotFoundError as error:
+        raise ValueError(f"transport={config.transport!r} needs {error.name}: install it, or use 'local'") from error
+    return RayWorkers(specs, config.ray_address, progress)
+
+
+def _begin(request: int, prompt_ids: list[int], params: SamplingParams) -> Begin:
+    return Begin(
+        sender=CLIENT,
+        request=request,
+        prompt_ids=prompt_ids,
+        max_new_tokens=params.max_new_tokens,
+        temperature=float(params.temperature),
+        top_k=params.top_k,
+        top_p=float(params.top_p),
+        repetition_penalty=float(params.repetition_penalty),
+        seed=params.seed,
+        stop=list(params.stop),
+        ignore_eos=params.ignore_eos,
+    )

@@ -1,0 +1,76 @@
+"""Logits → next token: transformers' logits processors, then shared Gumbel noise keyed by (seed, position).
+
+`argmax(processed_logits + noise)` is an exact sample of the processed distribution (the Gumbel-max trick). Whoever
+predicts the token early adds the same noise, so early and final choice agree far more often than two independent
+draws would, and a run can be repeated by any process with any layout.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ppd_runtime.config import SamplingParams
+
+_FILTERED = 1e6  # how far a filtered token ranks behind every token that top-k and top-p keep
+
+
+class Sampler:
+    """Chooses tokens for one request; a pure function of logits, the tokens before them, and the parameters."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.needs_history = params.repetition_penalty != 1
+        self._penalty = LogitsProcessorList()
+        self._temperature = LogitsProcessorList()
+        self._filters = LogitsProcessorList()
+        if self.needs_history:
+            self._penalty.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+        if params.temperature not in (0, 1):
+            self._temperature.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_k:
+            self._filters.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            self._filters.append(TopPLogitsWarper(float(params.top_p)))
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, history: Sequence[int]) -> int:
+        """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
+        if self.params.greedy:
+            return int(self._penalised(logits, history).argmax())
+        scores = self._temperature(None, self._penalised(logits, history)[None])
+        return int((self._filters(None, scores)[0] + self._noise(logits, len(history))).argmax())
+
+    @torch.inference_mode()
+    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
+        if self.params.greedy:
+            return self._penalised(logits, history).topk(k).indices.tolist()
+        scores = self._temperature(None, self._penalised(logits, history)[None])
+        noisy = scores[0] + self._noise(logits, len(history))
+        if self._filters:
+            noisy = noisy - _FILTERED * torch.isneginf(self._filters(None, scores)[0])
+        return noisy.topk(k).indices.tolist()
+
+    def _penalised(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        if not self.needs_history:
+            return logits
+        return self._penalty(torch.tensor([history], device=logits.device), logits[None])[0]
+
+    def _noise(self, logits: Tensor, position: int) -> Tensor:
+        return torch.from_numpy(gumbel_noise(self.params.seed, position, logits.shape[-1])).to(logits.device)
+
+
+def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:
+    """`[size]` float32 standard Gumbel noise, the same in every process for the same seed (u64) and position."""
+    uniform = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random(size)
+    with np.errstate(divide="ignore"):  # a uniform of exactly 0 is an impossible choice: -inf
+        return -np.log(-np.log(uniform)).astype(np.float32)
