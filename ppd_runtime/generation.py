@@ -4,6 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +12,9 @@ from ppd_runtime.config import SamplingParams, stop_texts
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent, run_lengths
 from ppd_runtime.text import TextStream
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _TURN_DEADLINE_S = 3600.0
 
@@ -46,6 +50,15 @@ class TextGenerator(ABC):
         self._turn = threading.Lock()
         self._turn_holder: int | None = None
 
+    def close(self) -> None:  # noqa: B027 (most generators hold nothing)
+        """Release what the generator holds; a second call does nothing."""
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @abstractmethod
     def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
         """Yield each new token, then the totals."""
@@ -75,7 +88,7 @@ class TextGenerator(ABC):
         params = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
         )
-        generation = self.start(prompt, params)
+        generation = self.request(prompt, params)
         for _ in generation:
             pass
         return generation.result
@@ -97,9 +110,9 @@ class TextGenerator(ABC):
         params = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
         )
-        return self.start(prompt, params)
+        return self.request(prompt, params)
 
-    def start(self, prompt: str | Sequence[int], params: SamplingParams) -> "Generation":
+    def request(self, prompt: str | Sequence[int], params: SamplingParams) -> "Generation":
         """Check a request; it begins when its first event is asked for."""
         return Generation(self, self._prompt_ids(prompt, params), params)
 

@@ -1,5 +1,6 @@
 """Workers as threads of this process, and what every way of launching has in common."""
 
+import contextlib
 import os
 import threading
 import time
@@ -9,9 +10,9 @@ from typing import Protocol
 import torch
 
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
-from ppd_runtime.pipeline.worker import Worker, WorkerSpec
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
+from ppd_runtime.worker import Worker, WorkerSpec
 
 Progress = Callable[[str], None]
 """Is told in a line what a start-up waits for."""
@@ -46,7 +47,6 @@ class LocalWorkers:
 
     def __init__(self, specs: Sequence[WorkerSpec], progress: Progress) -> None:
         self._threads_before = torch.get_num_threads()
-        self._error: str | None = None
         network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
         self.endpoint: Endpoint = network.endpoint(CLIENT)
         self._ranks = [spec.rank for spec in specs]
@@ -60,17 +60,15 @@ class LocalWorkers:
         for thread in self._threads:
             thread.start()
 
-    def _serve(self, worker: Worker, endpoint: Endpoint) -> None:
-        try:
+    @staticmethod
+    def _serve(worker: Worker, endpoint: Endpoint) -> None:
+        with contextlib.suppress(Exception):  # the worker has told the client in a message
             worker.serve(endpoint)
-        except Exception as error:  # the thread's last words; `check` raises them in the caller's thread
-            if worker.spec.rank == MAIN:
-                self._error = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
-        """Raise RuntimeError if the main process' thread has ended with an error."""
-        if self._error:
-            raise RuntimeError(f"the main process failed: {self._error}")
+        """Raise RuntimeError if the main process' thread has ended."""
+        if not self._threads[MAIN].is_alive():
+            raise RuntimeError("the main process has ended")
 
     def close(self) -> None:
         """Stop the threads and give the process its number of threads back."""

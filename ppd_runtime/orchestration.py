@@ -15,9 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ppd_runtime.launching import START_DEADLINE_S, Progress
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
-from ppd_runtime.pipeline.worker import Worker, WorkerSpec
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.zeromq import ZmqEndpoint
+from ppd_runtime.worker import Worker, WorkerSpec
 
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Generator
+from typing import cast
 
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
@@ -24,7 +26,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
-from ppd_runtime.pipeline.worker import SHARED, WorkerSpec
+from ppd_runtime.worker import SHARED, WorkerSpec
 
 logger = logging.getLogger(__name__)
 _CHECK_EVERY_S = 1.0
@@ -35,8 +37,9 @@ _REPORT_DEADLINE_S = 2.0
 class PPDRuntime(TextGenerator):
     """Exact pipelined decoding: the tokens are ordinary decoding's, whatever k, exit layer, transport or timing.
 
-    One runtime serves many calls, one at a time; calls from other threads wait their turn. Close it, or use it as a
-    context manager, to stop its processes.
+    Making one checks the settings; its workers start with `start`, on entering a `with` block, or with the first
+    call. It serves many calls, one at a time; calls from other threads wait their turn. Leaving the `with` block, or
+    `close`, stops its workers for good.
 
     Args:
         model: a local folder, a hub name, or "demo" for the embedded model.
@@ -53,7 +56,6 @@ class PPDRuntime(TextGenerator):
 
     Raises:
         ValueError: for settings that cannot work, before any process starts.
-        RuntimeError: when a worker fails to start, with the worker's own message.
     """
 
     def __init__(
@@ -79,32 +81,48 @@ class PPDRuntime(TextGenerator):
         info = describe(model)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
         super().__init__(info, load_tokenizer(info))
-        specs = _worker_specs(self.config, info, self.exit_layer, exit_head)
-        self._workers = _launch(specs, self.config, progress or logger.info)
+        self._specs = _worker_specs(self.config, info, self.exit_layer, exit_head)
+        self._progress = progress or logger.info
+        self._workers: Workers | None = None
+        self._stop: weakref.finalize | None = None
         self._next_request = 1
-        self._num_lost = 0
-        self._close = weakref.finalize(self, self._workers.close)
+
+    def start(self) -> None:
+        """Start the workers and wait until they have loaded their layers; a second call does nothing.
+
+        Raises:
+            RuntimeError: when a worker fails to start, with the worker's own message, or the runtime is closed.
+        """
+        if self._stop is not None and not self._stop.alive:
+            raise RuntimeError("the runtime is closed: make a new one")
+        if self._workers is None:
+            self._workers = _launch(self._specs, self.config, self._progress)
+            self._stop = weakref.finalize(self, self._workers.close)
+
+    @property
+    def main_cores(self) -> tuple[int, ...]:
+        """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
+        return self._specs[MAIN].cores
 
     def close(self) -> None:
         """Stop every process, socket and Ray node that the runtime started; a second call does nothing."""
-        self._close()
+        if self._stop is not None:
+            self._stop()
 
     def __enter__(self) -> "PPDRuntime":
+        self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
-        if not self._close.alive:
-            raise RuntimeError("the runtime is closed: make a new one")
+        self.start()
+        workers = cast("Workers", self._workers)
         request, self._next_request = self._next_request, self._next_request + 1
-        self._workers.endpoint.send(MAIN, _begin(request, prompt_ids, params))
+        workers.endpoint.send(MAIN, _begin(request, prompt_ids, params))
         finished: Finished | None = None
         reports: dict[int, Report] = {}
         try:
             while finished is None:
-                message = self._next_message(request)
+                message = self._next_message(workers, request)
                 if isinstance(message, Token):
                     last = message.winner == NOT_ASKED
                     yield Step(message.token_id, None if last else message.winner != MISS, last)
@@ -112,23 +130,30 @@ class PPDRuntime(TextGenerator):
                     reports[message.sender] = message
                 elif isinstance(message, Finished):
                     finished = message
-            yield self._totals(finished, reports)
+            yield _totals(finished, self._all_reports(workers, request, reports))
         finally:
             if finished is None:
-                self._cancel(request)
+                self._cancel(workers, request)
 
-    def _next_message(self, request: int) -> Message:
-        waited = 0.0
-        while waited < _SILENCE_DEADLINE_S:
-            message = self._workers.endpoint.receive(_CHECK_EVERY_S)
+    def _next_message(self, workers: Workers, request: int) -> Message:
+        deadline = time.monotonic() + _SILENCE_DEADLINE_S
+        while time.monotonic() < deadline:
+            message = workers.endpoint.receive(_CHECK_EVERY_S)
             if message is None:
-                waited += _CHECK_EVERY_S
-                self._workers.check()
+                self._check(workers)
             elif isinstance(message, Failed):
                 self._note_failure(message)
             elif message.request == request:
                 return message
-        raise TimeoutError(f"the main process has said nothing for {_SILENCE_DEADLINE_S:.0f} s")
+        self.close()
+        raise TimeoutError(f"the main process has said nothing for {_SILENCE_DEADLINE_S:.0f} s; the runtime is closed")
+
+    def _check(self, workers: Workers) -> None:
+        try:
+            workers.check()
+        except RuntimeError:
+            self.close()
+            raise
 
     def _note_failure(self, message: Failed) -> None:
         if message.sender == MAIN:
@@ -136,39 +161,38 @@ class PPDRuntime(TextGenerator):
             raise RuntimeError(f"the main process failed: {message.error}")
         logger.warning("sub-process %d failed, decoding goes on without it: %s", message.sender, message.error)
 
-    def _cancel(self, request: int) -> None:
+    def _cancel(self, workers: Workers, request: int) -> None:
         """Stop a request that nobody waits for any more, so that the next one finds idle workers."""
-        if not self._close.alive:
+        if self._stop is None or not self._stop.alive:
             return
-        self._workers.endpoint.send(MAIN, Cancel(CLIENT, request))
-        while not isinstance(self._next_message(request), Finished):
+        workers.endpoint.send(MAIN, Cancel(CLIENT, request))
+        while not isinstance(self._next_message(workers, request), Finished):
             pass
 
-    def _totals(self, finished: Finished, early_reports: dict[int, Report]) -> Totals:
-        reports = self._all_reports(finished.request, early_reports)
-        return Totals(
-            finish_reason=finished.reason,
-            latency_s=finished.latency_s,
-            time_to_first_token_s=finished.time_to_first_token_s,
-            stall_s=finished.stall_s,
-            main_layer_passes=finished.layer_passes,
-            main_recomputed_layer_passes=finished.recomputed_layer_passes,
-            sub_layer_passes=tuple(r.layer_passes for r in reports),
-            sub_coherence_layer_passes=tuple(r.coherence_layer_passes for r in reports),
-        )
-
-    def _all_reports(self, request: int, reports: dict[int, Report]) -> list[Report]:
+    def _all_reports(self, workers: Workers, request: int, reports: dict[int, Report]) -> list[Report]:
         """The sub-processes' counts, by rank; those of lost ones are missing."""
-        while len(reports) < self.config.k - self._num_lost:
-            message = self._workers.endpoint.receive(_REPORT_DEADLINE_S)
-            if message is None:
-                break
+        deadline = time.monotonic() + _REPORT_DEADLINE_S
+        while len(reports) < self.config.k and (left := deadline - time.monotonic()) > 0:
+            message = workers.endpoint.receive(left)
             if isinstance(message, Report) and message.request == request:
                 reports[message.sender] = message
         return [reports[rank] for rank in sorted(reports)]
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
+
+
+def _totals(finished: Finished, reports: list[Report]) -> Totals:
+    return Totals(
+        finish_reason=finished.reason,
+        latency_s=finished.latency_s,
+        time_to_first_token_s=finished.time_to_first_token_s,
+        stall_s=finished.stall_s,
+        main_layer_passes=finished.layer_passes,
+        main_recomputed_layer_passes=finished.recomputed_layer_passes,
+        sub_layer_passes=tuple(r.layer_passes for r in reports),
+        sub_coherence_layer_passes=tuple(r.coherence_layer_passes for r in reports),
+    )
 
 
 def _worker_specs(

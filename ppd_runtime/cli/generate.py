@@ -1,0 +1,135 @@
+"""`ppd generate`: continue a text."""
+
+import json
+import sys
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppd_runtime.cli.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from ppd_runtime.generation import Generation
+
+
+class Method(str, Enum):
+    """Ways of decoding."""
+
+    ppd = "ppd"
+    autoregressive = "autoregressive"
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; left out: --prompt-file or stdin.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
+    method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
+    k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
+    exit_layer: Annotated[int | None, typer.Option(help="Predict early after this layer; default: half depth.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Sub-processes; default: k.")] = None,
+    transport: Annotated[str, typer.Option(help="local (threads), zeromq (Ray actors) or auto.")] = "auto",
+    ray_address: Annotated[str | None, typer.Option(help="host:port of a running Ray cluster.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads for each worker.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at the most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
+) -> None:
+    """Continue a text; the tokens are the same whatever the method, k, exit layer or transport."""
+    with one_line_errors():
+        from ppd_runtime.config import SamplingParams
+        from ppd_runtime.ordinary import OrdinaryDecoding
+        from ppd_runtime.runtime import PPDRuntime
+
+        text = _read_prompt(prompt, prompt_file)
+        params = SamplingParams(
+            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
+        )
+        generator = (
+            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads)
+            if method is Method.autoregressive
+            else PPDRuntime(
+                model,
+                k=k,
+                exit_layer=exit_layer,
+                workers=workers,
+                dtype=dtype,
+                device=device,
+                transport=transport,
+                ray_address=ray_address,
+                threads_per_worker=threads,
+                progress=show_progress,
+            )
+        )
+        generation = generator.request(text, params)
+        with generator:
+            if as_json:
+                print_json(generation, method)
+            else:
+                print_stream(generation, text)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise ValueError("give a prompt or --prompt-file, not both")
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise ValueError("no prompt: give one as an argument, with --prompt-file, or on standard input")
+    return sys.stdin.read()
+
+
+def show_progress(line: str) -> None:
+    """A start-up's state, on stderr."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{line} …" if line else "\r\033[K")
+        sys.stderr.flush()
+
+
+def print_stream(generation: "Generation", prompt: str) -> None:
+    """Print the text while it comes; hits stand out where the terminal has colours."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for number, event in enumerate(generation):
+        if number == 0:
+            show_progress("")
+            console.print(prompt, end="", style="dim", markup=False)
+        console.print(event.text, end="", style="green" if event.hit else None, markup=False)
+    console.print()
+
+
+def print_json(generation: "Generation", method: Method) -> None:
+    """Print the finished generation as one JSON object."""
+    for _ in generation:
+        pass
+    show_progress("")
+    result = generation.result
+    stats = asdict(result.stats) | {
+        "match_rate": result.stats.match_rate,
+        "tokens_per_second": result.stats.tokens_per_second,
+        "time_per_token_s": result.stats.time_per_token_s,
+    }
+    output = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "prompt_tokens": len(result.prompt_ids),
+        "finish_reason": result.finish_reason,
+        "method": method.value,
+        "stats": stats,
+    }
+    print(json.dumps(output))

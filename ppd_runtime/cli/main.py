@@ -1,0 +1,15 @@
+"""`ppd`: the commands by name."""
+
+import typer
+
+from ppd_runtime.cli.demo import demo
+from ppd_runtime.cli.generate import generate
+
+app = typer.Typer(
+    help="Predictive pipelined decoding: the same tokens, sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(demo)

@@ -1,0 +1,97 @@
+"""Pipelined beside ordinary decoding on the same prompts, in turn, in one run."""
+
+import contextlib
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
+from ppd_runtime.ordinary import OrdinaryDecoding
+from ppd_runtime.results import GenerationResult
+from ppd_runtime.runtime import PPDRuntime
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What paired runs gave; times are medians over the pairs, in seconds for a token after the first."""
+
+    new_tokens: int
+    hits: int
+    misses: int
+    ordinary_time_per_token_s: float
+    ppd_time_per_token_s: float
+    ratio: float
+    """Median over the pairs of PPD's time for a token over ordinary decoding's."""
+    predicted_ratio: float
+    """What Theorem 4.1 gives for the match rate of these runs."""
+    identical: bool
+    """Whether every pair's tokens were the same."""
+
+    @property
+    def match_rate(self) -> float:
+        """Hits among the tokens that had candidates."""
+        return self.hits / (self.hits + self.misses)
+
+    @property
+    def realised_saving(self) -> float | None:
+        """The share of the predicted saving that was measured; None where none was predicted."""
+        return realised_saving(self.ratio, self.predicted_ratio) if self.predicted_ratio < 1 else None
+
+
+def compare(
+    runtime: PPDRuntime,
+    ordinary: OrdinaryDecoding,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int,
+    rounds: int = 3,
+) -> Comparison:
+    """Decode every prompt with both, one after the other, `rounds` times; a first round is dropped as warm-up.
+
+    Ordinary decoding stays on the core that the main process has, so that both run under the same conditions.
+    """
+    pairs = []
+    for turn in range(rounds + 1):
+        for prompt in prompts:
+            with _on_core_of(runtime):
+                expected = ordinary.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+            pair = (expected, runtime.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True))
+            pairs += [pair] if turn else []
+    return _summary(runtime, pairs, max_new_tokens)
+
+
+def _summary(
+    runtime: PPDRuntime, pairs: list[tuple[GenerationResult, GenerationResult]], max_new_tokens: int
+) -> Comparison:
+    hits, misses = sum(p.stats.hits for _, p in pairs), sum(p.stats.misses for _, p in pairs)
+    times = [(o.stats.time_per_token_s, p.stats.time_per_token_s) for o, p in pairs]
+    return Comparison(
+        new_tokens=sum(len(p.token_ids) for _, p in pairs),
+        hits=hits,
+        misses=misses,
+        ordinary_time_per_token_s=statistics.median(o for o, _ in times),
+        ppd_time_per_token_s=statistics.median(p for _, p in times),
+        ratio=statistics.median(p / o for o, p in times),
+        predicted_ratio=_ratio_after_first(runtime, hits / (hits + misses), max_new_tokens),
+        identical=all(o.token_ids == p.token_ids for o, p in pairs),
+    )
+
+
+def _ratio_after_first(runtime: PPDRuntime, match_rate: float, num_new_tokens: int) -> float:
+    """Theorem 4.1 without the first token, whose pass over the prompt is the same for both."""
+    whole = latency_ratio(runtime.info.num_layers, runtime.exit_layer, match_rate, num_new_tokens)
+    return (whole * num_new_tokens - 1) / (num_new_tokens - 1)
+
+
+@contextlib.contextmanager
+def _on_core_of(runtime: PPDRuntime) -> Iterator[None]:
+    cores = runtime.main_cores
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
