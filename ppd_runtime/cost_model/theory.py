@@ -1,8 +1,22 @@
-"""Theorem 4.1 of the paper, as functions of plain numbers. The unit of time and of compute is one layer's pass."""
+"""Theorem 4.1 of the paper and the distributions behind it, as functions of plain numbers.
+
+d is `num_layers`, d̄ `exit_layer`, p `match_rate`, ℓ `num_new_tokens`, N the number of runs. The unit of time and of
+compute is one layer's pass, except where a function takes `Times`. Every function raises a ValueError for a rate
+outside [0, 1], an exit layer outside d/2 … d − 1, less than one token or candidate, or a negative time.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from ppd_runtime.cost_model.checks import check_layers, check_number, check_share, check_whole
+
+_ROUNDING = 1e-12
 
 
 def expected_latency(num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int) -> float:
     """Expected latency in layer times: `d·ℓ − (d − d̄)(ℓ − 1)·p` (Theorem 4.1, for d̄ ≥ d/2)."""
+    check_layers(num_layers, exit_layer)
+    _check_text(match_rate, num_new_tokens)
     saved = (num_layers - exit_layer) * (num_new_tokens - 1) * match_rate
     return num_layers * num_new_tokens - saved
 
@@ -15,10 +29,173 @@ def latency_ratio(num_layers: int, exit_layer: int, match_rate: float, num_new_t
 
 def expected_compute(num_layers: int, exit_layer: int, k: int, match_rate: float, num_new_tokens: int) -> float:
     """Expected layer passes of all processes: the latency's, and k(d − d̄) for every token (Theorem 4.1)."""
-    early = k * (num_layers - exit_layer) * num_new_tokens
-    return expected_latency(num_layers, exit_layer, match_rate, num_new_tokens) + early
+    check_whole("k", k, 1)
+    latency = expected_latency(num_layers, exit_layer, match_rate, num_new_tokens)
+    return latency + k * (num_layers - exit_layer) * num_new_tokens
+
+
+def compute_per_token(num_layers: int, exit_layer: int, k: int, match_rate: float, num_new_tokens: int) -> float:
+    """Expected compute of a token, in full passes of d layers; equation 6 is its limit at d̄ = d/2."""
+    compute = expected_compute(num_layers, exit_layer, k, match_rate, num_new_tokens)
+    return compute / (num_layers * num_new_tokens)
+
+
+def compute_per_time(num_layers: int, exit_layer: int, k: int, match_rate: float, num_new_tokens: int) -> float:
+    """Processes that compute, on average over the expected latency; equation 5 is its limit at d̄ = d/2."""
+    compute = expected_compute(num_layers, exit_layer, k, match_rate, num_new_tokens)
+    return compute / expected_latency(num_layers, exit_layer, match_rate, num_new_tokens)
+
+
+def limit_latency_per_token(num_layers: int, match_rate: float) -> float:
+    """Layer times a token for ℓ ≫ 1 and d̄ = d/2: `d(1 − p/2)` (equation 3)."""
+    check_whole("num_layers", num_layers, 1)
+    check_share("match_rate", match_rate)
+    return num_layers * (1 - match_rate / 2)
+
+
+def limit_compute_per_time(k: int, match_rate: float) -> float:
+    """Processes in use on average for ℓ ≫ 1 and d̄ = d/2: `(k + 2 − p)/(2 − p)` (equation 5)."""
+    check_whole("k", k, 1)
+    check_share("match_rate", match_rate)
+    return (k + 2 - match_rate) / (2 - match_rate)
+
+
+def limit_compute_per_token(k: int, match_rate: float) -> float:
+    """Full passes of d layers a token for ℓ ≫ 1 and d̄ = d/2: `(2 + k − p)/2` (equation 6)."""
+    check_whole("k", k, 1)
+    check_share("match_rate", match_rate)
+    return (2 + k - match_rate) / 2
+
+
+def run_latency(num_layers: int, exit_layer: int, length: int) -> int:
+    """Layer times of a run of `length` tokens: `T_X = d + (X − 1)·d̄` (Theorem 4.1's proof)."""
+    check_layers(num_layers, exit_layer)
+    check_whole("length", length, 1)
+    return num_layers + (length - 1) * exit_layer
+
+
+def run_length_probability(length: int, match_rate: float, num_new_tokens: int) -> float:
+    """P(X = `length`) of a run with `num_new_tokens` still to come: Geom(1 − p), cut off there (section 4.1)."""
+    _check_text(match_rate, num_new_tokens)
+    check_whole("length", length, 1)
+    if length > num_new_tokens:
+        return 0.0
+    ends = 1.0 if length == num_new_tokens else 1 - match_rate
+    return match_rate ** (length - 1) * ends
+
+
+def run_count_probability(runs: int, match_rate: float, num_new_tokens: int) -> float:
+    """P(N = `runs`), where N − 1 ~ Binomial(ℓ − 1, 1 − p) (Theorem 4.1's proof)."""
+    _check_text(match_rate, num_new_tokens)
+    check_whole("runs", runs, 0)
+    return _binomial(runs - 1, num_new_tokens - 1, 1 - match_rate)
+
+
+def expected_runs(match_rate: float, num_new_tokens: int) -> float:
+    """`E[N] = ℓ − (ℓ − 1)·p` (Theorem 4.1's proof)."""
+    _check_text(match_rate, num_new_tokens)
+    return num_new_tokens - (num_new_tokens - 1) * match_rate
+
+
+def latency_variance(num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int) -> float:
+    """Variance of the latency `d̄·ℓ + (d − d̄)·N`, in squared layer times: `(d − d̄)²(ℓ − 1)·p(1 − p)`."""
+    check_layers(num_layers, exit_layer)
+    _check_text(match_rate, num_new_tokens)
+    return (num_layers - exit_layer) ** 2 * (num_new_tokens - 1) * match_rate * (1 - match_rate)
+
+
+def latency_quantile(
+    num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int, probability: float
+) -> int:
+    """The least latency `d̄·ℓ + (d − d̄)·N`, in layer times, that is not exceeded with this probability, in (0, 1]."""
+    check_layers(num_layers, exit_layer)
+    _check_text(match_rate, num_new_tokens)
+    check_share("probability", probability)
+    if probability == 0:
+        raise ValueError(f"probability={probability!r}: give a number above 0, at most 1")
+    runs = _run_count_quantile(match_rate, num_new_tokens, probability)
+    return exit_layer * num_new_tokens + (num_layers - exit_layer) * runs
 
 
 def realised_saving(measured_ratio: float, predicted_ratio: float) -> float:
     """The share of the predicted saving that was measured: `(1 − measured) / (1 − predicted)`; below 1 falls short."""
+    if predicted_ratio == 1:
+        raise ValueError(f"predicted_ratio={predicted_ratio!r}: no saving was predicted, so there is no share of it")
     return (1 - measured_ratio) / (1 - predicted_ratio)
+
+
+@dataclass(frozen=True)
+class Times:
+    """What the parts of a token cost, in one unit of time; the defaults are Theorem 4.1's."""
+
+    layer: float = 1.0
+    """τ: a layer's pass over one token."""
+    head: float = 0.0
+    """λ: the final norm and head."""
+    exit_head: float = 0.0
+    """σ: naming the candidates."""
+    hop: float = 0.0
+    """c: a message from one process to another."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_number(field.name, getattr(self, field.name))
+
+
+def miss_time(num_layers: int, times: Times) -> float:
+    """Time from one token to the next without an early start, as in ordinary decoding: `d·τ + λ`, in `times`' unit."""
+    check_whole("num_layers", num_layers, 2)
+    return num_layers * times.layer + times.head
+
+
+def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
+    """Time from one token to the next after a hit: `d̄·τ + λ + max(0, 2c + σ − λ)`, in `times`' unit.
+
+    The early start leaves the main process behind the exit layer and comes back two hops, an exit head and d − d̄
+    layers later; the main process has its own d − d̄ layers and head to do until then.
+    """
+    check_layers(num_layers, exit_layer)
+    wait = max(0.0, 2 * times.hop + times.exit_head - times.head)
+    return exit_layer * times.layer + times.head + wait
+
+
+def expected_time(num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int, times: Times) -> float:
+    """Expected latency with overheads, in `times`' unit: a miss' time for the first token, then hits and misses.
+
+    With the defaults of `Times` it is Theorem 4.1's latency.
+    """
+    _check_text(match_rate, num_new_tokens)
+    miss = miss_time(num_layers, times)
+    hit = hit_time(num_layers, exit_layer, times)
+    return miss + (num_new_tokens - 1) * (match_rate * hit + (1 - match_rate) * miss)
+
+
+def ordinary_time(num_layers: int, num_new_tokens: int, times: Times) -> float:
+    """Latency of ordinary decoding, `ℓ(d·τ + λ)`, in `times`' unit."""
+    check_whole("num_new_tokens", num_new_tokens, 1)
+    return num_new_tokens * miss_time(num_layers, times)
+
+
+def _check_text(match_rate: float, num_new_tokens: int) -> None:
+    check_share("match_rate", match_rate)
+    check_whole("num_new_tokens", num_new_tokens, 1)
+
+
+def _binomial(successes: int, trials: int, rate: float) -> float:
+    if not 0 <= successes <= trials:
+        return 0.0
+    if rate in (0, 1):
+        return float(successes == rate * trials)
+    ways = math.lgamma(trials + 1) - math.lgamma(successes + 1) - math.lgamma(trials - successes + 1)
+    return math.exp(ways + successes * math.log(rate) + (trials - successes) * math.log1p(-rate))
+
+
+def _run_count_quantile(match_rate: float, num_new_tokens: int, probability: float) -> int:
+    if probability == 1:
+        return 1 if match_rate == 1 else num_new_tokens
+    reached = 0.0
+    for runs in range(1, num_new_tokens):
+        reached += _binomial(runs - 1, num_new_tokens - 1, 1 - match_rate)
+        if reached >= probability - _ROUNDING:
+            return runs
+    return num_new_tokens

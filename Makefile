@@ -1,0 +1,41 @@
+# Two commands: `make demo` and `make test`. Each makes .venv and installs the project at pinned versions first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check unit processes wheel clean
+
+demo: .venv/demo.stamp
+	$(BIN)/ppd demo
+
+test: check unit processes
+
+check: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+unit: .venv/test.stamp
+	$(BIN)/pytest tests/unit
+
+processes: .venv/test.stamp
+	$(BIN)/pytest tests/processes
+
+figures: .venv/test.stamp
+	$(BIN)/python docs/token_clock.py docs/token_clock.svg
+
+.venv/pip.stamp:
+	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 10) else f'Python 3.10 or newer is needed, this is {sys.version.split()[0]}; choose one with make PYTHON=...')"
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/demo.stamp: .venv/pip.stamp pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/test.stamp: .venv/pip.stamp pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@ .venv/demo.stamp
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

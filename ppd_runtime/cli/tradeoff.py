@@ -1,0 +1,113 @@
+"""`ppd tradeoff`: what pipelined decoding saves and costs, by Theorem 4.1."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppd_runtime.cli.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from ppd_runtime.cost_model.theory import Times
+    from ppd_runtime.cost_model.tradeoff import Tradeoff
+
+_EXIT_LAYER, _K, _MATCH_RATE = "20", "3", "0.6837"
+
+
+def tradeoff(
+    layers: Annotated[int, typer.Option(help="Decoder layers of the model.")] = 40,
+    exit_layer: Annotated[
+        str | None, typer.Option(help="Predict early after this layer; several: 20,30.", show_default=_EXIT_LAYER)
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option(help="Early candidates for each token; several: 1,3,5.", show_default=_K)
+    ] = None,
+    match_rate: Annotated[
+        str | None,
+        typer.Option(help="How often a candidate is right; several: 0.5,0.7.", show_default=_MATCH_RATE),
+    ] = None,
+    match_rates: Annotated[
+        Path | None,
+        typer.Option(help='Measured rates instead: {"match_rates": {"<exit_layer>": {"<k>": rate}}} in a JSON file.'),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    layer_ms: Annotated[float | None, typer.Option(help="Time of a layer; adds the time per token.")] = None,
+    head_ms: Annotated[float | None, typer.Option(help="Time of the final head.")] = None,
+    exit_head_ms: Annotated[float | None, typer.Option(help="Time of an exit head.")] = None,
+    hop_ms: Annotated[float | None, typer.Option(help="Time of a message between two processes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object, or a list for several.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency against compute into this image.")] = None,
+) -> None:
+    """Predict latency and compute by Theorem 4.1; lists of values give a row for every combination.
+
+    --match-rates FILE takes measured rates from a JSON file of the form
+    {"match_rates": {"<exit_layer>": {"<k>": rate}}}: all of them, or those of --exit-layer and --k.
+    """
+    with one_line_errors():
+        from ppd_runtime.cost_model.tradeoff import predict, write_csv
+
+        times = _times(layer_ms, head_ms, exit_head_ms, hop_ms)
+        settings = _settings(exit_layer, k, match_rate, match_rates)
+        rows = [predict(layers, *setting, tokens, times) for setting in settings]
+        if plot is not None:
+            from ppd_runtime.cost_model.plots import draw
+
+            draw(rows, plot)
+        if csv is not None:
+            write_csv(rows, csv)
+        if as_json:
+            print(json.dumps(rows[0].as_dict() if len(rows) == 1 else [row.as_dict() for row in rows]))
+        else:
+            _print_table(rows)
+
+
+def _times(layer: float | None, head: float | None, exit_head: float | None, hop: float | None) -> "Times | None":
+    from ppd_runtime.cost_model.theory import Times
+
+    if layer is not None:
+        return Times(layer, head or 0.0, exit_head or 0.0, hop or 0.0)
+    if any(time is not None for time in (head, exit_head, hop)):
+        raise ValueError("--head-ms, --exit-head-ms and --hop-ms need --layer-ms as well: give it too")
+    return None
+
+
+def _settings(
+    exit_layer: str | None, k: str | None, match_rate: str | None, file: Path | None
+) -> list[tuple[int, int, float]]:
+    from ppd_runtime.cost_model.tradeoff import combine, parse_list, read_match_rates, select
+
+    if file is None:
+        return combine(
+            parse_list("--exit-layer", _EXIT_LAYER if exit_layer is None else exit_layer, int),
+            parse_list("--k", _K if k is None else k, int),
+            parse_list("--match-rate", _MATCH_RATE if match_rate is None else match_rate, float),
+        )
+    if match_rate is not None:
+        raise ValueError(f"--match-rate {match_rate} and --match-rates {file}: give one of them")
+    return select(
+        read_match_rates(file),
+        None if exit_layer is None else parse_list("--exit-layer", exit_layer, int),
+        None if k is None else parse_list("--k", k, int),
+    )
+
+
+def _print_table(rows: "list[Tradeoff]") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"Theorem 4.1: {rows[0].num_layers} layers, {rows[0].num_new_tokens} tokens"
+    caption = "latency and compute of the whole text in layer passes; ratio and the rest: ordinary decoding is 1"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=0)
+    headings = ["exit", "k", "match", "latency", "ratio", "speed-up", "compute", "per token", "per time"]
+    timed = rows[0].latency_ms_per_token is not None
+    for heading in headings + ["ms/token"] * timed:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [str(row.exit_layer), str(row.k), f"{row.match_rate:g}", f"{row.latency_units:.1f}"]
+        cells += [f"{row.latency_ratio:.3f}", f"{row.speedup:.3f}", f"{row.compute_units:.1f}"]
+        cells += [f"{row.compute_per_token:.3f}", f"{row.compute_per_time:.3f}"]
+        table.add_row(*cells, *([f"{row.latency_ms_per_token:.3f}"] if timed else []))
+    Console().print(table)

@@ -1,0 +1,57 @@
+"""Latency drawn against compute, as in the paper's Figures 3 and 4; needs the `plots` extra."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppd_runtime.cost_model.tradeoff import Tradeoff, whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Curves = dict[str, list[Tradeoff]]
+
+
+def draw(rows: Sequence[Tradeoff], path: Path) -> None:
+    """Draw latency against compute per unit of time (Figure 3) and per token (Figure 4) into an image file.
+
+    Raises:
+        ValueError: where matplotlib is not installed, or does not know the kind of file.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("plots need matplotlib: pip install 'ppd-runtime[plots]'") from error
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    per_time, per_token = figure.subplots(1, 2, sharey=True)
+    _draw_panel(per_time, rows, "compute_per_time", "compute resources in use, on average (ordinary: 1)")
+    _draw_panel(per_token, rows, "compute_per_token", "compute per token (ordinary: 1)")
+    per_time.set_ylabel("latency (ordinary: 1)")
+    per_token.legend()
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=150, format=path.suffix[1:] or "png")
+
+
+def _draw_panel(axes: "Axes", rows: Sequence[Tradeoff], compute: str, label: str) -> None:
+    axes.plot(1, 1, "k*", label="ordinary decoding")
+    for name, curve in curves(rows).items():
+        points = [(getattr(row, compute), row.latency_ratio) for row in curve]
+        axes.plot(*zip(*points, strict=True), "o-", label=name)
+        for row, point in zip(curve, points, strict=True):
+            axes.annotate(f"k={row.k}", point, textcoords="offset points", xytext=(4, 4), fontsize="small")
+    axes.set_xlabel(label)
+    axes.margins(0.1)
+    axes.grid(alpha=0.3)
+
+
+def curves(rows: Sequence[Tradeoff]) -> Curves:
+    """The rows of each curve by its name, k growing along it: one for an exit layer whose rate goes with k (as
+    measured rates do), else one for each exit layer and match rate."""
+    settings = {(row.exit_layer, row.k) for row in rows}
+    measured = len(settings) == len(rows) and len({row.match_rate for row in rows}) > 1
+    grouped: defaultdict[str, list[Tradeoff]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.k):
+        name = f"exit layer {row.exit_layer}"
+        grouped[name if measured else f"{name}, p = {row.match_rate:g}"].append(row)
+    return dict(grouped)

@@ -1,0 +1,152 @@
+"""Latency against compute for many settings: rows of predictions, measured match rates in, a CSV file out."""
+
+import csv
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ppd_runtime.cost_model import theory
+from ppd_runtime.cost_model.checks import check_share
+
+T = TypeVar("T", int, float)
+Rates = dict[tuple[int, int], float]
+"""Match rate by (exit layer, k)."""
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """What Theorem 4.1 predicts for one setting."""
+
+    num_layers: int
+    exit_layer: int
+    k: int
+    match_rate: float
+    num_new_tokens: int
+    latency_units: float
+    """Layer times of the whole text."""
+    latency_ratio: float
+    """Latency as a share of ordinary decoding's."""
+    speedup: float
+    """Ordinary decoding's latency over this one's."""
+    compute_units: float
+    """Layer passes of all processes for the whole text."""
+    compute_per_token: float
+    """Full passes of all layers for a token; ordinary decoding's is 1."""
+    compute_per_time: float
+    """Processes in use on average; ordinary decoding's is 1."""
+    latency_ms_per_token: float | None = None
+    """With the overheads of given times; None without times."""
+
+    def as_dict(self) -> dict[str, int | float]:
+        """The fields by name; the time only where times were given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def predict(
+    num_layers: int,
+    exit_layer: int,
+    k: int,
+    match_rate: float,
+    num_new_tokens: int,
+    times_ms: theory.Times | None = None,
+) -> Tradeoff:
+    """One setting's row; `times_ms` is in milliseconds. Raises ValueError for what Theorem 4.1 does not cover."""
+    ratio = theory.latency_ratio(num_layers, exit_layer, match_rate, num_new_tokens)
+    setting = (num_layers, exit_layer, k, match_rate, num_new_tokens)
+    per_token_ms = None
+    if times_ms is not None:
+        total_ms = theory.expected_time(num_layers, exit_layer, match_rate, num_new_tokens, times_ms)
+        per_token_ms = total_ms / num_new_tokens
+    return Tradeoff(
+        *setting,
+        latency_units=theory.expected_latency(num_layers, exit_layer, match_rate, num_new_tokens),
+        latency_ratio=ratio,
+        speedup=1 / ratio,
+        compute_units=theory.expected_compute(*setting),
+        compute_per_token=theory.compute_per_token(*setting),
+        compute_per_time=theory.compute_per_time(*setting),
+        latency_ms_per_token=per_token_ms,
+    )
+
+
+def combine(
+    exit_layers: Sequence[int], ks: Sequence[int], match_rates: Sequence[float]
+) -> list[tuple[int, int, float]]:
+    """Every (exit layer, k, match rate), the match rate changing fastest."""
+    return list(itertools.product(exit_layers, ks, match_rates))
+
+
+def select(rates: Rates, exit_layers: Sequence[int] | None, ks: Sequence[int] | None) -> list[tuple[int, int, float]]:
+    """The measured (exit layer, k, match rate) of the exit layers and ks asked for; None asks for all there are.
+
+    Raises:
+        ValueError: for a setting that was not measured.
+    """
+    if exit_layers is None and ks is None:
+        return [(exit_layer, k, rate) for (exit_layer, k), rate in sorted(rates.items())]
+    exits = sorted({exit_layer for exit_layer, _ in rates}) if exit_layers is None else exit_layers
+    counts = sorted({k for _, k in rates}) if ks is None else ks
+    for setting in itertools.product(exits, counts):
+        if setting not in rates:
+            known = ", ".join(f"{exit_layer}/{k}" for exit_layer, k in sorted(rates))
+            raise ValueError(f"no match rate for exit layer {setting[0]} with k={setting[1]}: choose among {known}")
+    return [(exit_layer, k, rates[exit_layer, k]) for exit_layer, k in itertools.product(exits, counts)]
+
+
+def read_match_rates(path: Path) -> Rates:
+    """Measured rates from a JSON file `{"match_rates": {"<exit_layer>": {"<k>": rate}}}`; other keys are ignored.
+
+    Raises:
+        ValueError: for a file that cannot be read or has another form.
+    """
+    try:
+        by_exit = json.loads(path.read_text(encoding="utf-8"))["match_rates"]
+        rates = {(int(exit_layer), int(k)): rate for exit_layer, by_k in by_exit.items() for k, rate in by_k.items()}
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give a file of match rates") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wanted = '{"match_rates": {"<exit_layer>": {"<k>": rate}}}'
+        raise ValueError(f"{path}: not a file of match rates; its form is {wanted}") from error
+    if not rates:
+        raise ValueError(f"{path}: holds no match rates; measure some first")
+    for (exit_layer, k), rate in rates.items():
+        check_share(f"{path}: match_rates[{exit_layer}][{k}]", rate)
+    return rates
+
+
+def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    """Numbers between commas; raises ValueError naming what is none."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{name}={text!r}: give {what} with commas between them") from None
+
+
+def write_csv(rows: Sequence[Tradeoff], path: Path) -> None:
+    """Write one line a row under the fields' names; the file appears when it is whole."""
+    with whole_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0].as_dict()))
+        writer.writeheader()
+        writer.writerows(row.as_dict() for row in rows)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary path that becomes `path` at the end, or goes away if something fails before.
+
+    Raises:
+        ValueError: where `path` cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
+            unfinished = Path(folder) / path.name
+            yield unfinished
+            unfinished.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}; give a file that can be written") from error

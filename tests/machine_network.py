@@ -1,0 +1,65 @@
+"""Runs state machines in one thread, in an order drawn from a seed: no clock, no sockets, every run repeatable."""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from ppd_runtime.pipeline.machine import Machine, Receive
+from ppd_runtime.pipeline.messages import CLIENT, Message
+
+
+class MachineNetwork:
+    """Delivers messages between machines, one step of one machine at a time.
+
+    A wish with patience runs out only when nobody else can move, or, with `impatience`, at random: then stragglers,
+    late winners and recomputed entries are part of the run.
+    """
+
+    def __init__(self, seed: int, impatience: float = 0.0) -> None:
+        self._random, self._impatience = random.Random(seed), impatience
+        self._machines: dict[int, Machine] = {}
+        self._wishes: dict[int, Receive | None] = {}
+        self._inboxes: dict[int, deque[Message]] = {CLIENT: deque()}
+        self.sent: list[tuple[int, Message]] = []
+
+    def add(self, address: int, machine: Machine) -> None:
+        """Let a machine take part; it starts with its first step."""
+        self._machines[address] = machine
+        self._inboxes[address] = deque()
+        self._wishes[address] = None
+
+    def send(self, addresses: Sequence[int], message: Message) -> None:
+        """What the machines are given as their `send`."""
+        for address in addresses:
+            self.sent.append((address, message))
+            self._inboxes[address].append(message)
+
+    def run(self, most_steps: int = 1_000_000) -> None:
+        """Run all machines to their ends."""
+        for address in list(self._machines):
+            self._step(address, None)
+        for _ in range(most_steps):
+            if not self._machines:
+                return
+            ready = [address for address in self._machines if self._grantable(address)]
+            timed = [a for a, wish in self._wishes.items() if wish and wish.patience and not self._inboxes[a]]
+            if timed and (not ready or self._random.random() < self._impatience):
+                self._step(self._random.choice(timed), None)
+                continue
+            assert ready, f"every machine waits for ever: {self._wishes}"
+            self._grant(self._random.choice(ready))
+        raise AssertionError(f"no end after {most_steps} steps")
+
+    def _grantable(self, address: int) -> bool:
+        wish = self._wishes[address]
+        return bool(self._inboxes[address]) or (wish is not None and wish.patience == 0)
+
+    def _grant(self, address: int) -> None:
+        inbox = self._inboxes[address]
+        self._step(address, inbox.popleft() if inbox else None)
+
+    def _step(self, address: int, reply: Message | None) -> None:
+        try:
+            self._wishes[address] = self._machines[address].send(reply)
+        except StopIteration:
+            del self._machines[address], self._wishes[address]

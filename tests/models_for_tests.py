@@ -1,0 +1,115 @@
+"""Small random models with a byte-level tokenizer, saved as folders like those that the hub gives."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3")
+"""Model types that `build_model` knows; mistral, gemma2 and gemma3_text have sliding windows."""
+
+END = "<|end|>"
+"""The tokenizer's only special token, its id is `END_ID`."""
+END_ID = 0
+VOCAB_SIZE = 300
+SLIDING_WINDOW = 6
+
+_CORPUS = (
+    "The quick brown fox jumps over the lazy dog, and the dog waits for the next fox.",
+    "A model writes one token after another: the next token waits for the last layer of the one before.",
+    "Whoever may compute the next token holds the keys and values of every token before it.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich – naïve café, 東京, Ελλάδα, 🦊.",
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with `VOCAB_SIZE` tokens; every text survives encoding and decoding."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[END],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def build_model(
+    family: str,
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 32,
+    vocab_size: int = VOCAB_SIZE,
+    dtype: str = "float32",
+    seed: int = 0,
+    eos_token_id: int | None = None,
+    tied: bool | None = None,
+    **settings: object,
+) -> PreTrainedModel:
+    """A random model of a Hugging Face model type, with weights large enough for varied greedy text."""
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": END_ID,
+    }
+    if tied is not None:
+        shape["tie_word_embeddings"] = tied
+    config = CONFIG_MAPPING[family](**shape | _own_settings(family, num_layers, hidden_size) | settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    _vary(model)
+    model = model.to(getattr(torch, dtype)).eval()
+    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=END_ID)
+    return model
+
+
+def save_model(folder: Path, family: str, max_shard_size: str = "5GB", **settings: object) -> Path:
+    """Save the tokenizer and what `build_model` builds from `settings` as a model folder."""
+    build_model(family, **settings).save_pretrained(folder, max_shard_size=max_shard_size)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _vary(model: PreTrainedModel) -> None:
+    """Norms and biases that are not all alike, and no tied head that names the input token again and again."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    if model.config.tie_word_embeddings:
+        model.model.embed_tokens.weight.mul_(0.1)
+        model.model.norm.weight.add_(9)
+
+
+def _own_settings(family: str, num_layers: int, hidden_size: int) -> dict[str, object]:
+    """What a family needs besides the common sizes; windows are shorter than the tests' texts."""
+    alternating = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
+    return {
+        "mistral": {"sliding_window": SLIDING_WINDOW},
+        "qwen2": {"use_sliding_window": False},
+        "gemma2": {
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": alternating,
+            "query_pre_attn_scalar": hidden_size // 4,
+        },
+        "gemma3_text": {
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": alternating,
+            "query_pre_attn_scalar": hidden_size // 4,
+        },
+        "smollm3": {"no_rope_layers": [int(i % 3 != 2) for i in range(num_layers)]},
+    }.get(family, {})

@@ -1,0 +1,162 @@
+"""One request through the state machines and real stages, in one thread; what the pipeline tests build on."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from machine_network import MachineNetwork
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.decoding.autoregressive import autoregressive
+from ppd_runtime.models.exit_heads import RehearsedHead, SharedHead
+from ppd_runtime.models.loading import ModelInfo, describe, load_layers, load_tokenizer
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
+from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.text import StopRule
+
+PROMPTS = [" ".join(f"word{i}" for i in range(n)) for n in (1, 2, 3, 5, 8, 13, 21)]
+
+
+@functools.cache
+def _layers(info: ModelInfo, last: int, dtype: torch.dtype) -> PreTrainedModel:
+    return load_layers(info, last, dtype, "cpu")
+
+
+class RecordingStage(Stage):
+    """A stage that keeps the hidden states which decided a token."""
+
+    decisive: list[Tensor]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Keep the newest hidden state, then do as a stage does."""
+        self.decisive.append(hidden[:, -1:].clone())
+        return super().logits(hidden)
+
+
+@dataclass
+class Decoded:
+    """What a run gave."""
+
+    tokens: list[int]
+    reason: str
+    decisive: list[Tensor]
+    winners: list[int] = field(default_factory=list)
+    main: MainProcess | None = None
+    subs: list[SubProcess] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    network: MachineNetwork | None = None
+
+    @property
+    def hits(self) -> int:
+        """Passes that began with a sub-process' early start."""
+        return sum(winner not in (MISS, NOT_ASKED) for winner in self.winners)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model and how to decode with it."""
+
+    info: ModelInfo
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(folder: Path | str, dtype: str = "float32") -> "Bench":
+        """For a model folder."""
+        return Bench(describe(str(folder)), getattr(torch, dtype))
+
+    def stage(self, last: int | None = None) -> RecordingStage:
+        """The first layers of the model, all of them by default."""
+        stage = RecordingStage(_layers(self.info, last or self.info.num_layers, self.dtype))
+        stage.decisive = []
+        return stage
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """A text's tokens."""
+        return load_tokenizer(self.info).encode(text)
+
+    def ordinary(self, prompt: Sequence[int], params: SamplingParams) -> Decoded:
+        """The oracle."""
+        stage = self.stage()
+        capacity = len(prompt) + params.max_new_tokens
+        pairs = list(autoregressive(stage, prompt, capacity, Sampler(params), self._stop(params)))
+        return Decoded([token for token, _ in pairs], pairs[-1][1] or "", stage.decisive)
+
+    def pipelined(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        k: int,
+        exit_layer: int,
+        head: RehearsedHead | None = None,
+        seed: int = 0,
+        impatience: float = 0.0,
+        lost: Sequence[int] = (),
+    ) -> Decoded:
+        """PPD over a network whose order of events comes from `seed`; sub-processes in `lost` never answer."""
+        network, ranks = MachineNetwork(seed, impatience), range(1, k + 1)
+        begin, sampler = begin_message(prompt, params), Sampler(params)
+        for rank in lost:
+            network.add(rank, iter_forever())
+        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin)
+        subs = []
+        for rank in (rank for rank in ranks if rank not in lost):
+            stage = self.stage(self.info.num_layers - exit_layer)
+            sub = SubProcess(stage, head or SharedHead(stage, sampler), rank, ranks, network.send, begin)
+            network.add(rank, sub.serve())
+            subs.append(sub)
+        network.add(0, main.decode(sampler, self._stop(params)))
+        network.run()
+        told = [message for to, message in network.sent if to == CLIENT and isinstance(message, Token)]
+        return Decoded(
+            tokens=[message.token_id for message in told],
+            reason=main.finish_reason,
+            decisive=main.stage.decisive,
+            winners=[message.winner for message in told],
+            main=main,
+            subs=subs,
+            network=network,
+        )
+
+    def _stop(self, params: SamplingParams) -> StopRule:
+        return StopRule(params, self.info.eos_token_ids, load_tokenizer(self.info))
+
+    def with_eos(self, token_id: int) -> "Bench":
+        """The same model with another end-of-text token."""
+        return replace(self, info=replace(self.info, eos_token_ids=frozenset([token_id])))
+
+
+def iter_forever():
+    """A machine that takes messages and never says anything."""
+    return
+    yield
+
+
+def begin_message(prompt: Sequence[int], params: SamplingParams) -> Begin:
+    """The request as the client would send it."""
+    return Begin(
+        CLIENT,
+        1,
+        list(prompt),
+        params.max_new_tokens,
+        float(params.temperature),
+        params.top_k,
+        float(params.top_p),
+        float(params.repetition_penalty),
+        params.seed,
+        list(params.stop),
+        params.ignore_eos,
+    )
+
+
+def rehearsed(
+    prompt: Sequence[int], tokens: Sequence[int], rate: float, vocab_size: int, seed: int = 0
+) -> RehearsedHead:
+    """An exit head that is told the text."""
+    return RehearsedHead(((*prompt, *tokens),), rate, vocab_size, seed)

@@ -1,0 +1,94 @@
+"""All tokens equal transformers' own `generate` and ordinary decoding's, over threads and over Ray and ZeroMQ."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.loading import describe
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2"]
+DTYPES = ["float32", "bfloat16"]
+LAYOUTS = list(itertools.product((1, 3, 5), (3, 4)))  # k and exit layer, for five layers
+NEW_TOKENS = 12
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 17, 20, 24, 30, 37, 45, 60)
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """Twenty prompts of differing lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def expected_tokens(folder: str, dtype: str, new_tokens: int = NEW_TOKENS) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Transformers' greedy text for each prompt, checked against ordinary decoding here."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    ordinary = OrdinaryDecoding(folder, dtype=dtype)
+    texts = {}
+    for prompt in prompts(model.config.vocab_size):
+        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens)
+        texts[tuple(prompt)] = tuple(output[0, len(prompt) :].tolist())
+        assert ordinary.generate(prompt, max_new_tokens=new_tokens).token_ids == texts[tuple(prompt)]
+    return texts
+
+
+def check(runtime: PPDRuntime, texts: dict[tuple[int, ...], tuple[int, ...]], new_tokens: int = NEW_TOKENS) -> None:
+    """Every prompt's tokens through a runtime."""
+    for prompt, tokens in texts.items():
+        result = runtime.generate(list(prompt), max_new_tokens=new_tokens)
+        assert result.token_ids == tokens, f"prompt of {len(prompt)} tokens"
+        assert result.finish_reason == ("eos" if tokens[-1] in runtime.info.eos_token_ids else "length")
+        stats = result.stats
+        early = runtime.info.num_layers - runtime.exit_layer
+        assert stats.main_layer_passes == runtime.info.num_layers * len(tokens) - early * stats.hits
+        assert stats.hits + stats.misses == len(tokens) - 1
+        assert sum(stats.run_lengths) == len(tokens)
+
+
+def model_with_eos(model_folder, family: str, dtype: str) -> str:
+    """A model some of whose texts end early: its end token is one that it is known to write."""
+    plain = str(model_folder(family, num_layers=5, dtype=dtype))
+    ordinary = OrdinaryDecoding(plain, dtype=dtype)
+    written = [ordinary.generate(p, max_new_tokens=NEW_TOKENS).token_ids for p in prompts(300)[:6]]
+    end = next(t for text in written for t in text[3:] if not all(t in other for other in written))
+    return str(model_folder(family, num_layers=5, dtype=dtype, eos_token_id=end))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads(model_folder, family, dtype):
+    folder = model_with_eos(model_folder, family, dtype)
+    texts = expected_tokens(folder, dtype)
+    ends = {len(tokens) < NEW_TOKENS for tokens in texts.values()}
+    assert ends == {True, False}, "some texts end with the end token, some do not"
+    for k, exit_layer in LAYOUTS:
+        with PPDRuntime(folder, k=k, exit_layer=exit_layer, dtype=dtype, transport="local") as runtime:
+            check(runtime, texts)
+
+
+@pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
+    folder = model_with_eos(model_folder, family, dtype)
+    texts = expected_tokens(folder, dtype)
+    k, exit_layer = LAYOUTS[(number * 2 + DTYPES.index(dtype) * 3) % len(LAYOUTS)]
+    vocab_size = describe(folder).vocab_size
+    head = RehearsedHead(tuple((*prompt, *tokens) for prompt, tokens in texts.items()), 0.7, vocab_size)
+    with PPDRuntime(folder, k=k, exit_layer=exit_layer, dtype=dtype, exit_head=head) as runtime:
+        check(runtime, texts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_demo_model_over_ray(ray_node, k, dtype):
+    folder = str(describe("demo").folder)
+    texts = expected_tokens(folder, dtype, new_tokens=24)
+    with PPDRuntime(k=k, dtype=dtype) as runtime, OrdinaryDecoding(dtype=dtype) as ordinary:
+        check(runtime, texts, new_tokens=24)
+        settings = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed": k}
+        for prompt in list(texts)[::4]:
+            expected = ordinary.generate(list(prompt), **settings)
+            assert runtime.generate(list(prompt), **settings).token_ids == expected.token_ids

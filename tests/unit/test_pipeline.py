@@ -1,0 +1,160 @@
+"""The state machines with real stages: every token is ordinary decoding's, bitwise, and every pass is counted."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_runs import PROMPTS, Bench, rehearsed
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.models.loading import load_tokenizer
+from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, HeadStart
+
+GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
+PENALISED = SamplingParams(max_new_tokens=14, repetition_penalty=1.3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def bench(model_folder):
+    """A small Llama of odd depth."""
+    return Bench.of(model_folder("llama", num_layers=5))
+
+
+def same(got, expected):
+    """Tokens and the hidden states that decided them, to the last bit."""
+    assert got.tokens == expected.tokens
+    assert got.reason == expected.reason
+    assert len(got.decisive) == len(expected.decisive)
+    assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_layers", [4, 5])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+def test_bitwise_equal_at_every_exit_layer(model_folder, family, num_layers, dtype):
+    bench = Bench.of(model_folder(family, num_layers=num_layers, dtype=dtype), dtype)
+    prompts = [bench.prompt_ids(text) for text in PROMPTS]
+    for number, exit_layer in enumerate(range(math.ceil(num_layers / 2), num_layers)):
+        for k, params in ((1, SAMPLED), (3, GREEDY), (5, PENALISED)):
+            prompt = prompts[(number + k) % len(prompts)]
+            expected = bench.ordinary(prompt, params)
+            head = rehearsed(prompt, expected.tokens, 0.6, bench.info.vocab_size, seed=k)
+            same(bench.pipelined(prompt, params, k, exit_layer, head, seed=number), expected)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_bitwise_equal_with_the_models_own_head(bench, params):
+    for text in PROMPTS:
+        prompt = bench.prompt_ids(text)
+        same(bench.pipelined(prompt, params, 3, 3), bench.ordinary(prompt, params))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("exit_layer", [3, 4])
+@pytest.mark.parametrize("k", [1, 3])
+def test_layer_passes_are_those_of_theorem_4_1(bench, rate, exit_layer, k):
+    prompt = bench.prompt_ids(PROMPTS[3])
+    expected = bench.ordinary(prompt, GREEDY)
+    head = rehearsed(prompt, expected.tokens, rate, bench.info.vocab_size)
+    got = bench.pipelined(prompt, GREEDY, k, exit_layer, head)
+    same(got, expected)
+    depth, early = bench.info.num_layers, bench.info.num_layers - exit_layer
+    compared = len(got.tokens) - 1
+    misses = compared - got.hits
+    assert got.main.layer_passes == depth * len(got.tokens) - early * got.hits
+    assert got.main.stage.layer_passes == got.main.layer_passes, "nothing was computed off the books"
+    assert got.main.recomputed_layer_passes == 0
+    for sub in got.subs:
+        started = sum(isinstance(m, HeadStart) and m.sender == sub.rank for _, m in got.network.sent)
+        assert sub.layer_passes == early * started
+        assert started == compared if k == 1 else started <= compared  # others may learn of a hit before they start
+        assert sub.coherence_layer_passes // early - 1 in (misses - 1, misses)  # the end may overtake the last one
+        assert sub.stage.layer_passes == sub.layer_passes + sub.coherence_layer_passes
+    if rate in (0.0, 1.0):
+        assert got.hits == rate * compared
+    else:
+        assert 0 < got.hits < compared
+
+
+def test_without_a_hit_main_does_exactly_what_ordinary_decoding_does(bench):
+    prompt = bench.prompt_ids(PROMPTS[2])
+    expected = bench.ordinary(prompt, GREEDY)
+    got = bench.pipelined(prompt, GREEDY, 2, 3, rehearsed(prompt, expected.tokens, 0.0, bench.info.vocab_size))
+    assert got.main.layer_passes == bench.info.num_layers * len(expected.tokens)
+    assert set(got.winners) == {MISS, NOT_ASKED}
+    kinds = [type(message).__name__ for to, message in got.network.sent if to == 1]
+    assert kinds == ["Begin", *["ExitState", "Token"] * (len(expected.tokens) - 1), "End"]
+
+
+@pytest.mark.parametrize("where", [0, 1, 5, 13])
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_eos_inside_the_text_ends_it_there(bench, where, rate):
+    prompt = bench.prompt_ids(PROMPTS[1])
+    tokens = bench.ordinary(prompt, GREEDY).tokens
+    ending = bench.with_eos(tokens[where])
+    params = SamplingParams(max_new_tokens=14)
+    expected = ending.ordinary(prompt, params)
+    assert expected.tokens == tokens[: tokens.index(tokens[where]) + 1]
+    got = ending.pipelined(prompt, params, 3, 3, rehearsed(prompt, tokens, rate, bench.info.vocab_size))
+    same(got, expected)
+    assert got.reason == "eos"
+    assert got.winners[-1] == NOT_ASKED
+
+
+def test_stop_text_ends_the_same_way(bench):
+    prompt = bench.prompt_ids(PROMPTS[1])
+    text = bench.ordinary(prompt, GREEDY)
+    piece = load_tokenizer(bench.info).decode(text.tokens[4:6])
+    params = SamplingParams(max_new_tokens=14, stop=(piece,), ignore_eos=True)
+    expected = bench.ordinary(prompt, params)
+    same(bench.pipelined(prompt, params, 3, 3), expected)
+    assert expected.reason == "stop"
+
+
+def test_one_new_token_asks_for_no_candidate(bench):
+    prompt = bench.prompt_ids(PROMPTS[0])
+    params = SamplingParams(max_new_tokens=1)
+    got = bench.pipelined(prompt, params, 3, 3)
+    same(got, bench.ordinary(prompt, params))
+    assert all(sub.layer_passes == 0 for sub in got.subs)
+
+
+@given(
+    pattern=st.integers(0, 2**32 - 1),
+    rate=st.sampled_from([0.2, 0.5, 0.8, 0.95]),
+    k=st.integers(1, 4),
+    exit_layer=st.integers(3, 4),
+    order=st.integers(0, 2**32 - 1),
+    impatience=st.sampled_from([0.0, 0.05, 0.3]),
+    length=st.integers(1, 24),
+    sampled=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_hit_pattern_any_order_any_straggler(
+    bench, pattern, rate, k, exit_layer, order, impatience, length, sampled
+):
+    """Late candidates, late entries and unlucky orders cost passes, never a bit."""
+    params = SamplingParams(max_new_tokens=length, temperature=0.8 * sampled, seed=5, ignore_eos=True)
+    prompt = bench.prompt_ids(PROMPTS[pattern % len(PROMPTS)])
+    expected = bench.ordinary(prompt, params)
+    head = rehearsed(prompt, expected.tokens, rate, bench.info.vocab_size, pattern)
+    got = bench.pipelined(prompt, params, k, exit_layer, head, order, impatience)
+    same(got, expected)
+    early = bench.info.num_layers - exit_layer
+    assert got.main.layer_passes == bench.info.num_layers * length - early * got.hits
+    assert got.main.stage.layer_passes == got.main.layer_passes + got.main.recomputed_layer_passes
+    for sub in got.subs:
+        assert sub.layer_passes <= early * (length - 1)
+
+
+@pytest.mark.parametrize("lost", [(1,), (2, 3), (1, 2, 3)])
+def test_lost_sub_processes_cost_no_token(bench, lost):
+    prompt = bench.prompt_ids(PROMPTS[4])
+    expected = bench.ordinary(prompt, GREEDY)
+    head = rehearsed(prompt, expected.tokens, 1.0, bench.info.vocab_size)
+    got = bench.pipelined(prompt, GREEDY, 3, 3, head, lost=lost)
+    same(got, expected)
+    assert (got.hits == 0) == (len(lost) == 3)
