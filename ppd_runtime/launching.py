@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ Progress = Callable[[str], None]
 
 START_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 10.0
+_CONNECT_DEADLINE_S = 5.0
 
 
 class Workers(Protocol):
@@ -40,6 +42,17 @@ def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
     if len(cores) < num_workers * threads:
         return [()] * num_workers
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
+
+
+def check_ray_address(address: str) -> None:
+    """Raise ValueError where nobody answers at a Ray address of the form host:port."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"ray_address={address!r}: give host:port, as `ray start --head` prints it")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_DEADLINE_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"ray_address={address!r}: nobody answers there ({error}); is the cluster running?") from error
 
 
 class LocalWorkers:

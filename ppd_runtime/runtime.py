@@ -10,7 +10,7 @@ from typing import cast
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores
+from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, check_ray_address
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
 from ppd_runtime.pipeline.messages import (
@@ -78,6 +78,8 @@ class PPDRuntime(TextGenerator):
         )
         if not isinstance(exit_head, RehearsedHead) and exit_head != SHARED:
             raise ValueError(f"exit_head={exit_head!r}: choose 'shared' (trained exit heads come later)")
+        if ray_address is not None:
+            check_ray_address(ray_address)
         info = describe(model)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
         super().__init__(info, load_tokenizer(info))
@@ -225,10 +227,8 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         logger.warning("%d workers share %d CPU cores: expect less speed than a core for each gives", needed, available)
     if config.transport == "local":
         return LocalWorkers(specs, progress)
-    try:
-        from ppd_runtime.orchestration import RayWorkers  # only this transport needs Ray
-    except ModuleNotFoundError as error:
-        raise ValueError(f"transport={config.transport!r} needs {error.name}: install it, or use 'local'") from error
+    from ppd_runtime.orchestration import RayWorkers  # only this transport needs Ray
+
     return RayWorkers(specs, config.ray_address, progress)
 
 

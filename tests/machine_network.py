@@ -11,12 +11,13 @@ from ppd_runtime.pipeline.messages import CLIENT, Message
 class MachineNetwork:
     """Delivers messages between machines, one step of one machine at a time.
 
+    Without a seed the order is fair: sub-processes come first, so that what they can deliver in time is there in time.
     A wish with patience runs out only when nobody else can move, or, with `impatience`, at random: then stragglers,
     late winners and recomputed entries are part of the run.
     """
 
-    def __init__(self, seed: int, impatience: float = 0.0) -> None:
-        self._random, self._impatience = random.Random(seed), impatience
+    def __init__(self, seed: int | None, impatience: float = 0.0) -> None:
+        self._fair, self._random, self._impatience = seed is None, random.Random(seed), impatience
         self._machines: dict[int, Machine] = {}
         self._wishes: dict[int, Receive | None] = {}
         self._inboxes: dict[int, deque[Message]] = {CLIENT: deque()}
@@ -47,7 +48,7 @@ class MachineNetwork:
                 self._step(self._random.choice(timed), None)
                 continue
             assert ready, f"every machine waits for ever: {self._wishes}"
-            self._grant(self._random.choice(ready))
+            self._grant(max(ready) if self._fair else self._random.choice(ready))
         raise AssertionError(f"no end after {most_steps} steps")
 
     def _grantable(self, address: int) -> bool:

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ppd_runtime.models.loading import describe, load_layers
+from ppd_runtime.models.stage import Stage
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3")
 """Model types that `build_model` knows; mistral, gemma2 and gemma3_text have sliding windows."""
@@ -113,3 +117,30 @@ def _own_settings(family: str, num_layers: int, hidden_size: int) -> dict[str, o
         },
         "smollm3": {"no_rope_layers": [int(i % 3 != 2) for i in range(num_layers)]},
     }.get(family, {})
+
+
+def load_stage(folder: Path, dtype: str = "float32", last: int | None = None) -> Stage:
+    """The first `last` layers of a model folder (None: all of them) as a stage on the CPU."""
+    info = describe(str(folder))
+    return Stage(load_layers(info, info.num_layers if last is None else last, getattr(torch, dtype), "cpu"))
+
+
+@torch.inference_mode()
+def greedy_with_transformers(
+    folder: Path, prompt_ids: list[int], num_new_tokens: int, dtype: str = "float32"
+) -> tuple[list[int], list[Tensor]]:
+    """Greedy tokens, and the float32 logits that gave each, by transformers' own forward pass and cache.
+
+    The passes are those of its `generate`: the prompt with logits for its last token only, then one token at a time.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    tokens: list[int] = []
+    logits: list[Tensor] = []
+    cache, inputs = None, prompt_ids
+    for _ in range(num_new_tokens):
+        output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        logits.append(output.logits[0, -1].float())
+        tokens.append(int(logits[-1].argmax()))
+        inputs = tokens[-1:]
+    return tokens, logits

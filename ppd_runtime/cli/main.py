@@ -4,6 +4,8 @@ import typer
 
 from ppd_runtime.cli.demo import demo
 from ppd_runtime.cli.generate import generate
+from ppd_runtime.cli.simulate import simulate
+from ppd_runtime.cli.tradeoff import tradeoff
 
 app = typer.Typer(
     help="Predictive pipelined decoding: the same tokens, sooner.",
@@ -13,3 +15,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(tradeoff)
+app.command()(simulate)
+
+if __name__ == "__main__":
+    app()

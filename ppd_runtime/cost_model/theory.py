@@ -153,6 +153,11 @@ def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
 
     The early start leaves the main process behind the exit layer and comes back two hops, an exit head and d − d̄
     layers later; the main process has its own d − d̄ layers and head to do until then.
+
+    Exact while hops and exit heads are short beside the layers: the winner's entries reach the other sub-processes
+    before they need them (k = 1, or c < (2d̄ − d)τ, or c ≤ σ where d̄ = d/2), a sub-process is back in step one token
+    after a miss (σ ≤ λ + (2d̄ − d)τ), and every candidate is named before the token is (2c + σ ≤ λ + (d − d̄)τ).
+    Beyond that, simulate (`ppd_runtime.cost_model.simulate`).
     """
     check_layers(num_layers, exit_layer)
     wait = max(0.0, 2 * times.hop + times.exit_head - times.head)

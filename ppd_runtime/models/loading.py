@@ -1,5 +1,6 @@
 """A folder, hub name or "demo" → its description, its tokenizer, and a model with only the layers asked for."""
 
+import contextlib
 import copy
 import json
 import logging
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger(__name__)
 DEMO = "demo"
@@ -76,7 +78,8 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     config = first_layers_config(AutoConfig.from_pretrained(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     tensors = dict(_read_tensors(info, last))
-    model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    with _no_progress_bar():
+        model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     tied = getattr(config, "tie_word_embeddings", False)
     missing = set(dict(model.named_parameters())) - set(tensors) - ({"lm_head.weight"} if tied else set())
     if missing:
@@ -190,6 +193,18 @@ def _read_tensors(info: ModelInfo, last: int) -> Iterator[tuple[str, Tensor]]:
                         yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {_one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A stage loads in a moment, and k + 1 bars at once help nobody; the caller's own setting comes back."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _layer_number(tensor_name: str) -> int:

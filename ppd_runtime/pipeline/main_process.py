@@ -29,7 +29,7 @@ from ppd_runtime.pipeline.messages import (
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
-_MOST_ABSENCES = 3  # a sub-process that was missed so often in a row is not waited for until it speaks in time
+_MOST_ABSENCES = 3  # a sub-process that was waited for in vain so often is not waited for until it is in time
 
 
 @dataclass
@@ -100,29 +100,30 @@ class MainProcess:
     def _settle(self, token: int) -> Generator[Receive, Message | None, HeadStart | None]:
         """The early start of the newest token, or None.
 
-        A straggler is waited for no longer than its layers would take here.
+        Only a sub-process that has named this very token is waited for, and no longer than its layers would take
+        here: a candidate that is not even named yet cannot be ready sooner than that.
         """
         position = len(self.history) - 1
         yield from self._take_all()
         wish = Receive(self.head_start)
-        while self._undecided(position, token):
+        while awaited := self._awaited(position, token):
             message = yield wish
             if message is None:
+                for rank in awaited:
+                    self._absences[rank] += 1
                 break
             self._take(message)
-        heard = self._heard[position]
+        head_starts = self._heard[position].head_starts
         self._heard.clear()
-        for rank in self.subs:
-            self._absences[rank] = 0 if rank in heard.candidates else self._absences[rank] + 1
-        return next((early for early in heard.head_starts.values() if early.token_id == token), None)
+        self._absences.update(dict.fromkeys(head_starts, 0))
+        return next((early for early in head_starts.values() if early.token_id == token), None)
 
-    def _undecided(self, position: int, token: int) -> bool:
-        """Whether a sub-process may still deliver the early start of `token`."""
+    def _awaited(self, position: int, token: int) -> list[int]:
+        """The sub-processes whose early start of `token` is on its way; empty once there is one, or none to hope for."""
         heard = self._heard[position]
         if self._cancelled or any(early.token_id == token for early in heard.head_starts.values()):
-            return False
-        silent = [r for r in self.subs if r not in heard.candidates and self._absences[r] < _MOST_ABSENCES]
-        return bool(silent) or token in heard.candidates.values()
+            return []
+        return [r for r, named in heard.candidates.items() if named == token and self._absences[r] < _MOST_ABSENCES]
 
     def _fill_gaps(self) -> Machine:
         """Bring the first layers' caches up to the newest token, after the hits whose passes began elsewhere."""

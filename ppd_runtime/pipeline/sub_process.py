@@ -49,7 +49,7 @@ class SubProcess:
         self.stage.begin(len(self.history) + self.begin.max_new_tokens)
         self._compute(self.history, 0)
         while not self._over:
-            message = yield Receive(None)
+            message = yield Receive(None if self._exit_state is None else 0)
             while message is not None and not self._over:
                 self._take(message)
                 message = yield Receive(0)

@@ -16,6 +16,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ray_node() -> Iterator[None]:
     """A Ray node that outlives single runtimes: they use a Ray that is there, and leave it running."""
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 2**20,
+        _system_config={"worker_niceness": 0},
+    )
     yield
     ray.shutdown()

@@ -1,0 +1,96 @@
+"""The `ppd` command, as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ppd_runtime import OrdinaryDecoding
+
+PPD = [sys.executable, "-m", "ppd_runtime.cli.main"]
+
+
+def ppd(*arguments, **options):
+    """Run the command to its end."""
+    return subprocess.run([*PPD, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+def test_help_needs_no_torch():
+    code = "import sys; import ppd_runtime.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'zmq')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    shown = ppd("--help")
+    assert shown.returncode == 0
+    assert "generate" in shown.stdout
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "ppd"])
+def test_json_holds_the_oracles_tokens(folder, method):
+    expected = OrdinaryDecoding(folder).generate("The quick", max_new_tokens=12)
+    layout = ["--transport", "local", "--k", 2] if method == "ppd" else []
+    shown = ppd(
+        "generate", "The quick", "--model", folder, "--method", method, *layout, "--max-new-tokens", 12, "--json"
+    )
+    assert shown.returncode == 0, shown.stderr
+    output = json.loads(shown.stdout)
+    assert {"text", "token_ids", "prompt_tokens", "method", "stats"} <= set(output)
+    assert tuple(output["token_ids"]) == expected.token_ids
+    assert output["text"] == expected.text
+    assert output["method"] == method
+    assert output["stats"]["new_tokens"] == 12
+
+
+def test_streams_prompt_and_text_over_ray(folder, tmp_path):
+    expected = OrdinaryDecoding(folder).generate("The quick", max_new_tokens=8)
+    file = tmp_path / "prompt.txt"
+    file.write_text("The quick")
+    shown = ppd("generate", "--prompt-file", file, "--model", folder, "--k", 1, "--max-new-tokens", 8)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == f"The quick{expected.text}\n"
+
+
+def test_standard_input_is_a_prompt(folder):
+    shown = ppd(
+        "generate", "--model", folder, "--method", "autoregressive", "--max-new-tokens", 2, "--json", input="fox"
+    )
+    assert json.loads(shown.stdout)["stats"]["new_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["x", "--k", "0"], "k=0"),
+        (["x", "--exit-layer", "9"], "exit_layer=9"),
+        (["x", "--workers", "1"], "workers=1"),
+        (["x", "--temperature", "-1"], "temperature=-1"),
+        (["x", "--temperature", "nan"], "temperature=nan"),
+        (["x", "--top-p", "0"], "top_p=0"),
+        (["x", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["x", "--max-new-tokens", "100000"], "positions"),
+        (["", "--k", "1"], "prompt is empty"),
+        (["x", "--seed", "-1"], "seed=-1"),
+        (["x", "--transport", "fax"], "transport='fax'"),
+        (["x", "--ray-address", "127.0.0.1:9"], "nobody answers"),
+        (["x", "--prompt-file", "y"], "not both"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_exit_code_2(folder, arguments, words):
+    shown = ppd("generate", *arguments, "--model", folder)
+    assert shown.returncode == 2
+    assert words in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+    assert shown.stdout == ""
+
+
+def test_an_unknown_model_gets_one_line(tmp_path):
+    for model in ("./nowhere", str(tmp_path)):
+        shown = ppd("generate", "x", "--model", model)
+        assert shown.returncode == 2
+        assert model in shown.stderr
+        assert len(shown.stderr.strip().splitlines()) == 1

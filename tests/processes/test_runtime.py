@@ -1,0 +1,228 @@
+"""How a runtime behaves: calls in turn, cancelled streams, lost workers, errors, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.exit_heads import RehearsedHead
+
+PROMPT = [5, 9, 200, 31]
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def ordinary(folder):
+    """The oracle for it."""
+    return OrdinaryDecoding(folder)
+
+
+@pytest.fixture(params=["local", "zeromq"])
+def runtime(request, folder):
+    """A runtime of each kind."""
+    if request.param == "zeromq":
+        request.getfixturevalue("ray_node")
+    with PPDRuntime(folder, k=2, transport=request.param) as runtime:
+        yield runtime
+
+
+def test_many_calls_and_a_stream(runtime, ordinary):
+    for length in (1, 2, 17):
+        expected = ordinary.generate(PROMPT, max_new_tokens=length)
+        assert runtime.generate(PROMPT, max_new_tokens=length).token_ids == expected.token_ids
+    events = list(stream := runtime.stream(PROMPT, max_new_tokens=9))
+    result = stream.result
+    assert [event.token_id for event in events] == list(result.token_ids)
+    assert [event.position for event in events] == list(range(len(PROMPT), len(PROMPT) + 9))
+    assert "".join(event.text for event in events) == result.text
+    assert [event.hit for event in events][-1] is None
+    assert sum(bool(event.hit) for event in events) == result.stats.hits
+    assert result.stats.time_to_first_token_s <= result.stats.latency_s
+
+
+def test_a_cancelled_stream_leaves_the_runtime_usable(runtime, ordinary):
+    stream = runtime.stream(PROMPT, max_new_tokens=400)
+    first = [next(stream).token_id for _ in range(3)]
+    stream.close()
+    expected = ordinary.generate(PROMPT, max_new_tokens=20).token_ids
+    assert tuple(first) == expected[:3]
+    assert runtime.generate(PROMPT, max_new_tokens=20).token_ids == expected
+
+
+def test_a_second_call_waits_or_is_told(runtime, ordinary):
+    stream = runtime.stream(PROMPT, max_new_tokens=40)
+    next(stream)
+    with pytest.raises(RuntimeError, match="exhaust or close"):
+        runtime.generate(PROMPT, max_new_tokens=2)
+    got = []
+    other = threading.Thread(target=lambda: got.append(runtime.generate(PROMPT[:2], max_new_tokens=8)))
+    other.start()
+    rest = [event.token_id for event in stream]
+    other.join(60)
+    assert len(rest) == 39
+    assert got[0].token_ids == ordinary.generate(PROMPT[:2], max_new_tokens=8).token_ids
+
+
+def test_threads_take_turns(runtime, ordinary):
+    prompts = [[i + 1, 2 * i + 1] for i in range(4)]
+    results = {}
+
+    def call(prompt):
+        results[tuple(prompt)] = runtime.generate(prompt, max_new_tokens=12).token_ids
+
+    threads = [threading.Thread(target=call, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for prompt in prompts:
+        assert results[tuple(prompt)] == ordinary.generate(prompt, max_new_tokens=12).token_ids
+
+
+def test_failed_calls_leave_the_runtime_usable(runtime, ordinary):
+    for bad in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 5000}):
+        with pytest.raises(ValueError, match="max_new_tokens|temperature|top_p"):
+            runtime.generate(PROMPT, **bad)
+    for prompt in ("", [], [300], [-1], ["a"], [1.5], [True]):
+        with pytest.raises(ValueError, match="prompt|token id"):
+            runtime.generate(prompt, max_new_tokens=2)
+    assert runtime.generate(PROMPT, max_new_tokens=3).token_ids == ordinary.generate(PROMPT, max_new_tokens=3).token_ids
+
+
+def test_a_closed_runtime_says_so(folder):
+    runtime = PPDRuntime(folder, k=1, transport="local")
+    runtime.generate(PROMPT, max_new_tokens=2)
+    runtime.close()
+    runtime.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        runtime.generate(PROMPT, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"k": 0}, "k=0"),
+        ({"k": 301}, "k=301.*300"),
+        ({"exit_layer": 1}, "exit_layer=1: .*2 to 3"),
+        ({"exit_layer": 4}, "exit_layer=4: .*2 to 3"),
+        ({"workers": 2, "k": 3}, "workers=2 .*come later"),
+        ({"transport": "pigeon"}, "transport='pigeon'"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"exit_head": "/nowhere"}, "exit_head='/nowhere'"),
+        ({"threads_per_worker": 0}, "threads_per_worker=0"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_starts(folder, settings, words):
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    with pytest.raises(ValueError, match=words):
+        PPDRuntime(folder, **settings)
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+
+
+def test_an_address_that_nobody_answers_at(folder):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9.*nobody answers"):
+        PPDRuntime(folder, ray_address="127.0.0.1:9")
+    assert time.monotonic() - began < 10
+    with pytest.raises(ValueError, match="host:port"):
+        PPDRuntime(folder, ray_address="somewhere")
+
+
+def test_a_killed_sub_process_costs_no_token(ray_node, folder, ordinary):
+    expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
+    head = RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
+    with PPDRuntime(folder, k=2, exit_head=head) as runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=300)
+        got = [next(stream).token_id for _ in range(5)]
+        _kill("PPDSub", most=1)
+        got += [event.token_id for event in stream]
+        assert tuple(got) == expected
+        assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
+        _kill("PPDSub", most=2)
+        assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
+
+
+def test_a_killed_main_process_is_an_error_with_its_name(ray_node, folder):
+    runtime = PPDRuntime(folder, k=1)
+    with runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=500)
+        next(stream)
+        _kill("PPDMain", most=1)
+        with pytest.raises(RuntimeError, match="main process"):
+            list(stream)
+    with pytest.raises(RuntimeError, match="closed"):
+        runtime.generate(PROMPT, max_new_tokens=2)
+
+
+def test_a_worker_that_cannot_start_says_why(ray_node, folder, tmp_path):
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for file in Path(folder).iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(RuntimeError, match="failed to start.*cannot be read"):
+        PPDRuntime(str(broken), k=1).start()
+
+
+SCRIPT = """
+import sys, time
+from ppd_runtime import PPDRuntime
+if __name__ == "__main__":
+    with PPDRuntime({folder!r}, k=2) as runtime:
+        stream = runtime.stream([5, 9, 200, 31], max_new_tokens=400)
+        next(stream)
+        print("running", flush=True)
+        if {hang}:
+            time.sleep(60)
+        raise KeyError("an exception of the user's")
+"""
+
+
+@pytest.mark.parametrize("ending", ["exception", "interrupt"])
+def test_nothing_is_left_behind(folder, tmp_path, ending):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=folder, hang=ending == "interrupt"))
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout.readline().strip() == "running", process.stderr.read()
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert {"PPDMain", "PPDSub"} <= {name for name in map(_actor_name, family) if name}
+    if ending == "interrupt":
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert ("KeyboardInterrupt" if ending == "interrupt" else "an exception of the user's") in errors
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"], "a folder of sockets was left"
+
+
+def _actor_name(process: psutil.Process) -> str:
+    try:
+        title = " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+    return next((name for name in ("PPDMain", "PPDSub") if f"ray::{name}" in title), "")
+
+
+def _kill(name: str, most: int) -> None:
+    victims = [p for p in psutil.process_iter() if _actor_name(p) == name][:most]
+    assert victims, f"no {name} is running"
+    for victim in victims:
+        victim.kill()
+    psutil.wait_procs(victims, timeout=10)

@@ -1,0 +1,203 @@
+"""Every setting is checked where it is made, with a one-line ValueError that names it and its value."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppd_runtime.config import RuntimeConfig, SamplingParams, stop_texts
+
+
+def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: object) -> None:
+    text = str(error.value)
+    assert text.startswith(f"{name}={value!r}"[:200])
+    assert ": " in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 2.0),
+        ("max_new_tokens", True),
+        ("max_new_tokens", "5"),
+        ("max_new_tokens", None),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", True),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_k", False),
+        ("top_p", 0),
+        ("top_p", 0.0),
+        ("top_p", -0.5),
+        ("top_p", 1.0001),
+        ("top_p", math.nan),
+        ("top_p", True),
+        ("top_p", "most"),
+        ("top_p", None),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.5),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", "1.1"),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 0.0),
+        ("seed", None),
+        ("stop", ("",)),
+        ("stop", ("good", "")),
+        ("stop", (5,)),
+        ("stop", (b"bytes",)),
+        ("stop", (None,)),
+        ("stop", "END"),
+        ("stop", 5),
+        ("stop", None),
+    ],
+)
+def test_sampling_params_refuse(name: str, value: object) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{name: value})
+    check_refusal(error, name, value)
+
+
+def test_sampling_params_accept_the_ends_of_their_ranges() -> None:
+    params = SamplingParams(
+        max_new_tokens=1,
+        temperature=0,
+        top_k=0,
+        top_p=1,
+        repetition_penalty=1e-9,
+        seed=2**64 - 1,
+        stop=("\n", "\u2029", "a" * 1000),
+        ignore_eos=True,
+    )
+    assert params.greedy
+    assert not SamplingParams(temperature=1e-6).greedy
+    assert SamplingParams(top_p=1e-9).top_p == 1e-9
+    assert SamplingParams(repetition_penalty=100).repetition_penalty == 100
+
+
+def test_defaults_are_greedy_and_complete() -> None:
+    params = SamplingParams()
+    assert params.greedy
+    assert (params.max_new_tokens, params.top_k, params.top_p, params.repetition_penalty) == (128, 0, 1.0, 1.0)
+    assert (params.seed, params.stop, params.ignore_eos) == (0, (), False)
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    for settings, name in ((SamplingParams(), "seed"), (RuntimeConfig(), "k")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(settings, name, 7)
+
+
+@pytest.mark.parametrize(
+    ("given_stop", "expected"),
+    [(None, ()), ("END", ("END",)), ([], ()), (["a", "b"], ("a", "b")), (("a",), ("a",)), ("", ("",))],
+)
+def test_stop_texts(given_stop: object, expected: tuple[str, ...]) -> None:
+    assert stop_texts(given_stop) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("k", 0),
+        ("k", -3),
+        ("k", 2.0),
+        ("k", True),
+        ("k", "3"),
+        ("k", None),
+        ("threads_per_worker", 0),
+        ("threads_per_worker", 1.0),
+        ("dtype", "float64"),
+        ("dtype", "fp16"),
+        ("dtype", None),
+        ("transport", "tcp"),
+        ("transport", ""),
+        ("device", "tpu"),
+        ("device", ""),
+        ("device", "auto:3"),
+        ("device", "cpu:fast"),
+        ("device", None),
+        ("workers", 2),
+        ("workers", 0),
+        ("workers", "3"),
+    ],
+)
+def test_runtime_config_refuses(name: str, value: object) -> None:
+    with pytest.raises(ValueError) as error:
+        RuntimeConfig(**{name: value})
+    check_refusal(error, name, value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"k": 1, "workers": 1},
+        {"k": 200, "workers": 200},
+        {"device": "cuda:1"},
+        {"device": "cpu"},
+        {"dtype": "bfloat16"},
+        {"transport": "local"},
+        {"transport": "zeromq", "ray_address": "host:6379"},
+        {"ray_address": "host:6379"},
+        {"exit_layer": 10**6},
+        {"threads_per_worker": 64},
+    ],
+)
+def test_runtime_config_accepts(settings: dict[str, object]) -> None:
+    config = RuntimeConfig(**settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+def test_fewer_workers_than_candidates_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"workers=2 with k=3: .*leave workers out or give workers=3"):
+        RuntimeConfig(k=3, workers=2)
+
+
+def test_a_ray_address_for_local_threads_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ray_address='host:1' with transport='local'.*drop one"):
+        RuntimeConfig(transport="local", ray_address="host:1")
+
+
+@given(num_layers=st.integers(2, 100), exit_layer=st.integers(-5, 110))
+def test_the_exit_is_at_least_half_way_and_before_the_end(num_layers: int, exit_layer: int) -> None:
+    config = RuntimeConfig(exit_layer=exit_layer)
+    if 2 * exit_layer >= num_layers and exit_layer < num_layers:
+        assert config.check_against(num_layers, 300) == exit_layer
+    else:
+        with pytest.raises(ValueError, match=rf"exit_layer={exit_layer}: with {num_layers} layers choose") as error:
+            config.check_against(num_layers, 300)
+        assert f" {(num_layers + 1) // 2} to {num_layers - 1} " in str(error.value)
+
+
+@given(num_layers=st.integers(2, 200))
+def test_the_default_exit_is_half_depth_rounded_up(num_layers: int) -> None:
+    exit_layer = RuntimeConfig().check_against(num_layers, 300)
+    assert 2 * exit_layer in (num_layers, num_layers + 1)
+    assert RuntimeConfig(exit_layer=exit_layer).check_against(num_layers, 300) == exit_layer
+
+
+@pytest.mark.parametrize("exit_layer", [2.0, True, "2"])
+def test_an_exit_layer_that_is_no_whole_number_is_refused(exit_layer: object) -> None:
+    with pytest.raises(ValueError, match=f"exit_layer={exit_layer!r}: give a whole number"):
+        RuntimeConfig(exit_layer=exit_layer).check_against(4, 300)
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_a_model_without_two_layers_is_refused(num_layers: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_layers} layer.*at least 2"):
+        RuntimeConfig().check_against(num_layers, 300)
+
+
+def test_k_is_at_most_the_vocabulary() -> None:
+    assert RuntimeConfig(k=300).check_against(4, 300) == 2
+    with pytest.raises(ValueError, match="k=301 is more than the 300 tokens"):
+        RuntimeConfig(k=301).check_against(4, 300)

@@ -1,0 +1,334 @@
+"""What cannot be run is refused with one line that names it; what can be run is loaded exactly."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models_for_tests import END_ID, VOCAB_SIZE, build_model, greedy_with_transformers, load_stage
+from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
+
+from ppd_runtime.models.loading import (
+    ModelInfo,
+    choose_device,
+    choose_dtype,
+    describe,
+    first_layers_config,
+    load_layers,
+    load_tokenizer,
+    weight_files,
+)
+
+ModelFolder = Callable[..., Path]
+Damage = Callable[[Path], object]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NUM_LAYERS = 3
+
+
+def load_everything(model: str) -> ModelInfo:
+    info = describe(model)
+    load_tokenizer(info)
+    load_layers(info, info.num_layers, torch.float32, "cpu")
+    return info
+
+
+def check_one_line(error: pytest.ExceptionInfo[ValueError], model: str) -> None:
+    assert type(error.value) is ValueError
+    text = str(error.value)
+    assert text.startswith(f"model {model!r}"), "the message names the model"
+    assert "\n" not in text
+    assert len(text) < 600
+
+
+@pytest.fixture
+def copy(model_folder: ModelFolder, tmp_path: Path) -> Path:
+    """A model folder that a test may damage."""
+    return shutil.copytree(model_folder("llama", num_layers=NUM_LAYERS), tmp_path / "model")
+
+
+def write(name: str, content: str | bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def remove(pattern: str) -> Damage:
+    return lambda folder: [path.unlink() for path in list(folder.glob(pattern))]
+
+
+def truncate(size: int) -> Damage:
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:size])
+
+
+def configure(**changes: object) -> Damage:
+    return lambda folder: write("config.json", json.dumps(json.loads((folder / "config.json").read_text()) | changes))(
+        folder
+    )
+
+
+def without(*names: str) -> Damage:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        save_file({name: t for name, t in tensors.items() if name not in names}, folder / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
+    return lambda folder: save_file(load_file(folder / WEIGHTS) | {name: tensor}, folder / WEIGHTS, {"format": "pt"})
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no config": (remove("config.json"), "no usable config.json"),
+    "config is no JSON": (write("config.json", "{"), "no usable config.json"),
+    "config is a list": (write("config.json", "[]"), "no usable config.json"),
+    "config is empty": (write("config.json", "{}"), "no usable config.json"),
+    "unknown model type": (configure(model_type="nosuch"), "nosuch"),
+    "size is a text": (configure(hidden_size="wide"), "hidden_size"),
+    "heads do not divide the width": (configure(num_attention_heads=3), "attention heads"),
+    "no heads": (configure(num_attention_heads=0), "config.json"),
+    "unknown activation": (configure(hidden_act="nosuch"), "nosuch"),
+    "unknown rope": (configure(rope_parameters={"rope_type": "nosuch", "rope_theta": 1e4}), "nosuch"),
+    "layer kinds do not fit": (configure(layer_types=["full_attention"]), "layer_types"),
+    "quantised": (configure(quantization_config={"quant_method": "gptq", "bits": 4}), "quant"),
+    "no weights": (remove(WEIGHTS), "no safetensors weights"),
+    "weights of no bytes": (truncate(0), WEIGHTS),
+    "weights cut in the header": (truncate(1000), WEIGHTS),
+    "weights cut in the tensors": (truncate(20_000), WEIGHTS),
+    "weights are garbage": (write(WEIGHTS, b"\xff" * 5000), WEIGHTS),
+    "no embedding": (without("model.embed_tokens.weight"), "lack model.embed_tokens.weight (1 tensor"),
+    "no head": (without("lm_head.weight"), "lack lm_head.weight"),
+    "no norm": (without("model.norm.weight"), "lack model.norm.weight"),
+    "a layer lacks two tensors": (
+        without("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+        "lack model.layers.1.mlp.down_proj.weight (2 tensors",
+    ),
+    "fewer layers than the config says": (configure(num_hidden_layers=NUM_LAYERS + 1), "lack model.layers.3"),
+    "a tensor of the wrong shape": (with_tensor("model.norm.weight", torch.ones(5)), "model.norm.weight"),
+    "another width than the config's": (configure(hidden_size=64, head_dim=16), "weight"),
+    "another vocabulary than the config's": (configure(vocab_size=VOCAB_SIZE + 1), "weight"),
+    "index is no JSON": (write(INDEX, "{"), INDEX),
+    "index without a map": (write(INDEX, "{}"), INDEX),
+    "index names a missing file": (write(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors"),
+    "generation config is no JSON": (write("generation_config.json", "{"), "generation_config.json"),
+    "generation config is a list": (write("generation_config.json", "[]"), "generation_config.json"),
+    "no tokenizer": (remove("tokenizer*"), "no usable tokenizer"),
+    "no tokenizer.json": (remove("tokenizer.json"), "no usable tokenizer"),
+    "tokenizer is no JSON": (write("tokenizer.json", "nonsense"), "no usable tokenizer"),
+    "tokenizer is no tokenizer": (write("tokenizer.json", '{"version": "1.0"}'), "no usable tokenizer"),
+    "tokenizer of an unknown kind": (
+        write("tokenizer.json", '{"version": "1.0", "added_tokens": [], "model": {"type": "Nosuch"}}'),
+        "no usable tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_folders_are_refused(copy: Path, what: str) -> None:
+    damage, reason = DAMAGES[what]
+    damage(copy)
+    with pytest.raises(ValueError) as error:
+        load_everything(str(copy))
+    check_one_line(error, str(copy))
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["no-such-model", "nobody/nothing", "no such model!", " ", "a--b", "x" * 300])
+def test_unknown_names_are_refused_without_a_network(model: str) -> None:
+    with pytest.raises(ValueError) as error:
+        describe(model)
+    check_one_line(error, model)
+    assert "check the name or give a local folder" in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./no-such-folder", "../x", "~/models/x", "a/b/c"])
+def test_paths_that_do_not_exist_are_refused(model: str) -> None:
+    with pytest.raises(ValueError) as error:
+        describe(model)
+    check_one_line(error, model)
+    assert "no such folder" in str(error.value)
+
+
+def test_a_file_is_no_model(copy: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        describe(str(copy / "config.json"))
+    check_one_line(error, str(copy / "config.json"))
+
+
+def test_no_name_is_no_model(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the working folder happens to hold one."""
+    monkeypatch.chdir(copy)
+    with pytest.raises(ValueError) as error:
+        describe("")
+    check_one_line(error, "")
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.T5Config(), "(t5): an encoder-decoder"),
+        (transformers.WhisperConfig(), "(whisper): an encoder-decoder"),
+        (transformers.GPT2Config(n_embd=32, n_head=4), "(gpt2): a decoder with `model.layers`"),
+        (transformers.BertConfig(**SMALL), "(bert): a decoder with `model.layers`"),
+        (transformers.OPTConfig(**SMALL), "(opt): a decoder with `model.layers`"),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "linear_attention"),
+        (transformers.JambaConfig(**SMALL), "no plain cache"),
+        (transformers.CLIPConfig(), "(clip): not a causal language model"),
+        (transformers.Gemma3Config(), "(gemma3): not a causal language model"),
+        (transformers.Llama4TextConfig(**SMALL), "chunked_attention"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_architectures_that_cannot_be_cut_are_refused(tmp_path: Path, config: PretrainedConfig, reason: str) -> None:
+    config.save_pretrained(tmp_path)
+    save_file({}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError) as error:
+        describe(str(tmp_path))
+    check_one_line(error, str(tmp_path))
+    assert reason in str(error.value)
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_mixtures_of_experts_are_loaded_exactly(model_folder: ModelFolder, family: str) -> None:
+    """Their files hold a tensor for each expert, their modules one for all experts."""
+    settings = EXPERTS if family == "qwen3_moe" else {k: v for k, v in EXPERTS.items() if "num_" in k}
+    folder = model_folder(family, **settings)
+    tokens, logits = greedy_with_transformers(folder, [5, 6, 7], 4)
+    stage = load_stage(folder)
+    stage.begin(10)
+    inputs, position = [5, 6, 7], 0
+    for token, expected in zip(tokens, logits, strict=True):
+        hidden = stage.run(2, 4, stage.run(0, 2, inputs, position), position)
+        assert torch.equal(stage.logits(hidden), expected)
+        position += len(inputs)
+        inputs = [token]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("granite", {"embedding_multiplier": 12.0}),
+        ("nanochat", {}),
+        ("minicpm3", {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}),
+    ],
+)
+def test_models_are_cut_exactly_or_refused(model_folder: ModelFolder, family: str, settings: dict[str, object]) -> None:
+    """Forward passes that do more than run layers, and layers that depend on the depth, must not go unnoticed.
+
+    Granite scales the embeddings where every piece begins, nanochat uses the final norm there too, MiniCPM3's layers
+    depend on how many there are, Gemma 4 needs each token's id in every layer.
+    """
+    folder = model_folder(family, **settings)
+    try:
+        whole, first = load_stage(folder), load_stage(folder, last=2)
+    except ValueError as error:
+        assert str(folder) in str(error)
+        assert "lack" not in str(error)
+        return
+    tokens, logits = greedy_with_transformers(folder, [5, 6, 7], 3)
+    whole.begin(10)
+    first.begin(10)
+    inputs, position = [5, 6, 7], 0
+    for token, expected in zip(tokens, logits, strict=True):
+        hidden = whole.run(0, 2, inputs, position)
+        assert torch.equal(first.run(0, 2, inputs, position), hidden)
+        assert torch.equal(whole.logits(whole.run(2, 4, hidden, position)), expected)
+        position += len(inputs)
+        inputs = [token]
+
+
+def test_describing_reads_the_config(model_folder: ModelFolder) -> None:
+    folder = model_folder("llama", num_layers=NUM_LAYERS, eos_token_id=7)
+    assert describe(str(folder)) == ModelInfo(str(folder), folder, NUM_LAYERS, VOCAB_SIZE, 512, frozenset([7]))
+
+
+def test_describing_reads_no_weights(copy: Path) -> None:
+    write(WEIGHTS, b"no weights")(copy)
+    assert describe(str(copy)).num_layers == NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ('{"eos_token_id": 3}', {3}),
+        ('{"eos_token_id": [3, 4]}', {3, 4}),
+        ('{"eos_token_id": null}', set()),
+        ("{}", {9}),
+        (None, {9}),
+    ],
+)
+def test_end_tokens_are_those_that_generate_uses(copy: Path, generation: str | None, expected: set[int]) -> None:
+    configure(eos_token_id=9)(copy)
+    if generation is None:
+        remove("generation_config.json")(copy)
+    else:
+        write("generation_config.json", generation)(copy)
+    assert describe(str(copy)).eos_token_ids == expected
+
+
+def test_the_tokenizer_is_the_folders(model_folder: ModelFolder) -> None:
+    tokenizer = load_tokenizer(describe(str(model_folder("llama", num_layers=NUM_LAYERS))))
+    assert len(tokenizer) == VOCAB_SIZE
+    assert tokenizer.eos_token_id == END_ID
+    assert tokenizer.decode(tokenizer.encode("The dog – 東京 🦊")) == "The dog – 東京 🦊"
+
+
+@pytest.mark.parametrize("name", ["something.else", "model.layers.x.weight", "model.layers.7.mlp.up_proj.weight"])
+def test_tensors_that_nobody_needs_do_no_harm(copy: Path, name: str) -> None:
+    with_tensor(name, torch.ones(3))(copy)
+    load_everything(str(copy))
+
+
+def test_tensors_of_other_layers_are_not_needed(copy: Path) -> None:
+    """A sub-process can be given a folder that lacks what it does not load."""
+    tensors = load_file(copy / WEIGHTS)
+    without(*(name for name in tensors if name.startswith("model.layers.2.")))(copy)
+    info = describe(str(copy))
+    model = load_layers(info, 2, torch.float32, "cpu")
+    assert model.config.num_hidden_layers == len(model.model.layers) == 2
+    assert all(torch.equal(p, tensors[name]) for name, p in model.named_parameters())
+    with pytest.raises(ValueError, match="lack model.layers.2"):
+        load_layers(info, 3, torch.float32, "cpu")
+
+
+def test_loaded_models_are_ready_to_run(model_folder: ModelFolder) -> None:
+    model = load_layers(describe(str(model_folder("llama"))), 2, torch.bfloat16, "cpu")
+    assert not model.training
+    assert all(p.device.type == "cpu" and p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_the_config_is_cut_with_the_layers() -> None:
+    config = build_model("smollm3", num_layers=5).config
+    kept = config.to_dict()
+    cut = first_layers_config(config, 2)
+    assert cut.num_hidden_layers == len(cut.layer_types) == len(cut.no_rope_layers) == 2
+    assert cut.layer_types == config.layer_types[:2]
+    assert config.to_dict() == kept, "the original is left alone"
+
+
+def test_weight_files_are_listed_once_and_in_order(model_folder: ModelFolder, tmp_path: Path) -> None:
+    assert weight_files(tmp_path) == []
+    assert [path.name for path in weight_files(model_folder("llama"))] == [WEIGHTS]
+    sharded = model_folder("llama", max_shard_size="40KB")
+    assert weight_files(sharded) == sorted(sharded.glob("*.safetensors"))
+
+
+def test_devices_and_dtypes(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = describe(str(model_folder("llama", dtype="bfloat16")))
+    assert choose_device("cpu") == "cpu"
+    assert choose_dtype("auto", "cpu", info) == torch.float32
+    assert choose_dtype("auto", "cuda", info) == torch.bfloat16
+    assert choose_dtype("float16", "cpu", info) == torch.float16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ValueError, match="device='cuda:1': PyTorch sees no GPU here"):
+        choose_device("cuda:1")

@@ -1,0 +1,380 @@
+"""The wire format: every message survives the journey, and no bytes whatever do more than raise a WireError."""
+
+import dataclasses
+import math
+import time
+from typing import get_type_hints
+
+import msgpack
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.pipeline import messages
+from ppd_runtime.pipeline.messages import (
+    Begin,
+    Cancel,
+    Candidate,
+    End,
+    Entries,
+    ExitState,
+    Failed,
+    Finished,
+    HeadStart,
+    Message,
+    Report,
+    Shutdown,
+    Token,
+    WireError,
+    decode,
+    encode,
+)
+
+KINDS = (Begin, ExitState, Candidate, HeadStart, Token, Entries, End, Cancel, Finished, Report, Failed, Shutdown)
+"""In the order of their numbers on the wire."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+small_settings = settings(max_examples=150, derandomize=True, deadline=None)
+whole_numbers = st.integers(-(2**63), 2**64 - 1)
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=50)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any bit patterns, NaNs and infinities among them, of up to six dimensions."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(1, 3), max_size=6))
+    size = math.prod(shape) * dtype.itemsize
+    data = bytearray(draw(st.binary(min_size=size, max_size=size)))
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+STRATEGIES = {
+    int: whole_numbers,
+    float: st.one_of(st.floats(), st.integers(-1000, 1000)),
+    bool: st.booleans(),
+    str: texts,
+    list[int]: st.lists(whole_numbers, max_size=20),
+    list[str]: st.lists(texts, max_size=5),
+    Tensor: tensors(),
+}
+
+
+def field_types(kind: type[Message]) -> list[object]:
+    hints = get_type_hints(kind)
+    return [hints[field.name] for field in dataclasses.fields(kind)]
+
+
+def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
+    return st.builds(kind, *(STRATEGIES[wanted] for wanted in field_types(kind)))
+
+
+any_message = st.one_of([of_kind(kind) for kind in KINDS])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    )
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    if isinstance(a, float) and math.isnan(a):
+        return isinstance(b, float) and math.isnan(b)
+    return type(a) is type(b) and a == b
+
+
+def assert_same_message(a: Message, b: Message) -> None:
+    assert type(a) is type(b)
+    for field in dataclasses.fields(a):
+        assert same(getattr(a, field.name), getattr(b, field.name)), field.name
+
+
+def on_the_wire(message: Message) -> list[bytes]:
+    return [bytes(frame) for frame in encode(message)]
+
+
+def head(*fields: object) -> bytes:
+    return msgpack.packb(list(fields))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_survive_the_journey(kind: type[Message]) -> None:
+    @small_settings
+    @given(of_kind(kind))
+    def check(message: Message) -> None:
+        frames = on_the_wire(message)
+        assert_same_message(decode(frames), message)
+        assert_same_message(decode([memoryview(frame) for frame in frames]), message)
+        assert len(frames) == 1 + sum(wanted is Tensor for wanted in field_types(kind))
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
+    """Moving a number, or a field, needs a new wire version."""
+    values = {int: 5, float: 0.5, bool: True, str: "a", list[int]: [1], list[str]: ["b"], Tensor: torch.ones(2)}
+    frames = on_the_wire(kind(*(values[wanted] for wanted in field_types(kind))))
+    described = values | {Tensor: ["float32", [2]]}
+    assert frames[0] == head(1, KINDS.index(kind), *(described[wanted] for wanted in field_types(kind)))
+    assert all(frame == b"\x00\x00\x80\x3f" * 2 for frame in frames[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_every_layout_travel(dtype: torch.dtype) -> None:
+    base = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        inference = base + 1
+    for tensor in (
+        base.transpose(0, 2),
+        base[:, ::2, 3:5],
+        base[1],
+        base[0, 0, 0],
+        base[:1].expand(5, 6, 8),
+        inference[:, -1:],
+        base.clone().requires_grad_(),
+    ):
+        arrived = decode(on_the_wire(ExitState(0, 1, 2, tensor)))
+        assert same_bits(arrived.hidden, tensor.detach().contiguous())
+
+
+def test_a_decoded_tensor_is_a_copy_that_can_be_written() -> None:
+    frames = [bytearray(frame) for frame in encode(ExitState(0, 1, 2, torch.ones(1, 1, 4)))]
+    arrived = decode(frames).hidden
+    frames[1][:] = bytes(16)
+    arrived += 1
+    assert arrived.tolist() == [[[2.0] * 4]]
+
+
+def test_encoding_leaves_the_message_alone() -> None:
+    message = Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False)
+    encode(message)
+    assert message == Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 2**64 - 1},
+        {"max_new_tokens": 2**63},
+        {"max_new_tokens": 2**64},
+        {"top_k": 2**63},
+        {"top_k": 2**64},
+        {"stop": ("x" * 2**16,)},
+        {"stop": ("x" * (2**16 + 1),)},
+        {"stop": ("\ud800",)},
+        {"stop": ("€" * 2**16,)},
+        {"temperature": 1e300},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> None:
+    """What the settings let pass must not get lost or break a worker."""
+    try:
+        params = SamplingParams(**changes)
+    except ValueError as error:
+        assert next(iter(changes)) in str(error)
+        return
+    values = dataclasses.asdict(params) | {"stop": list(params.stop)}
+    begin = Begin(sender=-1, request=1, prompt_ids=[1], **values)
+    assert_same_message(decode(on_the_wire(begin)), begin)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\xc1"],
+        [b"hello"],
+        [head()],
+        [head(1)],
+        [head(0, 6, 0, 0)],
+        [head(2, 6, 0, 0)],
+        [head("1", 6, 0, 0)],
+        [head(None, 6, 0, 0)],
+        [head([1], 6, 0, 0)],
+        [head(True, 6, 0, 0)],
+        [head(1.0, 6, 0, 0)],
+        [head(1, -1, 0, 0)],
+        [head(1, len(KINDS), 0, 0)],
+        [head(1, 2**63, 0, 0)],
+        [head(1, "6", 0, 0)],
+        [head(1, True, 0, 0)],
+        [head(1, 6.0, 0, 0)],
+        [head(1, 6)],
+        [head(1, 6, 0)],
+        [head(1, 6, 0, 0, 0)],
+        [head(1, 6, 0, 0), b""],
+        [head(1, 6, 0, 0) + b"\x00"],
+        [head(1, 6, 0, 0)[:-1]],
+        [head(1, 6, 0, True)],
+        [head(1, 6, 0, 0.0)],
+        [head(1, 6, 0, "0")],
+        [head(1, 6, 0, None)],
+        [head(1, 6, [0], 0)],
+        [head(1, 6, b"0", 0)],
+        [head(1, 6, {}, 0)],
+        [head(1, 6, {1: 2}, 0)],
+        [head(1, 6, msgpack.ExtType(1, b"x"), 0)],
+        [head(1, 6, msgpack.Timestamp(1), 0)],
+        [msgpack.packb({1: 2})],
+        [msgpack.packb(5)],
+        [head(1, 10, 0, 0, "x" * (2**16 + 1))],
+        [head(1, 10, 0, 0, b"bytes")],
+        [b"\x95\x01\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
+        [head(1, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(1, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(1, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(1, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False)],
+        [head(1, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False)],
+        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False)],
+        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0)],
+    ],
+    ids=repr,
+)
+def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        decode(frames)
+
+
+@pytest.mark.parametrize(
+    ("description", "frame"),
+    [
+        (["float32", [2]], b""),
+        (["float32", [2]], bytes(7)),
+        (["float32", [2]], bytes(9)),
+        (["float32", [0]], b""),
+        (["float32", [-2]], bytes(8)),
+        (["float32", [-1, -2]], bytes(8)),
+        (["float32", [2.0]], bytes(8)),
+        (["float32", [True, 2]], bytes(8)),
+        (["float32", [[2]]], bytes(8)),
+        (["float32", 2], bytes(8)),
+        (["float32", [1] * 7], bytes(4)),
+        (["float32", "2"], bytes(8)),
+        (["float32"], bytes(8)),
+        (["float32", [2], 0], bytes(8)),
+        (["float64", [1]], bytes(8)),
+        (["int64", [1]], bytes(8)),
+        ([["float32"], [2]], bytes(8)),
+        ([0, [2]], bytes(8)),
+        (None, bytes(8)),
+        ({}, bytes(8)),
+        ("float32", bytes(8)),
+    ],
+    ids=repr,
+)
+def test_tensors_that_do_not_fit_their_description_are_refused(description: object, frame: bytes) -> None:
+    with pytest.raises(WireError):
+        decode([head(1, 1, 0, 0, 0, description), frame])
+    assert decode([head(1, 1, 0, 0, 0, ["float32", [2]]), bytes(8)]).hidden.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("num_frames", [1, 3])
+def test_a_tensor_needs_exactly_one_frame(num_frames: int) -> None:
+    frames = on_the_wire(HeadStart(1, 1, 1, 1, torch.ones(2)))
+    with pytest.raises(WireError):
+        decode((frames + frames[1:])[:num_frames])
+
+
+@pytest.mark.parametrize(
+    "shape", [[2**31], [2**31, 2**31], [2**16] * 6, [2**62], [2**29], [2**63], [2**64 - 1], [2**31 - 1, 1, 1]]
+)
+def test_huge_declared_shapes_take_no_memory(shape: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise AssertionError("memory was asked for")
+
+    monkeypatch.setattr(messages.torch, "empty", allocate)
+    with pytest.raises(WireError):
+        decode([head(1, 1, 0, 0, 0, ["float32", shape]), bytes(8)])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xdd\xff\xff\xff\xff",  # an array of 4 billion
+        b"\xdf\xff\xff\xff\xff",  # a map
+        b"\xc6\xff\xff\xff\xff",  # bytes
+        b"\xdb\xff\xff\xff\xff",  # a text
+        b"\xc9\xff\xff\xff\xff\x01",  # an extension
+        b"\x94\x01\x06\x00\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\xdd\x00\x00\xff\xff" * 20_000,
+        b"\x94\x01\x06\x00" + b"\x91" * 400 + b"\x00",
+        b"\x81\x00" * 50_000,
+        b"\x00" * (16 * 2**20 + 1),
+    ],
+    ids=lambda header: repr(header[:12]),
+)
+def test_headers_that_promise_much_are_refused_at_once(header: bytes) -> None:
+    began = time.perf_counter()
+    with pytest.raises(WireError):
+        decode([header])
+    assert time.perf_counter() - began < 2
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | whole_numbers | st.floats() | texts | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(st.lists(st.binary(max_size=60), max_size=4))
+def test_arbitrary_bytes_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
+    try:
+        assert isinstance(decode(frames), Message)
+    except WireError:
+        pass
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(st.integers(-1, len(KINDS)), st.lists(json_like, max_size=12), st.lists(st.binary(max_size=20), max_size=2))
+@example(1, [0, 0, 0, ["float32", [2**64 - 1]]], [b""])
+def test_arbitrary_fields_are_a_message_or_a_wire_error(kind: int, fields: list[object], rest: list[bytes]) -> None:
+    try:
+        assert isinstance(decode([head(1, kind, *fields), *rest]), KINDS[kind])
+    except WireError:
+        pass
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(any_message, st.data())
+def test_damaged_messages_are_messages_or_wire_errors(message: Message, data: st.DataObject) -> None:
+    frames = on_the_wire(message)
+    which = data.draw(st.integers(0, len(frames) - 1))
+    frame = bytearray(frames[which])
+    start = data.draw(st.integers(0, len(frame)))
+    frame[start : start + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    frames[which] = bytes(frame)
+    frames = data.draw(st.sampled_from([frames, frames[:-1], [*frames, b""], frames[::-1], frames * 2]))
+    try:
+        arrived = decode(frames)
+    except WireError:
+        return
+    assert arrived is not None
+    for field, wanted in zip(dataclasses.fields(arrived), field_types(type(arrived)), strict=True):
+        value = getattr(arrived, field.name)
+        assert isinstance(value, {float: (int, float), list[int]: list, list[str]: list}.get(wanted, wanted))
+
+
+def test_a_text_of_the_greatest_length_travels() -> None:
+    for text in ("x" * 2**16, "🦊" * 2**16):
+        assert decode(on_the_wire(Failed(1, 0, text))).error == text
+
+
+def test_a_prompt_of_a_million_tokens_travels() -> None:
+    prompt = list(range(10**6))
+    begin = Begin(-1, 1, prompt, 3, 0.5, 0, 1.0, 1.0, 7, [], False)
+    assert decode(on_the_wire(begin)).prompt_ids == prompt

@@ -1,0 +1,242 @@
+"""Sampling is exact, repeatable, and the same for whoever predicts a token early and whoever decides it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.sampling import Sampler, gumbel_noise
+
+VOCAB = 12
+DRAWS = 3000
+HISTORY = [3, 1, 3, 7]
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"temperature": 1.0, "top_k": 4},
+    {"temperature": 0.6, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 0.95, "top_k": 6},
+    {"temperature": 1.0, "repetition_penalty": 1.8},
+    {"temperature": 0.8, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.3},
+]
+
+
+def random_logits(size: int, seed: int, scale: float = 2.0) -> Tensor:
+    return scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def transformers_scores(params: SamplingParams, logits: Tensor, history: list[int]) -> Tensor:
+    """Scores as `generate` processes them, in its order: penalty, temperature, top-k, top-p."""
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
+    if params.temperature:
+        processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
+    return processors(torch.tensor([history]), logits[None])[0]
+
+
+def chi_squared_p_value(counts: Tensor, probabilities: Tensor) -> float:
+    """How probable counts that far from `probabilities` are, over the outcomes expected at least five times."""
+    expected = probabilities.double() * counts.sum()
+    common = expected >= 5
+    rest = torch.stack([counts[~common].sum().double(), expected[~common].sum()])
+    observed, expected = counts[common].double(), expected[common]
+    if rest[1] >= 5:
+        observed, expected = torch.cat([observed, rest[:1]]), torch.cat([expected, rest[1:]])
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2.0).double(), statistic / 2))
+
+
+def draw(params: SamplingParams, logits: Tensor) -> Tensor:
+    """Counts of `DRAWS` tokens, one at each of as many positions; the penalty sees the same tokens at each."""
+    sampler = Sampler(params)
+    counts = torch.zeros(len(logits), dtype=torch.int64)
+    history = list(HISTORY)
+    for _ in range(DRAWS):
+        counts[sampler.choose(logits, history)] += 1
+        history.append(3)
+    return counts
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.7, 1.3, 5.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_greedy_is_the_argmax_of_transformers_processors(penalty: float, seed: int) -> None:
+    params = SamplingParams(repetition_penalty=penalty, seed=seed)
+    for i in range(20):
+        logits = random_logits(50, 100 * seed + i)
+        history = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(i)).tolist()
+        expected = int(transformers_scores(params, logits, history).argmax())
+        assert Sampler(params).choose(logits, history) == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-39, 1e-44, 5e-324])
+def test_a_temperature_near_zero_is_refused_or_all_but_greedy(temperature: float) -> None:
+    try:
+        params = SamplingParams(temperature=temperature)
+    except ValueError as error:
+        assert f"temperature={temperature}" in str(error)
+        return
+    logits = random_logits(50, 0)
+    assert Sampler(params).choose(logits, HISTORY) == int(logits.argmax())
+
+
+def test_greedy_uses_neither_seed_nor_filters() -> None:
+    logits = random_logits(50, 0)
+    chosen = {
+        Sampler(SamplingParams(seed=seed, top_k=top_k, top_p=top_p)).choose(logits, [0] * seed)
+        for seed, top_k, top_p in itertools.product(range(5), (0, 1, 3), (1.0, 0.1))
+    }
+    assert chosen == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_noise_samples_the_processed_distribution_exactly(settings: dict[str, float]) -> None:
+    params = SamplingParams(**settings, seed=11)
+    logits = random_logits(VOCAB, 5, scale=1.5)
+    probabilities = transformers_scores(params, logits, HISTORY).softmax(-1)
+    counts = draw(params, logits)
+    assert counts[probabilities == 0].sum() == 0, "a token that the filters drop was chosen"
+    assert chi_squared_p_value(counts, probabilities) > 1e-3
+    other = transformers_scores(SamplingParams(temperature=0.75 * params.temperature), logits, HISTORY).softmax(-1)
+    assert chi_squared_p_value(counts, other) < 1e-3, "the test would notice another temperature"
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 5, "top_p": 0.3}, {"top_p": 1e-6}])
+def test_filtered_tokens_are_never_chosen(settings: dict[str, float]) -> None:
+    params = SamplingParams(temperature=2.0, **settings)
+    for i in range(300):
+        logits = random_logits(100, i, scale=0.2)
+        history = [0] * (i + 1)
+        kept = transformers_scores(params, logits, history).isfinite()
+        assert kept[Sampler(params).choose(logits, history)]
+
+
+def test_a_text_can_be_repeated_and_another_seed_gives_another() -> None:
+    logits = [random_logits(300, i) for i in range(40)]
+
+    def text(seed: int) -> list[int]:
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
+        tokens = [0]
+        for row in logits:
+            tokens.append(sampler.choose(row, tokens))
+        return tokens
+
+    assert text(7) == text(7)
+    assert len({tuple(text(seed)) for seed in range(20)}) == 20
+
+
+def test_the_choice_depends_on_the_position_and_not_on_the_tokens_before() -> None:
+    logits = random_logits(300, 0, scale=0.5)
+    sampler = Sampler(SamplingParams(temperature=1.0))
+    assert sampler.choose(logits, [1, 2, 3]) == sampler.choose(logits, [7, 8, 9])
+    assert len({sampler.choose(logits, [0] * n) for n in range(1, 60)}) > 30
+
+
+def test_choosing_changes_nothing_it_is_given() -> None:
+    params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.4)
+    logits, history = random_logits(50, 0), [1, 2, 3]
+    kept = logits.clone()
+    first = Sampler(params).choose(logits, history)
+    Sampler(params).rank(logits, history, 7)
+    assert torch.equal(logits, kept)
+    assert history == [1, 2, 3]
+    assert Sampler(params).choose(logits, history) == first
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}, *SETTINGS], ids=str)
+@pytest.mark.parametrize("size", [VOCAB, 300, 5000])
+def test_the_first_rank_is_the_choice(settings: dict[str, float], size: int) -> None:
+    sampler = Sampler(SamplingParams(**settings, seed=3))
+    for i in range(25):
+        logits, history = random_logits(size, i), [j % size for j in range(i + 1)]
+        ranked = sampler.rank(logits, history, 5)
+        assert ranked[0] == sampler.choose(logits, history)
+        assert len(set(ranked)) == 5
+        assert sampler.rank(logits, history, 2) == ranked[:2]
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}], ids=str)
+def test_the_first_rank_is_the_choice_among_equal_logits(settings: dict[str, float]) -> None:
+    """bf16 heads give the two best tokens the same logit quite often."""
+    sampler = Sampler(SamplingParams(**settings))
+    for i in range(25):
+        logits = random_logits(300, i).bfloat16().float()
+        logits[[20 + i, 200 + i, 250 + i]] = logits.max()
+        ranked = sampler.rank(logits, [20 + i], 3)
+        assert ranked[0] == sampler.choose(logits, [20 + i])
+        assert len(set(ranked)) == 3
+
+
+@pytest.mark.parametrize("k", [1, 3, VOCAB])
+@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 1}, {"top_p": 1e-9}], ids=str)
+def test_ranks_are_different_tokens_where_the_filters_keep_fewer(settings: dict[str, float], k: int) -> None:
+    params = SamplingParams(temperature=1.0, **settings)
+    for i in range(50):
+        logits = random_logits(VOCAB, i)
+        ranked = Sampler(params).rank(logits, HISTORY, k)
+        assert len(set(ranked)) == k
+        kept = transformers_scores(params, logits, HISTORY).isfinite()
+        num_kept = min(int(kept.sum()), k)
+        assert kept[ranked].tolist() == [True] * num_kept + [False] * (k - num_kept)
+
+
+def test_shared_noise_makes_two_guesses_agree_more_often() -> None:
+    """A noisy early guess at the logits names the final token more often than two independent draws would agree."""
+    shared, independent = 0, 0
+    for i in range(300):
+        final = random_logits(50, i, scale=1.0)
+        early = final + random_logits(50, 10_000 + i, scale=0.3)
+        history = [0] * (i + 1)
+        token = Sampler(SamplingParams(temperature=1.0, seed=1)).choose(final, history)
+        shared += Sampler(SamplingParams(temperature=1.0, seed=1)).rank(early, history, 1)[0] == token
+        independent += Sampler(SamplingParams(temperature=1.0, seed=2)).rank(early, history, 1)[0] == token
+    assert shared > 200
+    assert independent < 60
+
+
+def test_noise_is_a_function_of_seed_and_position_alone() -> None:
+    first = gumbel_noise(5, 9, 100)
+    gumbel_noise(6, 9, 1000)
+    np.random.default_rng(0).random(10)
+    assert np.array_equal(first, gumbel_noise(5, 9, 100))
+    assert np.array_equal(first, gumbel_noise(5, 9, 1000)[:100])
+    assert first.dtype == np.float32
+
+
+def test_noise_stays_the_same_between_versions() -> None:
+    """A seed gives the same text after an update; the values are those of numpy's Philox generator."""
+    assert gumbel_noise(0, 0, 3) == pytest.approx([-1.4954516, -0.3511371, -0.7859068], abs=1e-6)
+    assert gumbel_noise(2**64 - 1, 12345, 3) == pytest.approx([1.6974521, -0.4048619, 1.082957], abs=1e-6)
+
+
+def test_noise_is_independent_across_positions_and_seeds() -> None:
+    keys = [(seed, position) for seed in (0, 1, 2, 2**32, 2**64 - 1) for position in range(30)]
+    rows = np.stack([gumbel_noise(seed, position, 2000) for seed, position in keys])
+    correlation = np.corrcoef(rows) - np.eye(len(keys))
+    assert np.abs(correlation).max() < 5.5 / math.sqrt(2000)
+    assert not np.array_equal(gumbel_noise(3, 4, 10), gumbel_noise(4, 3, 10))
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = np.concatenate([gumbel_noise(1, position, 1000) for position in range(100)]).astype(np.float64)
+    assert np.isfinite(noise).all()
+    assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.02)
+    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.05)
+    uniform = np.exp(-np.exp(-noise))
+    counts = torch.from_numpy(np.histogram(uniform, bins=50, range=(0, 1))[0])
+    assert chi_squared_p_value(counts, torch.full((50,), 1 / 50)) > 1e-3

@@ -1,0 +1,282 @@
+"""The pipeline's state machines on virtual clocks, beside Theorem 4.1."""
+
+import itertools
+import json
+import random
+import statistics
+
+import pytest
+import typer
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ppd_runtime.cli.simulate import simulate as command
+from ppd_runtime.cost_model import theory
+from ppd_runtime.cost_model.simulate import (
+    Setting,
+    Simulated,
+    draw_winners,
+    parse_factors,
+    predict,
+    simulate,
+    simulate_runs,
+    summarise,
+)
+from ppd_runtime.cost_model.theory import Times
+from ppd_runtime.cost_model.virtual import Clock, VirtualHidden, VirtualStage
+
+app = typer.Typer()
+app.command()(command)
+small = st.integers(0, 6)
+
+
+@st.composite
+def settings_and_winners(draw: st.DrawFn) -> tuple[Setting, list[int]]:
+    """Settings for which the formulas with overheads are exact; see `theory.hit_time`."""
+    num_layers, k, tokens = draw(st.integers(2, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 14))
+    exit_layer = draw(st.integers((num_layers + 1) // 2, num_layers - 1))
+    times = Times(draw(st.integers(1, 4)), draw(small), draw(small), draw(small))
+    spare = (2 * exit_layer - num_layers) * times.layer
+    assume(k == 1 or (times.hop < spare if spare else times.hop <= times.exit_head))
+    assume(times.exit_head <= times.head + spare)
+    assume(2 * times.hop + times.exit_head <= times.head + (num_layers - exit_layer) * times.layer)
+    winners = draw(st.lists(st.integers(0, k), min_size=tokens - 1, max_size=tokens - 1))
+    return Setting(num_layers, exit_layer, k, tokens, times), winners
+
+
+@given(settings_and_winners())
+@settings(max_examples=200, deadline=None)
+def test_any_pattern_takes_exactly_the_formulas_time(case: tuple[Setting, list[int]]) -> None:
+    setting, winners = case
+    run = simulate(setting, winners)
+    hits = sum(winner > 0 for winner in winners)
+    assert (run.hits, run.misses) == (hits, len(winners) - hits)
+    miss = theory.miss_time(setting.num_layers, setting.times)
+    hit = theory.hit_time(setting.num_layers, setting.exit_layer, setting.times)
+    assert run.time == pytest.approx(miss * (1 + run.misses) + hit * hits)
+    head_start = setting.num_layers - setting.exit_layer
+    assert run.main_layer_passes == setting.num_layers * setting.num_new_tokens - head_start * hits
+    assert run.main_recomputed_layer_passes == 0
+    assert run.sub_layer_passes == (head_start * len(winners),) * setting.k
+
+
+@pytest.mark.parametrize("exit_layer", [4, 5, 7])
+def test_compute_is_the_theorems_less_the_last_token_and_coherence_beside_it(exit_layer: int) -> None:
+    setting = Setting(8, exit_layer, 3, 10)
+    run = simulate(setting, [1, 0, 2, 2, 0, 3, 0, 0, 1])
+    head_start = 8 - exit_layer
+    early_of_a_token = 3 * head_start
+    assert run.layer_passes == run.main_layer_passes + early_of_a_token * 9
+    assert run.sub_coherence_layer_passes == (head_start * (1 + run.misses),) * 3
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "exit_layer", "k", "p", "times"),
+    [
+        (8, 4, 2, 0.68, Times()),
+        (9, 5, 1, 0.5, Times()),
+        (8, 7, 3, 0.9, Times()),
+        (8, 4, 3, 0.68, Times(2.0, 1.5, 1.0, 0.5)),
+        (9, 6, 2, 0.8, Times(1.0, 1.25, 2.0, 1.0)),
+    ],
+)
+def test_the_mean_is_the_predicted_one(num_layers: int, exit_layer: int, k: int, p: float, times: Times) -> None:
+    setting = Setting(num_layers, exit_layer, k, 32, times)
+    mean, predicted = summarise(setting, simulate_runs(setting, p, 150, seed=1)), predict(setting, p)
+    error = mean.time_per_token_error
+    assert error is not None and 0 < error < 0.02 * predicted.time_per_token
+    assert abs(mean.time_per_token - predicted.time_per_token) < 4 * error
+    assert mean.ratio == pytest.approx(predicted.ratio, rel=0.03)
+    assert mean.hits == pytest.approx(predicted.hits, abs=1.5)
+    assert mean.main_layer_passes == pytest.approx(predicted.main_layer_passes, rel=0.03)
+    unasked = k * (num_layers - exit_layer)
+    assert mean.layer_passes + unasked == pytest.approx(predicted.layer_passes, rel=0.03)
+
+
+def test_the_spread_is_the_theorems() -> None:
+    setting = Setting(4, 2, 1, 24)
+    latencies = [run.time for run in simulate_runs(setting, 0.6, 600)]
+    predicted = theory.latency_variance(4, 2, 0.6, 24)
+    assert statistics.variance(latencies) == pytest.approx(predicted, rel=0.25)
+    exceeded = sum(time > theory.latency_quantile(4, 2, 0.6, 24, 0.9) for time in latencies) / 600
+    assert exceeded <= 0.14
+
+
+@pytest.mark.parametrize(("num_layers", "exit_layer"), [(2, 1), (3, 2), (40, 20), (41, 21), (40, 39)])
+def test_always_and_never_right(num_layers: int, exit_layer: int) -> None:
+    setting = Setting(num_layers, exit_layer, 2, 9)
+    assert simulate(setting, [1] * 8).time == num_layers + 8 * exit_layer
+    assert simulate(setting, [2, 1] * 4).time == num_layers + 8 * exit_layer
+    assert simulate(setting, [0] * 8).time == num_layers * 9
+    assert simulate_runs(setting, 1.0, 1)[0].hits == 8
+    assert simulate_runs(setting, 0.0, 1)[0].misses == 8
+
+
+def test_one_token_asks_nobody() -> None:
+    run = simulate(Setting(6, 3, 2, 1), [])
+    assert run == Simulated(6.0, 0, 0, 6, 0, (0, 0), (3, 3), 0.0)
+    assert run.time_per_token == 6
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    setting = Setting(8, 4, 2, 20, jitter=0.3)
+    assert simulate_runs(setting, 0.7, 3, seed=5) == simulate_runs(setting, 0.7, 3, seed=5)
+    assert simulate_runs(setting, 0.7, 3, seed=5) != simulate_runs(setting, 0.7, 3, seed=6)
+
+
+def test_winners_are_drawn_at_the_match_rate_from_all_ranks() -> None:
+    winners = draw_winners(Setting(4, 2, 3, 6001), 0.6, random.Random(0))
+    assert sum(winner > 0 for winner in winners) / 6000 == pytest.approx(0.6, abs=0.03)
+    for rank in (1, 2, 3):
+        assert winners.count(rank) / 6000 == pytest.approx(0.2, abs=0.03)
+
+
+def test_jitter_has_mean_one_and_makes_the_main_process_wait() -> None:
+    clock = Clock(2.0, 1.0, 0.3, random.Random(0))
+    clock.spend_layers(20_000)
+    assert clock.now == pytest.approx(40_000, rel=0.01)
+    winners = [1, 2, 3] * 10
+    steady, shaky = Setting(16, 8, 3, 31), Setting(16, 8, 3, 31, jitter=0.3)
+    assert simulate(steady, winners).stall_time == 0
+    run = simulate(shaky, winners)
+    assert run.hits == 30
+    assert run.stall_time > 0
+
+
+def test_slowing_everything_alike_scales_the_time() -> None:
+    times, winners = Times(1.0, 0.5, 0.5, 0.25), [1, 0, 2, 2, 1, 0, 0]
+    run = simulate(Setting(8, 5, 2, 8, times), winners)
+    twice = simulate(
+        Setting(8, 5, 2, 8, times, slow={0: 2.0, 1: 2.0, 2: 2.0}, slow_links={0: 2.0, 1: 2.0, 2: 2.0}), winners
+    )
+    assert twice.time == pytest.approx(2 * run.time)
+    assert twice.stall_time == pytest.approx(2 * run.stall_time)
+
+
+def test_a_slow_sub_process_costs_time_only_where_it_is_right() -> None:
+    slow = Setting(8, 5, 2, 9, slow={1: 1.2})
+    assert simulate(slow, [2] * 8).time == simulate(Setting(8, 5, 2, 9), [2] * 8).time
+    assert simulate(slow, [1] * 8).time > simulate(Setting(8, 5, 2, 9), [1] * 8).time
+    hopeless = simulate(Setting(8, 5, 2, 9, slow={1: 50.0}), [1] * 8)
+    assert (hopeless.hits, hopeless.misses) == (0, 8)
+
+
+def test_a_slow_link_costs_time_only_where_its_end_is_right() -> None:
+    times = Times(hop=0.25)
+    slow = Setting(8, 6, 2, 9, times, slow_links={1: 3.0})
+    assert simulate(slow, [2] * 8).time == simulate(Setting(8, 6, 2, 9, times), [2] * 8).time
+    late = 2 * 0.25 * (3 - 1)
+    assert simulate(slow, [1] * 8).time == simulate(Setting(8, 6, 2, 9, times), [1] * 8).time + 8 * late
+
+
+def test_hops_longer_than_the_head_start_leave_ordinary_decoding() -> None:
+    run = simulate(Setting(8, 4, 1, 40, Times(hop=20.0)), [1] * 39)
+    assert (run.hits, run.misses) == (0, 39)
+    assert run.main_layer_passes == 8 * 40
+
+
+@pytest.mark.parametrize("hop", [5.0, 6.0])
+def test_an_exit_state_that_comes_while_waiting_for_entries_is_used(hop: float) -> None:
+    setting = Setting(40, 22, 2, 13, Times(head=12.0, hop=hop))
+    assert simulate(setting, [1, 2] * 6).hits == 12
+
+
+def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
+    stage = VirtualStage(Clock(1.0, 1.0, 0.0, random.Random(0)), 4)
+    stage.begin(8)
+    stage.run(0, 4, [0, 1], 0)
+    stage.truncate(1)
+    assert [stage.length(layer) for layer in range(4)] == [1] * 4
+    stage.import_entries([stage.export_entry(0, 2)])
+    assert [stage.length(layer) for layer in range(4)] == [2, 2, 1, 1]
+    with pytest.raises(RuntimeError, match="layer 0 holds 2 tokens, not 1"):
+        stage.run(0, 2, VirtualHidden(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: Setting(8, 3, 1, 4), "exit_layer=3"),
+        (lambda: Setting(8, 4, 0, 4), "k=0"),
+        (lambda: Setting(8, 4, 1, 0), "num_new_tokens=0"),
+        (lambda: Setting(8, 4, 1, 4, jitter=-1), "jitter=-1"),
+        (lambda: Setting(8, 4, 1, 4, Times(layer=0)), "layer=0"),
+        (lambda: Setting(8, 4, 1, 4, slow={2: 2.0}), "rank=2: with k=1 choose 0"),
+        (lambda: Setting(8, 4, 1, 4, slow_links={1: 0.0}), "factor of rank 1=0"),
+        (lambda: simulate(Setting(8, 4, 1, 4), [1]), "1 winners for 4 tokens"),
+        (lambda: simulate(Setting(8, 4, 1, 2), [2]), "winner=2: with k=1"),
+        (lambda: simulate_runs(Setting(8, 4, 1, 2), 0.5, 0), "runs=0"),
+        (lambda: simulate_runs(Setting(8, 4, 1, 2), 1.5, 1), "match_rate=1.5"),
+        (lambda: parse_factors("--slow", ["1-2"]), "--slow='1-2': give RANK:FACTOR"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(call, named: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_command_prints_json() -> None:
+    arguments = "--layers 8 --exit-layer 4 --k 2 --match-rate 0.5 --tokens 16 --runs 4 --seed 3 --hop-ms 0.1"
+    options = "--jitter 0.1 --slow 1:1.5 --slow 0:1.1 --slow-link 2:2 --json"
+    result = CliRunner().invoke(app, [*arguments.split(), *options.split()])
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
+    assert output["slow"] == {"0": 1.1, "1": 1.5}
+    assert (output["num_layers"], output["match_rate"], output["runs"], output["seed"]) == (8, 0.5, 4, 3)
+    assert set(output["predicted"]) < set(output["simulated"])
+    assert output["predicted"]["main_layer_passes"] == theory.expected_latency(8, 4, 0.5, 16)
+    assert output["simulated"]["hits"] + output["simulated"]["misses"] == 15
+    assert CliRunner().invoke(app, [*arguments.split(), *options.split()]).stdout == result.stdout
+
+
+def test_command_prints_predicted_beside_simulated() -> None:
+    arguments = "--layers 8 --exit-layer 4 --k 1 --match-rate 1 --tokens 16 --runs 1"
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.stdout.splitlines() if "latency, ms per token" in line)
+    assert line.count("4.250") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--exit-layer 3", "exit_layer=3"),
+        ("--match-rate 1.5", "match_rate=1.5"),
+        ("--slow 9:2", "rank=9"),
+        ("--slow fast", "--slow='fast'"),
+        ("--runs 0", "runs=0"),
+        ("--layer-ms 0", "layer=0"),
+        ("--seed -1", "seed=-1"),
+    ],
+)
+def test_command_names_mistakes_in_one_line(arguments: str, named: str) -> None:
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_patterns_of_any_order_and_k_end() -> None:
+    for k, tokens in itertools.product((1, 2, 3), (2, 3, 4)):
+        for winners in itertools.product(range(k + 1), repeat=tokens - 1):
+            run = simulate(Setting(5, 3, k, tokens, Times(1.0, 1.0, 2.0, 1.5)), winners)
+            assert run.hits + run.misses == tokens - 1
+
+
+@pytest.mark.parametrize("match_rate", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("hop", [0.1, 12.0, 20.0])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("k", [1, 3])
+def test_stragglers_and_slow_links_never_cost_more_than_ordinary_decoding(
+    k: int, factor: float, hop: float, match_rate: float
+) -> None:
+    """What is not ready in time is not waited for longer than the same work takes the main process."""
+    setting = Setting(
+        40, 20, k, 128, Times(head=1.0, exit_head=1.0, hop=hop), slow=dict.fromkeys(range(1, k + 1), factor)
+    )
+    ordinary = theory.ordinary_time(40, 128, setting.times)
+    assert max(run.time for run in simulate_runs(setting, match_rate, runs=5)) <= 1.04 * ordinary

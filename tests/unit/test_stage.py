@@ -1,0 +1,303 @@
+"""A stage gives transformers' own bits, wherever it is cut and whoever computed the entries in its cache."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import FAMILIES, SLIDING_WINDOW, greedy_with_transformers, load_stage
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ppd_runtime.models.stage import Stage
+
+PROMPT = [40, 7, 291, 65, 133]
+NEW_TOKENS = 12
+LENGTH = len(PROMPT) + NEW_TOKENS
+DTYPES = ("float32", "bfloat16")
+ModelFolder = Callable[..., Path]
+
+assert LENGTH > 2 * SLIDING_WINDOW  # the windows roll
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def run_in_pieces(stage: Stage, bounds: Sequence[int], inputs: list[int], position: int) -> Tensor:
+    hidden: list[int] | Tensor = inputs
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        hidden = stage.run(first, last, hidden, position)
+    return hidden
+
+
+def forced(stage: Stage, tokens: Sequence[int], bounds: Sequence[int]) -> list[Tensor]:
+    """Hidden states of the prompt's pass and of one pass for each of `tokens` but the last."""
+    stage.begin(LENGTH)
+    states = [run_in_pieces(stage, bounds, PROMPT, 0)]
+    for i, token in enumerate(tokens[:-1]):
+        states.append(run_in_pieces(stage, bounds, [token], len(PROMPT) + i))
+    return states
+
+
+def all_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_whole_stage_gives_the_logits_of_transformers(model_folder: ModelFolder, family: str, dtype: str) -> None:
+    folder = model_folder(family)
+    tokens, logits = greedy_with_transformers(folder, PROMPT, NEW_TOKENS, dtype)
+    stage = load_stage(folder, dtype)
+    states = forced(stage, tokens, [0, stage.num_layers])
+    assert len(set(tokens)) > 2, "a text of one repeated token shows nothing"
+    assert all_equal([stage.logits(hidden) for hidden in states], logits)
+
+
+@pytest.mark.parametrize("num_layers", [4, 5])
+def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, family: str, dtype: str, num_layers: int) -> None:
+    stage = load_stage(model_folder(family, num_layers=num_layers), dtype)
+    tokens = list(range(11, 11 + NEW_TOKENS))
+    whole = forced(stage, tokens, [0, num_layers])
+    for cut in range(1, num_layers):
+        assert all_equal(forced(stage, tokens, [0, cut, num_layers]), whole), f"cut behind layer {cut}"
+    assert all_equal(forced(stage, tokens, range(num_layers + 1)), whole), "cut behind every layer"
+
+
+def test_greedy_tokens_are_those_of_generate(model_folder: ModelFolder, family: str, dtype: str) -> None:
+    folder = model_folder(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    prompt = torch.tensor([PROMPT])
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS
+    )
+    stage = load_stage(folder, dtype)
+    stage.begin(LENGTH)
+    history, inputs = list(PROMPT), list(PROMPT)
+    for _ in range(NEW_TOKENS):
+        hidden = run_in_pieces(stage, [0, 2, stage.num_layers], inputs, len(history) - len(inputs))
+        inputs = [int(stage.logits(hidden).argmax())]
+        history += inputs
+    assert history == expected[0].tolist()
+
+
+def test_truncating_is_as_if_the_tokens_had_never_run(model_folder: ModelFolder, family: str, dtype: str) -> None:
+    stage = load_stage(model_folder(family), dtype)
+    n, tokens = stage.num_layers, list(range(60, 60 + NEW_TOKENS))
+    expected = forced(stage, tokens, [0, n])
+    stage.begin(LENGTH)
+    states = [stage.run(0, n, PROMPT, 0)]
+    for i, token in enumerate(tokens[:-1]):
+        position = len(PROMPT) + i
+        for wrong in range(1 + i % 2):  # one or two tokens beyond the end of the text
+            stage.run(0, n, [token + 100], position + wrong)
+        stage.truncate(position)
+        states.append(stage.run(0, n, [token], position))
+    assert all_equal(states, expected)
+
+
+def test_truncating_far_back_beyond_the_window(model_folder: ModelFolder, dtype: str) -> None:
+    stage = load_stage(model_folder("mistral"), dtype)
+    n, tokens = stage.num_layers, list(range(60, 60 + NEW_TOKENS))
+    expected = forced(stage, tokens, [0, n])
+    stage.truncate(len(PROMPT))
+    again = [stage.run(0, n, [token], len(PROMPT) + i) for i, token in enumerate(tokens[:-1])]
+    assert all_equal(again, expected[1:])
+
+
+def test_imported_entries_give_the_same_continuation(model_folder: ModelFolder, family: str, dtype: str) -> None:
+    """The head start's entries come from a sub-process that holds the first layers only."""
+    folder, head_start = model_folder(family), 2
+    main, sub = load_stage(folder, dtype), load_stage(folder, dtype, last=head_start)
+    n, tokens = main.num_layers, list(range(30, 30 + NEW_TOKENS))
+    expected = forced(main, tokens, [0, n])
+    main.begin(LENGTH)
+    sub.begin(LENGTH)
+    states = [main.run(0, n, PROMPT, 0)]
+    sub.run(0, head_start, PROMPT, 0)
+    waiting: list[Tensor] = []
+    for i, token in enumerate(tokens[:-1]):
+        position = len(PROMPT) + i
+        if i % 4 == 3:  # a miss after three hits: main fills its first layers and starts the token itself
+            main.import_entries(waiting)
+            waiting.clear()
+            states.append(main.run(0, n, [token], position))
+            sub.run(0, head_start, [token], position)
+            continue
+        hidden = sub.run(0, head_start, [token], position)
+        waiting.append(sub.export_entry(position, head_start))
+        states.append(main.run(head_start, n, hidden, position))
+    assert all_equal(states, expected)
+    assert main.length(n - 1) == LENGTH - 1
+
+
+def test_subs_continue_with_the_winners_entries(model_folder: ModelFolder, family: str, dtype: str) -> None:
+    folder = model_folder(family)
+    winner, loser = load_stage(folder, dtype, last=2), load_stage(folder, dtype, last=2)
+    for stage in (winner, loser):
+        stage.begin(LENGTH)
+        stage.run(0, 2, PROMPT, 0)
+    for position in range(len(PROMPT), LENGTH - 1):
+        winner.run(0, 2, [position], position)
+        loser.run(0, 2, [position + 1], position)
+        loser.truncate(position)
+        loser.import_entries([winner.export_entry(position, 2)])
+    last = LENGTH - 1
+    assert torch.equal(winner.run(0, 2, [9], last), loser.run(0, 2, [9], last))
+    assert torch.equal(winner.export_entry(last, 2), loser.export_entry(last, 2))
+
+
+@pytest.mark.parametrize("num_layers", [4, 5])
+def test_a_sub_process_stage_has_the_models_first_layers(
+    model_folder: ModelFolder, family: str, dtype: str, num_layers: int
+) -> None:
+    folder, last = model_folder(family, num_layers=num_layers), num_layers // 2
+    whole, sub = load_stage(folder, dtype), load_stage(folder, dtype, last=last)
+    in_layers = [name for name, _ in sub.model.named_parameters() if name.startswith("model.layers.")]
+    assert {int(name.split(".")[2]) for name in in_layers} == set(range(last))
+    whole_count, sub_count, left_out_count = (
+        sum(p.numel() for p in module.parameters())
+        for module in (whole.model, sub.model, torch.nn.ModuleList(whole.model.model.layers[last:]))
+    )
+    assert sub_count == whole_count - left_out_count
+    tokens = list(range(100, 100 + NEW_TOKENS))
+    states = forced(sub, tokens, [0, last])
+    assert all_equal(states, forced(whole, tokens, [0, last]))
+    assert all_equal([sub.logits(h) for h in states], [whole.logits(h) for h in states])
+
+
+@pytest.mark.parametrize("last", [1, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_and_untied_heads(model_folder: ModelFolder, tied: bool, last: int) -> None:
+    folder = model_folder("llama", tied=tied)
+    model = load_stage(folder, last=last).model
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    if last == 4:
+        tokens, logits = greedy_with_transformers(folder, PROMPT, 3)
+        stage = load_stage(folder)
+        assert all_equal([stage.logits(h) for h in forced(stage, tokens, [0, 4])], logits)
+
+
+def test_sharded_checkpoints_give_the_same_model(model_folder: ModelFolder) -> None:
+    single, sharded = model_folder("llama"), model_folder("llama", max_shard_size="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    for last in (1, 4):
+        ours, theirs = (load_stage(folder, last=last).model.state_dict() for folder in (single, sharded))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(model_folder: ModelFolder, dtype: str) -> None:
+    stage = load_stage(model_folder("llama", dtype="bfloat16"), dtype)
+    assert {p.dtype for p in stage.model.parameters()} == {getattr(torch, dtype)}
+    hidden = forced(stage, [1], [0, stage.num_layers])[0]
+    assert hidden.dtype == getattr(torch, dtype)
+    assert stage.logits(hidden).dtype == torch.float32
+
+
+def test_a_stage_starts_over_with_each_sequence(model_folder: ModelFolder, dtype: str) -> None:
+    stage = load_stage(model_folder("gemma2"), dtype)
+    tokens, bounds = list(range(NEW_TOKENS)), [0, 1, stage.num_layers]
+    first = forced(stage, tokens, bounds)
+    stage.begin(100)
+    stage.run(0, stage.num_layers, list(range(90)), 0)
+    assert all_equal(forced(stage, tokens, bounds), first)
+
+
+def test_hidden_states_given_out_are_not_overwritten(model_folder: ModelFolder) -> None:
+    stage = load_stage(model_folder("llama"))
+    stage.begin(LENGTH)
+    hidden = stage.run(0, 2, PROMPT, 0)
+    entry = stage.export_entry(2, 2)
+    kept = [t.clone() for t in (hidden, entry)]
+    stage.run(2, 4, hidden, 0)
+    stage.truncate(0)
+    stage.run(0, 2, [1, 2, 3, 4], 0)
+    assert all_equal([hidden, entry], kept)
+
+
+def test_logits_are_of_the_newest_token_only(model_folder: ModelFolder) -> None:
+    stage = load_stage(model_folder("gemma2"))
+    stage.begin(LENGTH)
+    hidden = stage.run(0, stage.num_layers, PROMPT, 0)
+    logits = stage.logits(hidden)
+    assert logits.shape == (300,)
+    assert torch.equal(logits, stage.logits(hidden[:, -1:]))
+    assert not torch.equal(logits, stage.logits(hidden[:, :1]))
+
+
+def test_a_pass_at_the_wrong_position_is_refused(model_folder: ModelFolder) -> None:
+    stage = load_stage(model_folder("llama"))
+    stage.begin(LENGTH)
+    hidden = stage.run(0, 2, PROMPT, 0)
+    for position in (0, len(PROMPT) - 1, len(PROMPT) + 1):
+        with pytest.raises(RuntimeError, match=f"layer 0 holds {len(PROMPT)} tokens.*position {position}"):
+            stage.run(0, 2, [1], position)
+    with pytest.raises(RuntimeError, match="layer 2 holds 0 tokens"):
+        stage.run(2, 4, hidden, len(PROMPT))
+    assert [stage.length(i) for i in range(4)] == [len(PROMPT)] * 2 + [0] * 2
+
+
+def test_a_pass_beyond_the_capacity_is_refused_and_changes_nothing(model_folder: ModelFolder) -> None:
+    stage = load_stage(model_folder("llama"))
+    stage.begin(len(PROMPT) + 1)
+    stage.run(0, 4, PROMPT, 0)
+    with pytest.raises(IndexError, match="6 tokens cannot hold 7"):
+        stage.run(0, 4, [1, 2], len(PROMPT))
+    assert [stage.length(i) for i in range(4)] == [len(PROMPT)] * 4
+    stage.run(0, 4, [1], len(PROMPT))
+
+
+def test_layer_passes_are_counted(model_folder: ModelFolder) -> None:
+    stage = load_stage(model_folder("llama", num_layers=5))
+    stage.begin(LENGTH)
+    hidden = stage.run(0, 3, PROMPT, 0)
+    assert stage.layer_passes == 3
+    stage.run(3, 3, hidden, 0)
+    assert stage.layer_passes == 3
+    stage.run(3, 5, hidden, 0)
+    stage.truncate(0)
+    stage.logits(hidden)
+    assert stage.layer_passes == 5
+    stage.run(0, 5, [1], 0)
+    assert stage.layer_passes == 10
+    assert stage.layer_seconds > 0
+
+
+_PEAK_MEMORY = """
+import json, re, sys, torch
+from pathlib import Path
+from ppd_runtime.models.loading import describe, load_layers
+
+def peak():  # not ru_maxrss, which begins at the parent process' size
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
+
+def load(folder, last):
+    model = load_layers(describe(folder), last, torch.float32, "cpu")
+    return sum(float(p.sum()) for p in model.parameters())  # a mapped file takes memory when it is read
+
+load(sys.argv[2], 1)  # what the first load imports is not counted
+before = peak()
+load(sys.argv[1], 2)
+part = peak()
+load(sys.argv[1], 24)
+print(json.dumps({"part": part - before, "whole": peak() - before}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process' peak memory there")
+def test_layers_that_are_left_out_take_no_memory(model_folder: ModelFolder) -> None:
+    """24 layers of 10 MB: the peak of a process that loads 2 of them, and after that all of them, in MB."""
+    folder = model_folder("llama", num_layers=24, hidden_size=512)
+    arguments = [sys.executable, "-c", _PEAK_MEMORY, str(folder), str(model_folder("llama"))]
+    peaks = json.loads(subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout)
+    assert peaks["whole"] > 150, "the measurement sees a whole model"
+    assert peaks["part"] < 70

@@ -1,0 +1,241 @@
+"""Theorem 4.1 against brute force and against the numbers that the paper prints.
+
+Where the paper's text and its own formulas or tables disagree:
+- Figure 3's caption says 3.2 times the compute for SQuAD, trained, k=3; equation 5 gives 3.279 (3.2 is cut off, not
+  rounded).
+- Table 3 prints 7.671 tokens/s for CNN/DM, k=3; 128 tokens in 16.685 s are 7.6716 (cut off, not rounded).
+- Tables 3 and 5 print different match rates for the same model, k and decoding (other examples were drawn).
+- Section 4.3 names layer 15 among those probed, Table 2 and Tables 6 to 8 layer 10.
+"""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppd_runtime.cost_model import theory
+from ppd_runtime.cost_model.theory import Times
+
+# Table 2, layer 20 of Vicuna-13B's 40: (data set, k, trained classifier) -> match rate
+TABLE_2 = {
+    ("SQuAD", 1, False): 0.3890,
+    ("SQuAD", 1, True): 0.5281,
+    ("SQuAD", 3, False): 0.5404,
+    ("SQuAD", 3, True): 0.6837,
+    ("SQuAD", 5, False): 0.6015,
+    ("SQuAD", 5, True): 0.7415,
+    ("WMT", 1, False): 0.2163,
+    ("WMT", 1, True): 0.2917,
+    ("WMT", 3, False): 0.3169,
+    ("WMT", 3, True): 0.4114,
+    ("WMT", 5, False): 0.3713,
+    ("WMT", 5, True): 0.4784,
+    ("CNN/DM", 1, False): 0.3208,
+    ("CNN/DM", 1, True): 0.4365,
+    ("CNN/DM", 3, False): 0.4636,
+    ("CNN/DM", 3, True): 0.6060,
+    ("CNN/DM", 5, False): 0.5251,
+    ("CNN/DM", 5, True): 0.6733,
+}
+# Figure 3's points by equations 3 and 5, Figure 4's by equations 3 and 6, in the order of TABLE_2
+FIGURES_3_AND_4 = [
+    (0.80550, 1.620732, 1.30550),
+    (0.73595, 1.679394, 1.23595),
+    (0.72980, 3.055358, 2.22980),
+    (0.65815, 3.279116, 2.15815),
+    (0.69925, 4.575259, 3.19925),
+    (0.62925, 4.972984, 3.12925),
+    (0.89185, 1.560632, 1.39185),
+    (0.85415, 1.585377, 1.35415),
+    (0.84155, 2.782425, 2.34155),
+    (0.79430, 2.888455, 2.29430),
+    (0.81435, 4.069933, 3.31435),
+    (0.76080, 4.286015, 3.26080),
+    (0.83960, 1.595522, 1.33960),
+    (0.78175, 1.639591, 1.28175),
+    (0.76820, 2.952617, 2.26820),
+    (0.69700, 3.152080, 2.19700),
+    (0.73745, 4.390060, 3.23745),
+    (0.66335, 4.768750, 3.16335),
+]
+# Table 3, Llama-2-13B: (k, match rate, measured seconds, ordinary decoding's seconds) -> realised saving
+TABLE_3 = [
+    (1, 0.2572, 17.019, 18.171, 0.493),
+    (3, 0.4199, 16.685, 18.171, 0.3895),
+    (1, 0.3097, 13.711, 14.994, 0.5526),
+    (3, 0.4724, 13.712, 14.994, 0.362),
+]
+SETTINGS = [(2, 1), (4, 2), (4, 3), (5, 3), (5, 4), (12, 8)]
+rates = st.floats(0, 1)
+
+
+@pytest.mark.parametrize(("setting", "figure"), list(zip(TABLE_2, FIGURES_3_AND_4, strict=True)))
+def test_figures_3_and_4(setting: tuple[str, int, bool], figure: tuple[float, float, float]) -> None:
+    _, k, _ = setting
+    p = TABLE_2[setting]
+    latency, per_time, per_token = figure
+    assert theory.limit_latency_per_token(40, p) / 40 == pytest.approx(latency, abs=1e-6)
+    assert theory.limit_compute_per_time(k, p) == pytest.approx(per_time, abs=1e-6)
+    assert theory.limit_compute_per_token(k, p) == pytest.approx(per_token, abs=1e-6)
+    assert theory.latency_ratio(40, 20, p, 10**7) == pytest.approx(latency, abs=1e-6)
+    assert theory.compute_per_time(40, 20, k, p, 10**7) == pytest.approx(per_time, abs=1e-6)
+    assert theory.compute_per_token(40, 20, k, p, 10**7) == pytest.approx(per_token, abs=1e-6)
+
+
+def test_what_section_4_3_says_of_figure_3() -> None:
+    latency = {setting: theory.limit_latency_per_token(40, p) / 40 for setting, p in TABLE_2.items()}
+    compute = {setting: theory.limit_compute_per_time(setting[1], p) for setting, p in TABLE_2.items()}
+    best, worst = ("SQuAD", 5, True), ("WMT", 1, False)
+    assert min(latency, key=latency.__getitem__) == max(compute, key=compute.__getitem__) == best
+    assert max(latency, key=latency.__getitem__) == min(compute, key=compute.__getitem__) == worst
+    assert (round(latency[best], 3), round(latency[worst], 3)) == (0.629, 0.892)
+    assert (round(1 - latency[worst], 3), round(1 - latency[best], 3)) == (0.108, 0.371)
+    assert (round(compute[worst], 3), round(compute[best], 3)) == (1.561, 4.973)
+
+
+def test_figure_3s_caption_cuts_off_its_compute_factor() -> None:
+    p = TABLE_2["SQuAD", 3, True]
+    assert round(1 - theory.limit_latency_per_token(40, p) / 40, 2) == 0.34
+    compute = theory.limit_compute_per_time(3, p)
+    assert compute == pytest.approx(3.279, abs=5e-4)
+    assert math.floor(compute * 10) / 10 == 3.2
+    assert round(compute, 1) == 3.3
+
+
+def test_the_papers_text_lengths_are_not_quite_long() -> None:
+    assert theory.latency_ratio(40, 20, TABLE_2["SQuAD", 5, True], 16) == pytest.approx(0.652422, abs=1e-6)
+    assert theory.latency_ratio(40, 20, TABLE_2["SQuAD", 3, True], 16) == pytest.approx(0.679516, abs=1e-6)
+    assert theory.latency_ratio(40, 20, TABLE_2["WMT", 1, False], 128) == pytest.approx(0.892695, abs=1e-6)
+
+
+@pytest.mark.parametrize(("k", "p", "seconds", "ordinary", "saving"), TABLE_3)
+def test_table_3_realises_36_to_55_percent(k: int, p: float, seconds: float, ordinary: float, saving: float) -> None:
+    predicted = theory.limit_latency_per_token(40, p) / 40
+    assert theory.realised_saving(seconds / ordinary, predicted) == pytest.approx(saving, abs=1e-3)
+
+
+@pytest.mark.parametrize(("num_layers", "exit_layer"), SETTINGS)
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("num_new_tokens", [1, 2, 3, 7])
+def test_every_outcome_added_up(num_layers: int, exit_layer: int, p: float, num_new_tokens: int) -> None:
+    outcomes = list(_outcomes(p, num_new_tokens))
+    latencies = [(q, sum(theory.run_latency(num_layers, exit_layer, x) for x in runs)) for q, runs in outcomes]
+    mean = math.fsum(q * latency for q, latency in latencies)
+    setting = (num_layers, exit_layer, p, num_new_tokens)
+    assert theory.expected_latency(*setting) == pytest.approx(mean)
+    variance = math.fsum(q * (latency - mean) ** 2 for q, latency in latencies)
+    assert theory.latency_variance(*setting) == pytest.approx(variance, abs=1e-9)
+    for k in (1, 3):
+        early = k * (num_layers - exit_layer) * num_new_tokens
+        assert theory.expected_compute(num_layers, exit_layer, k, p, num_new_tokens) == pytest.approx(mean + early)
+    for probability in (1e-6, 0.1, 0.25, 0.5, 0.75, 0.999, 1.0):
+        expected = _quantile([(latency, q) for q, latency in latencies if q], probability)
+        assert theory.latency_quantile(*setting, probability) == expected
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("num_new_tokens", [1, 2, 6])
+def test_run_counts_and_lengths_added_up(p: float, num_new_tokens: int) -> None:
+    outcomes = list(_outcomes(p, num_new_tokens))
+    for count in range(num_new_tokens + 3):
+        expected = math.fsum(q for q, runs in outcomes if len(runs) == count)
+        assert theory.run_count_probability(count, p, num_new_tokens) == pytest.approx(expected)
+    for length in range(1, num_new_tokens + 3):
+        expected = math.fsum(q for q, runs in outcomes if runs[0] == length)
+        assert theory.run_length_probability(length, p, num_new_tokens) == pytest.approx(expected)
+    assert theory.expected_runs(p, num_new_tokens) == pytest.approx(math.fsum(q * len(r) for q, r in outcomes))
+
+
+@given(rates, st.integers(1, 400))
+def test_distributions_sum_to_one_and_agree_with_their_means(p: float, num_new_tokens: int) -> None:
+    counts = [theory.run_count_probability(runs, p, num_new_tokens) for runs in range(num_new_tokens + 1)]
+    assert math.fsum(counts) == pytest.approx(1)
+    mean = math.fsum(runs * q for runs, q in enumerate(counts))
+    assert theory.expected_runs(p, num_new_tokens) == pytest.approx(mean)
+    lengths = [theory.run_length_probability(x, p, num_new_tokens) for x in range(1, num_new_tokens + 1)]
+    assert math.fsum(lengths) == pytest.approx(1)
+
+
+@given(st.integers(2, 100), st.data(), rates, st.integers(1, 1000), st.integers(1, 8))
+def test_between_the_best_and_the_worst_case(d: int, data: st.DataObject, p: float, tokens: int, k: int) -> None:
+    exit_layer = data.draw(st.integers((d + 1) // 2, d - 1))
+    latency = theory.expected_latency(d, exit_layer, p, tokens)
+    best, worst = d + (tokens - 1) * exit_layer, d * tokens
+    assert best - 1e-6 <= latency <= worst + 1e-6
+    assert best <= theory.latency_quantile(d, exit_layer, p, tokens, 0.5) <= worst
+    assert 1 <= theory.compute_per_time(d, exit_layer, k, p, tokens) <= k + 1 + 1e-9
+
+
+def test_quantiles_of_long_texts_are_where_the_normal_distribution_puts_them() -> None:
+    setting = (40, 20, 0.6837, 20_000)
+    mean, deviation = theory.expected_latency(*setting), theory.latency_variance(*setting) ** 0.5
+    assert theory.latency_quantile(*setting, 0.5) == pytest.approx(mean, abs=20)
+    assert theory.latency_quantile(*setting, 0.975) == pytest.approx(mean + 1.96 * deviation, abs=25)
+
+
+def test_without_overheads_the_time_is_the_theorems() -> None:
+    assert theory.expected_time(40, 20, 0.7, 128, Times()) == theory.expected_latency(40, 20, 0.7, 128)
+    assert theory.ordinary_time(40, 128, Times()) == 40 * 128
+
+
+def test_overheads() -> None:
+    times = Times(layer=2, head=5, exit_head=4, hop=3)
+    assert theory.miss_time(10, times) == 10 * 2 + 5
+    assert theory.hit_time(10, 6, times) == 6 * 2 + 5 + (2 * 3 + 4 - 5)
+    assert theory.hit_time(10, 6, Times(layer=2, head=50, exit_head=4, hop=3)) == 6 * 2 + 50
+    assert theory.expected_time(10, 6, 0.5, 3, times) == pytest.approx(25 + 2 * (0.5 * 22 + 0.5 * 25))
+    assert theory.ordinary_time(10, 3, times) == 75
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: theory.expected_latency(40, 19, 0.5, 8), "exit_layer=19: with 40 layers choose 20 to 39"),
+        (lambda: theory.expected_latency(41, 20, 0.5, 8), "exit_layer=20: with 41 layers choose 21 to 40"),
+        (lambda: theory.expected_latency(40, 40, 0.5, 8), "exit_layer=40"),
+        (lambda: theory.expected_latency(1, 1, 0.5, 8), "num_layers=1"),
+        (lambda: theory.expected_latency(40, 20.0, 0.5, 8), "exit_layer=20.0"),
+        (lambda: theory.expected_latency(40, 20, 1.01, 8), "match_rate=1.01: give a number from 0 to 1"),
+        (lambda: theory.expected_latency(40, 20, -0.1, 8), "match_rate=-0.1"),
+        (lambda: theory.expected_latency(40, 20, math.nan, 8), "match_rate=nan"),
+        (lambda: theory.latency_ratio(40, 20, 0.5, 0), "num_new_tokens=0: give a whole number of at least 1"),
+        (lambda: theory.expected_compute(40, 20, 0, 0.5, 8), "k=0"),
+        (lambda: theory.expected_compute(40, 20, True, 0.5, 8), "k=True"),
+        (lambda: theory.limit_compute_per_time(3, 2), "match_rate=2"),
+        (lambda: theory.latency_quantile(40, 20, 0.5, 8, 0), "probability=0"),
+        (lambda: theory.latency_quantile(40, 20, 0.5, 8, 1.5), "probability=1.5"),
+        (lambda: theory.run_length_probability(0, 0.5, 8), "length=0"),
+        (lambda: Times(hop=-1), "hop=-1"),
+        (lambda: Times(layer=math.inf), "layer=inf"),
+        (lambda: theory.realised_saving(0.9, 1), "predicted_ratio=1"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(call, named: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def _outcomes(p: float, num_new_tokens: int):
+    """Every sequence of hits and misses: its probability and the lengths of its runs."""
+    for hits in itertools.product([True, False], repeat=num_new_tokens - 1):
+        probability, lengths = 1.0, [1]
+        for hit in hits:
+            probability *= p if hit else 1 - p
+            if hit:
+                lengths[-1] += 1
+            else:
+                lengths.append(1)
+        yield probability, lengths
+
+
+def _quantile(outcomes: list[tuple[int, float]], probability: float) -> int:
+    reached = 0.0
+    for latency, group in itertools.groupby(sorted(outcomes), key=lambda outcome: outcome[0]):
+        reached += math.fsum(q for _, q in group)
+        if reached >= probability - 1e-12:
+            return latency
+    raise AssertionError

@@ -1,0 +1,184 @@
+"""`ppd tradeoff` and the rows, files and pictures behind it."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ppd_runtime.cli.tradeoff import tradeoff
+from ppd_runtime.cost_model import plots, theory
+from ppd_runtime.cost_model.tradeoff import predict, whole_file
+
+app = typer.Typer()
+app.command()(tradeoff)
+INPUTS = {"num_layers", "exit_layer", "k", "match_rate", "num_new_tokens"}
+KEYS = {"latency_units", "latency_ratio", "speedup", "compute_units", "compute_per_token", "compute_per_time"}
+MEASURED = {"match_rates": {"20": {"1": 0.5281, "3": 0.6837, "5": 0.7415}, "30": {"3": 0.8749}}, "model": "Vicuna-13B"}
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A file of match rates, from Table 2's trained rows for SQuAD."""
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(MEASURED))
+    return path
+
+
+def _run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return result.stdout
+
+
+def _json(*arguments: str):
+    return json.loads(_run(*arguments, "--json"))
+
+
+def test_one_setting_is_one_object() -> None:
+    row = _json()
+    assert set(row) == INPUTS | KEYS
+    assert [row[name] for name in ("num_layers", "exit_layer", "k", "num_new_tokens")] == [40, 20, 3, 128]
+    assert row["latency_units"] == pytest.approx(40 * 128 - 20 * 127 * 0.6837)
+    assert row["latency_ratio"] == pytest.approx(row["latency_units"] / (40 * 128))
+    assert row["speedup"] == pytest.approx(1 / row["latency_ratio"])
+    assert row["compute_units"] == pytest.approx(row["latency_units"] + 3 * 20 * 128)
+    assert row["compute_per_token"] == pytest.approx(row["compute_units"] / (40 * 128))
+    assert row["compute_per_time"] == pytest.approx(row["compute_units"] / row["latency_units"])
+
+
+def test_long_texts_reach_figure_3() -> None:
+    row = _json("--k", "5", "--match-rate", "0.7415", "--tokens", "1000000")
+    assert (round(row["latency_ratio"], 3), round(row["compute_per_time"], 3)) == (0.629, 4.973)
+
+
+def test_times_add_the_time_per_token() -> None:
+    row = _json("--layer-ms", "2", "--head-ms", "3", "--exit-head-ms", "4", "--hop-ms", "1")
+    assert set(row) == INPUTS | KEYS | {"latency_ms_per_token"}
+    expected = theory.expected_time(40, 20, 0.6837, 128, theory.Times(2, 3, 4, 1)) / 128
+    assert row["latency_ms_per_token"] == pytest.approx(expected)
+
+
+def test_lists_give_every_combination() -> None:
+    rows = _json("--k", "1,3", "--exit-layer", "20,30", "--match-rate", "0.5,0.7")
+    settings = [(row["exit_layer"], row["k"], row["match_rate"]) for row in rows]
+    assert settings == [(d, k, p) for d in (20, 30) for k in (1, 3) for p in (0.5, 0.7)]
+
+
+def test_measured_rates(measured: Path) -> None:
+    rows = _json("--match-rates", str(measured))
+    settings = [(row["exit_layer"], row["k"], row["match_rate"]) for row in rows]
+    assert settings == [(20, 1, 0.5281), (20, 3, 0.6837), (20, 5, 0.7415), (30, 3, 0.8749)]
+    rows = _json("--match-rates", str(measured), "--k", "3", "--exit-layer", "30,20")
+    assert [row["match_rate"] for row in rows] == [0.8749, 0.6837]
+    assert _json("--match-rates", str(measured), "--k", "5", "--exit-layer", "20")["match_rate"] == 0.7415
+    assert [row["k"] for row in _json("--match-rates", str(measured), "--exit-layer", "20")] == [1, 3, 5]
+
+
+def test_table() -> None:
+    output = _run("--k", "1,3,5", "--layer-ms", "2")
+    assert "40 layers, 128 tokens" in output
+    assert output.count("0.661") == 3
+    assert "ms/token" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    rows = _json("--k", "1,3", "--csv", str(path))
+    with path.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [{name: float(value) for name, value in row.items()} for row in written] == rows
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["plot.png", "plot.svg", "plot"])
+def test_plot(tmp_path: Path, measured: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / name
+    _run("--match-rates", str(measured), "--plot", str(path))
+    assert path.read_bytes().startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == sorted([path, measured])
+
+
+def test_curves_join_the_ks_of_an_exit_layer_or_of_a_rate() -> None:
+    measured = [predict(40, 20, k, p, 128) for k, p in ((5, 0.7415), (1, 0.5281), (3, 0.6837))]
+    assert {name: [row.k for row in rows] for name, rows in plots.curves(measured).items()} == {
+        "exit layer 20": [1, 3, 5]
+    }
+    assumed = [predict(40, 20, k, p, 128) for k in (1, 3) for p in (0.5, 0.7)]
+    names = {"exit layer 20, p = 0.5": [1, 3], "exit layer 20, p = 0.7": [1, 3]}
+    assert {name: [row.k for row in rows] for name, rows in plots.curves(assumed).items()} == names
+
+
+def test_a_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = CliRunner().invoke(app, ["--plot", str(tmp_path / "a.png"), "--csv", str(tmp_path / "a.csv")])
+    assert result.exit_code == 2
+    assert result.stderr == "ppd: plots need matplotlib: pip install 'ppd-runtime[plots]'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--match-rate 1.5", "match_rate=1.5"),
+        ("--match-rate nan", "match_rate=nan"),
+        ("--match-rate 0.5,", "--match-rate='0.5,'"),
+        ("--k 1,x", "--k='1,x': give whole numbers with commas between them"),
+        ("--k 0", "k=0"),
+        ("--exit-layer 19", "exit_layer=19: with 40 layers choose 20 to 39"),
+        ("--layers 1", "num_layers=1"),
+        ("--tokens 0", "num_new_tokens=0"),
+        ("--layer-ms -1", "layer=-1"),
+        ("--hop-ms 1", "need --layer-ms"),
+        ("--match-rates FOLDER/none.json", "No such file"),
+        ("--match-rates FOLDER/bad.json", "its form is"),
+        ("--match-rates FOLDER/high.json", "match_rates[20][3]=1.5"),
+        ("--match-rates FOLDER/empty.json", "holds no match rates"),
+        ("--match-rates FOLDER/good.json --k 4", "no match rate for exit layer 20 with k=4: choose among 20/3"),
+        ("--match-rates FOLDER/good.json --match-rate 0.5", "give one of them"),
+        ("--csv FOLDER/none/rows.csv", "rows.csv: No such file or directory"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(tmp_path: Path, arguments: str, named: str) -> None:
+    texts = {"bad": "[1]", "high": '{"match_rates": {"20": {"3": 1.5}}}', "empty": '{"match_rates": {}}'}
+    for name, text in {**texts, "good": '{"match_rates": {"20": {"3": 0.5}}}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    before = sorted(tmp_path.iterdir())
+    result = CliRunner().invoke(app, arguments.replace("FOLDER", str(tmp_path)).split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("old")
+    with pytest.raises(KeyError), whole_file(path) as unfinished:
+        unfinished.write_text("half")
+        raise KeyError
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_it_answers_without_importing_what_is_slow() -> None:
+    code = """
+import sys, typer
+from ppd_runtime.cli.tradeoff import tradeoff
+app = typer.Typer()
+app.command()(tradeoff)
+app(["--json"], standalone_mode=False)
+slow = {"torch", "transformers", "numpy", "matplotlib", "ray", "zmq"} & set(sys.modules)
+assert not slow, slow
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert output.returncode == 0, output.stderr
+    assert json.loads(output.stdout)["k"] == 3

@@ -1,0 +1,273 @@
+"""Both transports keep what `Endpoint` promises; ZeroMQ's also over garbage, absent peers and restarts."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, Token, encode
+from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.local import LocalNetwork
+from ppd_runtime.transport.zeromq import ZmqEndpoint
+
+ADDRESSES = [CLIENT, MAIN, 1, 2]
+DEADLINE = 5.0
+Connect = Callable[[int], Endpoint]
+
+
+@pytest.fixture(params=["local", pytest.param("zeromq", marks=pytest.mark.processes)])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+    """Opens an endpoint at an address of one network; closes all of them at the end."""
+    network = LocalNetwork(ADDRESSES)
+    opened: list[Endpoint] = []
+
+    def open_endpoint(address: int) -> Endpoint:
+        opened.append(network.endpoint(address) if request.param == "local" else ZmqEndpoint(str(tmp_path), address))
+        return opened[-1]
+
+    yield open_endpoint
+    for endpoint in opened:
+        endpoint.close()
+
+
+@contextlib.contextmanager
+def timed(least: float, most: float) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    assert least <= time.perf_counter() - began <= most
+
+
+def positions(endpoint: Endpoint, count: int) -> list[int]:
+    received = [endpoint.receive(DEADLINE) for _ in range(count)]
+    return [message.position for message in received if isinstance(message, Candidate)]
+
+
+def test_messages_arrive_in_order(connect: Connect) -> None:
+    main, sub = connect(MAIN), connect(1)
+    for i in range(2000):
+        sub.send(MAIN, Candidate(1, 7, i, i))
+    assert positions(main, 2000) == list(range(2000))
+    assert main.receive(0) is None
+
+
+def test_two_senders_do_not_disturb_each_others_order(connect: Connect) -> None:
+    main = connect(MAIN)
+    senders = {rank: connect(rank) for rank in (1, 2)}
+    for i in range(300):
+        for rank, endpoint in senders.items():
+            endpoint.send(MAIN, Candidate(rank, 7, i, 0))
+    received = [main.receive(DEADLINE) for _ in range(600)]
+    for rank in senders:
+        assert [m.position for m in received if m.sender == rank] == list(range(300))
+
+
+def test_each_address_gets_its_own_messages(connect: Connect) -> None:
+    endpoints = {address: connect(address) for address in ADDRESSES}
+    for to in ADDRESSES:
+        endpoints[MAIN].send(to, Token(MAIN, 1, 5, 100 + to, 0))
+    for address, endpoint in endpoints.items():
+        assert endpoint.receive(DEADLINE) == Token(MAIN, 1, 5, 100 + address, 0)
+        assert endpoint.receive(0) is None
+
+
+def test_one_message_to_many_and_different_ones_in_turn(connect: Connect) -> None:
+    """Encoding a message once for all its addresses must not mix it up with the next."""
+    main, first, second = connect(MAIN), connect(1), connect(2)
+    one, other = End(MAIN, 1), End(MAIN, 2)
+    for message in (one, other, one):
+        for rank in (1, 2):
+            main.send(rank, message)
+    for endpoint in (first, second):
+        assert [endpoint.receive(DEADLINE) for _ in range(3)] == [one, other, one]
+
+
+def test_large_tensors_arrive_whole(connect: Connect) -> None:
+    main, sub = connect(MAIN), connect(1)
+    entries = torch.randn(40, 2, 8, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for position in range(10):
+        sub.send(MAIN, Entries(1, 1, position, entries[position:]))
+    for position in range(10):
+        assert torch.equal(main.receive(DEADLINE).entries, entries[position:])
+
+
+def test_timeouts_are_kept(connect: Connect) -> None:
+    main = connect(MAIN)
+    with timed(0, 0.05):
+        assert main.receive(0) is None
+    with timed(0, 0.1):
+        assert main.receive(1e-6) is None
+    with timed(0.045, 0.5):
+        assert main.receive(0.05) is None
+
+
+def test_what_is_there_is_received_without_waiting(connect: Connect) -> None:
+    main, sub = connect(MAIN), connect(1)
+    sub.send(MAIN, End(1, 1))
+    assert main.receive(DEADLINE) == End(1, 1)
+    sub.send(MAIN, End(1, 2))
+    sub.send(MAIN, End(1, 3))
+    assert main.receive(DEADLINE) == End(1, 2)
+    with timed(0, 0.05):
+        assert main.receive(0) == End(1, 3)
+
+
+@pytest.mark.parametrize("timeout", [DEADLINE, None])
+def test_a_message_ends_the_waiting(connect: Connect, timeout: float | None) -> None:
+    main = connect(MAIN)
+
+    def send_later() -> None:
+        time.sleep(0.05)
+        sub = connect(1)  # an endpoint belongs to the thread that made it
+        sub.send(MAIN, End(1, 9))
+
+    thread = threading.Thread(target=send_later)
+    thread.start()
+    with timed(0, 2):
+        assert main.receive(timeout) == End(1, 9)
+    thread.join()
+
+
+def test_messages_wait_for_whoever_comes_later(connect: Connect) -> None:
+    sub = connect(1)
+    with timed(0, 0.5):
+        for i in range(100):
+            sub.send(MAIN, Candidate(1, 1, i, 0))
+    assert positions(connect(MAIN), 100) == list(range(100))
+
+
+def test_what_was_sent_before_closing_arrives(connect: Connect) -> None:
+    main, sub = connect(MAIN), connect(1)
+    for i in range(500):
+        sub.send(MAIN, Candidate(1, 1, i, 0))
+    sub.close()
+    assert positions(main, 500) == list(range(500))
+
+
+def test_closing_twice_does_nothing(connect: Connect) -> None:
+    main = connect(MAIN)
+    main.close()
+    main.close()
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
+    """A stranger's socket, connected to the main process' address in `tmp_path`."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(f"ipc://{tmp_path / 'worker-0'}")
+    yield socket
+    context.destroy(linger=0)
+
+
+@pytest.mark.processes
+def test_garbage_is_logged_and_left_out(
+    tmp_path: Path, raw: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    main = ZmqEndpoint(str(tmp_path), MAIN)
+    good = encode(Candidate(1, 1, 5, 6))
+    garbage = [
+        [b""],
+        [b"\x00" * 10_000],
+        [b"hello", b"world"],
+        [b""] * 50,
+        [*good, b"more"],
+        [good[0][:-1]],
+        [b"\x91" * 100_000],
+        encode(Entries(1, 1, 0, torch.ones(4)))[:1],
+    ]
+    with caplog.at_level(logging.WARNING):
+        for i, frames in enumerate(garbage):
+            raw.send_multipart(frames)
+            raw.send_multipart(encode(Candidate(1, 1, i, 6)))
+        assert positions(main, len(garbage)) == list(range(len(garbage)))
+    assert main.receive(0) is None
+    main.close()
+    assert len(caplog.records) == len(garbage)
+
+
+@pytest.mark.processes
+def test_garbage_does_not_put_off_the_deadline(tmp_path: Path) -> None:
+    main = ZmqEndpoint(str(tmp_path), MAIN)
+    stopped = threading.Event()
+
+    def send_garbage() -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.linger = 0
+            socket.connect(f"ipc://{tmp_path / 'worker-0'}")
+            while not stopped.wait(0.05):
+                socket.send(b"garbage")
+
+    thread = threading.Thread(target=send_garbage)
+    thread.start()
+    threading.Timer(2, stopped.set).start()
+    try:
+        with timed(0.15, 1):
+            assert main.receive(0.2) is None
+    finally:
+        stopped.set()
+        thread.join()
+        main.close()
+
+
+@pytest.mark.processes
+def test_a_peer_that_takes_nothing_blocks_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sub = ZmqEndpoint(str(tmp_path), 1)
+    with timed(0, 5), caplog.at_level(logging.WARNING):
+        for i in range(10_010):
+            sub.send(MAIN, Candidate(1, 1, i, 0))
+        sub.send(2, End(1, 1))
+    assert caplog.messages
+    assert set(caplog.messages) == {"peer 0 takes no messages: dropped a Candidate"}
+    main, other = ZmqEndpoint(str(tmp_path), MAIN), ZmqEndpoint(str(tmp_path), 2)
+    assert other.receive(DEADLINE) == End(1, 1)
+    assert positions(main, 1000) == list(range(1000)), "the oldest are kept"
+    for endpoint in (sub, main, other):
+        endpoint.close()
+
+
+@pytest.mark.processes
+def test_closing_does_not_wait_long_for_an_absent_peer(tmp_path: Path) -> None:
+    sub = ZmqEndpoint(str(tmp_path), 1)
+    sub.send(MAIN, End(1, 1))
+    with timed(0, 1.5):
+        sub.close()
+
+
+@pytest.mark.processes
+def test_an_address_can_be_taken_again(tmp_path: Path) -> None:
+    """The socket files stay behind `close`; the folder's owner removes them, and until then they do no harm."""
+    sub = ZmqEndpoint(str(tmp_path), 1)
+    for request in range(3):
+        main = ZmqEndpoint(str(tmp_path), MAIN)
+        deadline = time.monotonic() + DEADLINE
+        arrived = None
+        while arrived is None and time.monotonic() < deadline:
+            sub.send(MAIN, End(1, request))  # what is on its way while nobody listens may be lost
+            arrived = main.receive(0.1)
+            while arrived is not None and arrived.request != request:
+                arrived = main.receive(0.1)
+        assert arrived == End(1, request)
+        main.close()
+    sub.close()
+
+
+@pytest.mark.processes
+def test_two_runtimes_in_two_folders_do_not_hear_each_other(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    mains = [ZmqEndpoint(str(folder), MAIN) for folder in folders]
+    clients = [ZmqEndpoint(str(folder), CLIENT) for folder in folders]
+    for number, client in enumerate(clients):
+        client.send(MAIN, End(CLIENT, number))
+    for number, main in enumerate(mains):
+        assert main.receive(DEADLINE) == End(CLIENT, number)
+        assert main.receive(0.05) is None
+    for endpoint in mains + clients:
+        endpoint.close()
