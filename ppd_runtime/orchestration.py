@@ -21,6 +21,7 @@ from ppd_runtime.worker import Worker, WorkerSpec
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
+_LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
 class _Actor:
@@ -55,7 +56,7 @@ class RayWorkers:
         self._specs = list(specs)
         self._actors: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
-        self._folder = tempfile.mkdtemp(prefix="ppd-")  # only this user may enter
+        self._folder = _socket_folder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
         try:
@@ -146,6 +147,12 @@ def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
         _temp_dir=f"{folder}/ray",
         **common,
     )
+
+
+def _socket_folder() -> str:
+    """A new folder that only this user may enter, with a path short enough for the sockets in it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
 
 
 def _fits(specs: Sequence[WorkerSpec]) -> bool:

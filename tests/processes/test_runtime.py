@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -192,10 +193,17 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def short_path():
+    """A folder whose path leaves room for sockets' names."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as path:
+        yield Path(path)
+
+
 @pytest.mark.parametrize("ending", ["exception", "interrupt"])
-def test_nothing_is_left_behind(folder, tmp_path, ending):
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    script = tmp_path / "script.py"
+def test_nothing_is_left_behind(folder, short_path, ending):
+    environment = os.environ | {"TMPDIR": str(short_path)}
+    script = short_path / "script.py"
     script.write_text(SCRIPT.format(folder=folder, hang=ending == "interrupt"))
     process = subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -209,7 +217,7 @@ def test_nothing_is_left_behind(folder, tmp_path, ending):
     assert ("KeyboardInterrupt" if ending == "interrupt" else "an exception of the user's") in errors
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
-    assert [path.name for path in tmp_path.iterdir()] == ["script.py"], "a folder of sockets was left"
+    assert [path.name for path in short_path.iterdir()] == ["script.py"], "a folder of sockets was left"
 
 
 def _actor_name(process: psutil.Process) -> str:

@@ -1,5 +1,6 @@
 """The wire format: every message survives the journey, and no bytes whatever do more than raise a WireError."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -333,20 +334,16 @@ json_like = st.recursive(
 @settings(max_examples=400, derandomize=True, deadline=None)
 @given(st.lists(st.binary(max_size=60), max_size=4))
 def test_arbitrary_bytes_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
-    try:
+    with contextlib.suppress(WireError):
         assert isinstance(decode(frames), Message)
-    except WireError:
-        pass
 
 
 @settings(max_examples=400, derandomize=True, deadline=None)
 @given(st.integers(-1, len(KINDS)), st.lists(json_like, max_size=12), st.lists(st.binary(max_size=20), max_size=2))
 @example(1, [0, 0, 0, ["float32", [2**64 - 1]]], [b""])
 def test_arbitrary_fields_are_a_message_or_a_wire_error(kind: int, fields: list[object], rest: list[bytes]) -> None:
-    try:
+    with contextlib.suppress(WireError):
         assert isinstance(decode([head(1, kind, *fields), *rest]), KINDS[kind])
-    except WireError:
-        pass
 
 
 @settings(max_examples=400, derandomize=True, deadline=None)

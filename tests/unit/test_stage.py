@@ -1,5 +1,6 @@
 """A stage gives transformers' own bits, wherever it is cut and whoever computed the entries in its cache."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 def run_in_pieces(stage: Stage, bounds: Sequence[int], inputs: list[int], position: int) -> Tensor:
     hidden: list[int] | Tensor = inputs
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         hidden = stage.run(first, last, hidden, position)
     return hidden
 

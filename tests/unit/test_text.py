@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator, Sequence
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models_for_tests import END_ID, VOCAB_SIZE, build_tokenizer
