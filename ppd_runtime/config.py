@@ -1,11 +1,16 @@
 """Settings, frozen and checked where they are made: how a runtime is laid out, and how one call samples."""
 
 import math
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "local", "zeromq")
+MOST_STOP_CHARACTERS = 2**16
+_MOST = 2**31 - 1
+_LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,16 @@ class SamplingParams:
     """Go on after an end-of-text token."""
 
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.max_new_tokens, 1)
-        _check_int("top_k", self.top_k, 0)
+        _check_int("max_new_tokens", self.max_new_tokens, 1, _MOST)
+        _check_int("top_k", self.top_k, 0, _MOST)
         _check_int("seed", self.seed, 0, 2**64 - 1)
-        _check_float("temperature", self.temperature, self.temperature >= 0, "0 or more")
-        _check_float("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        _check_float("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop={self.stop!r}: give non-empty texts")
+        temperatures = f"0, or {_LOWEST_TEMPERATURE} or more"
+        _check_float("temperature", self.temperature, lambda t: t == 0 or t >= _LOWEST_TEMPERATURE, temperatures)
+        _check_float("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]")
+        _check_float("repetition_penalty", self.repetition_penalty, lambda r: r > 0, "above 0")
+        if not isinstance(self.stop, tuple) or not all(_is_stop_text(text) for text in self.stop):
+            most = MOST_STOP_CHARACTERS
+            raise ValueError(f"stop={self.stop!r:.200}: give a tuple of texts of 1 to {most} Unicode characters")
 
     @property
     def greedy(self) -> bool:
@@ -86,10 +93,14 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         _check_int("k", self.k, 1)
         _check_int("threads_per_worker", self.threads_per_worker, 1)
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model={self.model!r}: give a folder, a hub name or 'demo'")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("transport", self.transport, TRANSPORTS)
-        if self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device={self.device!r}: choose auto, cpu or cuda")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
+        if self.workers is not None:
+            _check_int("workers", self.workers, 1)
         if self.workers is not None and self.workers != self.k:
             raise ValueError(
                 f"workers={self.workers} with k={self.k}: this version runs one sub-process for each candidate "
@@ -125,10 +136,16 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise ValueError(f"{name}={value}: must be at most {high}")
 
 
-def _check_float(name: str, value: object, allowed: bool, range_text: str) -> None:
+def _is_stop_text(text: object) -> bool:
+    if not isinstance(text, str) or not 0 < len(text) <= MOST_STOP_CHARACTERS:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in text)  # half of a UTF-16 pair
+
+
+def _check_float(name: str, value: object, allowed: Callable[[float], bool], range_text: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}={value!r}: give a number {range_text}")
-    if not (math.isfinite(value) and allowed):
+    if not (abs(value) <= sys.float_info.max and allowed(value)):
         raise ValueError(f"{name}={value}: must be finite and {range_text}")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -70,14 +71,13 @@ class RayWorkers:
             raise
 
     def _start_actors(self, progress: Progress) -> None:
-        fits = _fits(self._specs)
-        if not fits:
+        cpus, gpus = _shares(self._specs)
+        if not cpus:
             logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         for spec in self._specs:
-            gpus = 1 if spec.device.startswith("cuda") and fits else 0
             actor_class: Any = PPDMain if spec.rank == MAIN else PPDSub
-            options = {"num_cpus": spec.threads if fits else 0, "num_gpus": gpus, "scheduling_strategy": here}
+            options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here}
             self._actors[spec.rank] = actor_class.options(**options).remote(spec, self._folder)
         self._wait_until_ready(progress)
         self._serving = {rank: actor.serve.remote() for rank, actor in self._actors.items()}
@@ -155,10 +155,16 @@ def _socket_folder() -> str:
     return tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
 
 
-def _fits(specs: Sequence[WorkerSpec]) -> bool:
+def _shares(specs: Sequence[WorkerSpec]) -> tuple[int, float]:
+    """CPUs and GPUs to ask for each worker; less than it would like where it would otherwise never get a place."""
     free = ray.available_resources()
-    gpus = sum(spec.device.startswith("cuda") for spec in specs)
-    return free.get("CPU", 0) >= sum(spec.threads for spec in specs) and free.get("GPU", 0) >= gpus
+    threads, devices = specs[0].threads, int(free.get("GPU", 0))
+    cpus = threads if free.get("CPU", 0) >= threads * len(specs) else 0
+    if not specs[0].device.startswith("cuda"):
+        return cpus, 0
+    if not devices:
+        raise RuntimeError("the Ray node has no free GPU: free one, or choose device='cpu'")
+    return cpus, 1 / math.ceil(len(specs) / devices)
 
 
 def _own_words(error: Exception) -> str:

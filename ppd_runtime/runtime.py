@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Generator
 from typing import cast
 
+import torch
+
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
@@ -204,6 +206,9 @@ def _worker_specs(
     cores = assign_cores(config.k + 1, config.threads_per_worker)
     if config.transport == "local":
         cores = [()] * (config.k + 1)  # threads of a process whose placement is its owner's business
+    devices = [device] * (config.k + 1)
+    if device == "cuda" and config.transport == "local":  # Ray shows each actor a GPU of its own, threads see them all
+        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(config.k + 1)]
     return [
         WorkerSpec(
             rank=rank,
@@ -211,7 +216,7 @@ def _worker_specs(
             info=info,
             exit_layer=exit_layer,
             dtype=choose_dtype(config.dtype, device, info),
-            device=device,
+            device=devices[rank],
             threads=config.threads_per_worker,
             exit_head=exit_head,
             cores=cores[rank],

@@ -53,12 +53,12 @@ class Sampler:
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
         if self.params.greedy:
-            return self._penalised(logits, history).topk(k).indices.tolist()
+            return _best(self._penalised(logits, history), k)
         scores = self._temperature(None, self._penalised(logits, history)[None])
         noisy = scores[0] + self._noise(logits, len(history))
         if self._filters:
             noisy = noisy - _FILTERED * torch.isneginf(self._filters(None, scores)[0])
-        return noisy.topk(k).indices.tolist()
+        return _best(noisy, k)
 
     def _penalised(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         if not self.needs_history:
@@ -67,6 +67,12 @@ class Sampler:
 
     def _noise(self, logits: Tensor, position: int) -> Tensor:
         return torch.from_numpy(gumbel_noise(self.params.seed, position, logits.shape[-1])).to(logits.device)
+
+
+def _best(scores: Tensor, k: int) -> list[int]:
+    """The k highest, the first of them as `argmax` chooses among equals (`topk` may choose another)."""
+    first = int(scores.argmax())
+    return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]
 
 
 def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:

@@ -36,6 +36,8 @@ class TextStream:
         if text.endswith(_INCOMPLETE):
             return ""
         new = text[len(self._window_text) :]
+        if not new:  # a special token: the context must stay one that shows, or the next piece's space is lost
+            return ""
         # The next window keeps the newest piece as context: some tokenizers' spaces depend on the token before.
         self._window_start = self._settled
         self._settled = len(self._token_ids)

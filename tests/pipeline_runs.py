@@ -99,7 +99,7 @@ class Bench:
         impatience: float = 0.0,
         lost: Sequence[int] = (),
     ) -> Decoded:
-        """PPD over a network whose order of events comes from `seed` (None: fair); sub-processes in `lost` never answer."""
+        """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
         network, ranks = MachineNetwork(seed, impatience), range(1, k + 1)
         begin, sampler = begin_message(prompt, params), Sampler(params)
         for rank in lost:

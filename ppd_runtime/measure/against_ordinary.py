@@ -53,16 +53,17 @@ def compare(
     pairs = []
     for turn in range(rounds + 1):
         for prompt in prompts:
-            with _on_core_of(runtime):
+            with on_core_of(runtime):
                 expected = ordinary.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
             pair = (expected, runtime.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True))
             pairs += [pair] if turn else []
-    return _summary(runtime, pairs, max_new_tokens)
+    return summarise(runtime, pairs, max_new_tokens)
 
 
-def _summary(
+def summarise(
     runtime: PPDRuntime, pairs: list[tuple[GenerationResult, GenerationResult]], max_new_tokens: int
 ) -> Comparison:
+    """Medians over pairs of (ordinary, pipelined) results for the same prompts."""
     hits, misses = sum(p.stats.hits for _, p in pairs), sum(p.stats.misses for _, p in pairs)
     times = [(o.stats.time_per_token_s, p.stats.time_per_token_s) for o, p in pairs]
     return Comparison(
@@ -72,19 +73,20 @@ def _summary(
         ordinary_time_per_token_s=statistics.median(o for o, _ in times),
         ppd_time_per_token_s=statistics.median(p for _, p in times),
         ratio=statistics.median(p / o for o, p in times),
-        predicted_ratio=_ratio_after_first(runtime, hits / (hits + misses), max_new_tokens),
+        predicted_ratio=predicted_ratio_after_first(runtime, hits / (hits + misses), max_new_tokens),
         identical=all(o.token_ids == p.token_ids for o, p in pairs),
     )
 
 
-def _ratio_after_first(runtime: PPDRuntime, match_rate: float, num_new_tokens: int) -> float:
+def predicted_ratio_after_first(runtime: PPDRuntime, match_rate: float, num_new_tokens: int) -> float:
     """Theorem 4.1 without the first token, whose pass over the prompt is the same for both."""
     whole = latency_ratio(runtime.info.num_layers, runtime.exit_layer, match_rate, num_new_tokens)
     return (whole * num_new_tokens - 1) / (num_new_tokens - 1)
 
 
 @contextlib.contextmanager
-def _on_core_of(runtime: PPDRuntime) -> Iterator[None]:
+def on_core_of(runtime: PPDRuntime) -> Iterator[None]:
+    """Keep this thread on the main process' cores, where those are fixed."""
     cores = runtime.main_cores
     if not cores:
         yield

@@ -4,10 +4,12 @@ import contextlib
 import copy
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+
+from ppd_runtime.models.stage import layer_range
 
 logger = logging.getLogger(__name__)
 DEMO = "demo"
@@ -65,7 +69,7 @@ def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     """The model's tokenizer; raises ValueError where the folder has none."""
     try:
         return AutoTokenizer.from_pretrained(info.folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises plain ones
         raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {_one_line(error)}") from error
 
 
@@ -78,13 +82,24 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     config = first_layers_config(AutoConfig.from_pretrained(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     tensors = dict(_read_tensors(info, last))
-    with _no_progress_bar():
-        model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
-    tied = getattr(config, "tie_word_embeddings", False)
-    missing = set(dict(model.named_parameters())) - set(tensors) - ({"lm_head.weight"} if tied else set())
-    if missing:
-        raise ValueError(f"model {info.name!r}: its files lack {sorted(missing)[0]} ({len(missing)} tensors in all)")
-    return model.to(device).eval()
+    with _no_progress_bar(), _no_loading_report():
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    for complaint, names in (
+        ("lack", sorted(report["missing_keys"])),
+        ("have another shape than config.json says for", sorted(key for key, *_ in report["mismatched_keys"])),
+    ):
+        if names:
+            raise ValueError(f"model {info.name!r}: its files {complaint} {names[0]} ({len(names)} tensors in all)")
+    model = model.to(device).eval()
+    _check_cuts(info, model)
+    return model
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
@@ -102,8 +117,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, in a fixed order; empty where there are none."""
     index = folder / _INDEX
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [folder / name for name in names]
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"model {str(folder)!r}: {index.name} has no weight_map")
+        return [folder / name for name in sorted(set(weight_map.values()))]
     return [folder / _SINGLE] if (folder / _SINGLE).exists() else []
 
 
@@ -129,9 +146,11 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo) -> torch.dtype:
 def _find(model: str) -> Path:
     if model == DEMO:
         return Path(str(resources.files("ppd_runtime.models") / "demo"))
-    if Path(model).is_dir():
+    if not model:
+        raise ValueError(f"model {model!r}: give a folder, a hub name or 'demo'")
+    if os.path.isdir(model):  # noqa: PTH112 (a Path raises where a name is too long)
         return Path(model)
-    if Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if os.path.exists(model) or model.startswith((".", "/", "~")) or model.count("/") > 1:  # noqa: PTH110
         raise ValueError(f"model {model!r}: no such folder; give a folder, a hub name or 'demo'")
     return _download(model)
 
@@ -153,7 +172,7 @@ def _download(name: str) -> Path:
 def _read_config(model: str, folder: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a config's own checks raise many kinds
         raise ValueError(f"model {model!r}: no usable config.json in {folder}: {_one_line(error)}") from error
 
 
@@ -164,24 +183,72 @@ def _check_architecture(model: str, config: PretrainedConfig) -> None:
         raise ValueError(f"{refuse}an encoder-decoder cannot be pipelined here; {needed}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "num_hidden_layers"):
         raise ValueError(f"{refuse}not a causal language model; {needed}")
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{refuse}its weights are quantised; give the model in float32, bfloat16 or float16")
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds <= _ATTENTION_KINDS:
         raise ValueError(f"{refuse}layers of kind {', '.join(sorted(kinds - _ATTENTION_KINDS))} have no plain cache")
-    with torch.device("meta"):
-        skeleton = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(first_layers_config(config, 1))
+    try:
+        skeleton, deeper = _skeleton(config, 1), _skeleton(config, 2)
+    except Exception as error:  # every architecture checks its settings in its own way
+        raise ValueError(f"{refuse}cannot be built from its config.json: {_one_line(error)}") from error
     base = getattr(skeleton, "model", None)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not hasattr(skeleton, "lm_head"):
         raise ValueError(f"{refuse}{needed}")
+    if _constants(layers[0]) != _constants(deeper.model.layers[0]):
+        raise ValueError(f"{refuse}what a layer computes depends on how many there are, so they cannot be cut")
+
+
+def _skeleton(config: PretrainedConfig, num_layers: int) -> PreTrainedModel:
+    """The first layers without their weights."""
+    with torch.device("meta"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(first_layers_config(config, num_layers))
+
+
+def _constants(layer: nn.Module) -> dict[tuple[str, str], float]:
+    """The numbers that a layer's modules were built with."""
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+    }
+
+
+def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
+    """Refuse a decoder whose pass does more than embed, run layers and norm: a cut would lose or repeat that."""
+    probe = torch.linspace(-1, 1, model.config.hidden_size, device=model.device, dtype=model.dtype).view(1, 1, -1)
+    bare = layer_range(model, 0, 0)
+    try:
+        with torch.inference_mode():
+            same = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
+            bare.norm = model.model.norm
+            normed = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
+            exact = torch.equal(same, probe) and torch.equal(normed, model.model.norm(probe))
+    except Exception as error:  # every architecture asks for its own inputs
+        raise ValueError(f"model {info.name!r} cannot run from hidden states: {_one_line(error)}") from error
+    if not exact:
+        raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
 
 
 def _eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
     path = folder / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.exists() else {}
+    generation = _read_json(path) if path.exists() else {}
     ids = generation.get("eos_token_id", config.eos_token_id)
     if ids is None:
         return frozenset()
     return frozenset(ids) if isinstance(ids, list) else frozenset([ids])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {str(path.parent)!r}: {path.name} cannot be read: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model {str(path.parent)!r}: {path.name} holds no JSON object")
+    return content
 
 
 def _read_tensors(info: ModelInfo, last: int) -> Iterator[tuple[str, Tensor]]:
@@ -193,6 +260,17 @@ def _read_tensors(info: ModelInfo, last: int) -> Iterator[tuple[str, Tensor]]:
                         yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {_one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _no_loading_report() -> Iterator[None]:
+    """transformers' table of missing tensors: `load_layers` says it in one line."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 @contextlib.contextmanager
@@ -210,7 +288,7 @@ def _no_progress_bar() -> Iterator[None]:
 def _layer_number(tensor_name: str) -> int:
     """The layer a tensor belongs to, -1 for the embedding, norm and head."""
     parts = tensor_name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1
 
 
 def _one_line(error: BaseException) -> str:

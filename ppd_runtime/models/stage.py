@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
 
@@ -54,6 +54,8 @@ class Stage:
             return inputs.to(self.device)
         began = time.perf_counter()
         hidden = self._run(first, last, inputs, position)
+        if self.device.type == "cuda":  # whoever sends or judges the result waits for it anyway
+            torch.cuda.synchronize(self.device)
         if hidden.shape[1] == 1 or not self.layer_seconds:
             self._note_time((time.perf_counter() - began) / (last - first))
         self.layer_passes += last - first
@@ -94,7 +96,7 @@ class Stage:
             feed = {"input_ids": torch.tensor([inputs], device=self.device)}
         key = (first, last)
         if key not in self._pieces:
-            self._pieces[key] = self._piece(first, last)
+            self._pieces[key] = layer_range(self.model, first, last)
         if key not in self._views:
             self._views[key] = self.cache.view(first, last)
         output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
@@ -103,19 +105,20 @@ class Stage:
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
 
-    def _piece(self, first: int, last: int) -> nn.Module:
-        base = self.model.model
-        piece = _shallow_copy(base)
-        piece.layers = nn.ModuleList(base.layers[first:last])
-        piece.norm = nn.Identity()
-        piece.config = _range_config(base.config, first, last)
-        return piece
-
     @cached_property
     def _head(self) -> nn.Module:
         head = _shallow_copy(self.model)
         head.model = _NormOnly(self.model.model.norm)
         return head
+
+
+def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
+    """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights."""
+    piece = _shallow_copy(model.model)
+    piece.layers = nn.ModuleList(model.model.layers[first:last])
+    piece.norm = nn.Identity()
+    piece.config = _range_config(model.model.config, first, last)
+    return piece
 
 
 class _NormOnly(nn.Module):
@@ -125,8 +128,8 @@ class _NormOnly(nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, inputs_embeds: Tensor, **_: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+    def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

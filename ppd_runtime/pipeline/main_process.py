@@ -119,7 +119,7 @@ class MainProcess:
         return next((early for early in head_starts.values() if early.token_id == token), None)
 
     def _awaited(self, position: int, token: int) -> list[int]:
-        """The sub-processes whose early start of `token` is on its way; empty once there is one, or none to hope for."""
+        """The sub-processes whose early start of `token` is on its way; none once there is one."""
         heard = self._heard[position]
         if self._cancelled or any(early.token_id == token for early in heard.head_starts.values()):
             return []

@@ -191,7 +191,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     if not frames or len(frames[0]) > _MAX_HEADER_BYTES:
         raise WireError("no header, or one that is too long")
     header = _unpack(frames[0])
-    if not isinstance(header, list) or len(header) < 2 or header[0] != WIRE_VERSION:
+    if not isinstance(header, list) or len(header) < 2 or type(header[0]) is not int or header[0] != WIRE_VERSION:
         raise WireError(f"not a message of wire version {WIRE_VERSION}")
     number = header[1]
     if type(number) is not int or not 0 <= number < len(_KINDS):

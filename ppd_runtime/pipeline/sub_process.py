@@ -42,6 +42,7 @@ class SubProcess:
         self._candidate: tuple[int, int] | None = None  # position and token of what the cache holds on trial
         self._winners: dict[int, int] = {}
         self._entries: dict[int, Tensor] = {}
+        self._owed: int | None = None  # position whose entries the others wait for
         self._over = False
 
     def serve(self) -> Machine:
@@ -49,24 +50,33 @@ class SubProcess:
         self.stage.begin(len(self.history) + self.begin.max_new_tokens)
         self._compute(self.history, 0)
         while not self._over:
-            message = yield Receive(None if self._exit_state is None else 0)
+            message = yield Receive(0 if self._has_work() else None)
             while message is not None and not self._over:
                 self._take(message)
                 message = yield Receive(0)
             yield from self._work()
 
+    def _has_work(self) -> bool:
+        return self._exit_state is not None or self.stage.length(0) < len(self.history)
+
     def _work(self) -> Machine:
         """Name the candidate, bring the cache up to the newest token, start the candidate."""
         state, self._exit_state = self._exit_state, None
         if state is None or state.position != len(self.history) - 1:
+            self._ship_entries()
             yield from self._follow()
             return
         position = state.position + 1
         token = self.exit_head.candidates(state.hidden, self.history, self.k)[self.rank - 1]
         self.send((MAIN,), Candidate(self.rank, self.begin.request, position, token))
+        if self.k > 1:  # the others need them before their candidates; main alone can wait for the next miss
+            self._ship_entries()
         yield from self._follow()
-        if self._over or len(self.history) > position:
-            return  # the true token came first
+        if len(self.history) == position and not self._over:
+            self._start_candidate(position, token)
+        self._ship_entries()
+
+    def _start_candidate(self, position: int, token: int) -> None:
         hidden = self.stage.run(0, self.stage.num_layers, [token], position)
         self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, token, hidden))
         self.layer_passes += self.stage.num_layers
@@ -117,5 +127,12 @@ class SubProcess:
         self.history.append(message.token_id)
         self._winners[message.position] = message.winner
         if message.winner == self.rank and self._candidate == (message.position, message.token_id):
-            entries = self.stage.export_entry(message.position, self.stage.num_layers)
-            self.send(self._peers, Entries(self.rank, self.begin.request, message.position, entries))
+            self._ship_entries()
+            self._owed = message.position
+
+    def _ship_entries(self) -> None:
+        """Send the entries of the token that this process won, if it has not yet."""
+        if self._owed is not None:
+            entries = self.stage.export_entry(self._owed, self.stage.num_layers)
+            self.send(self._peers, Entries(self.rank, self.begin.request, self._owed, entries))
+            self._owed = None

@@ -15,4 +15,4 @@ class Endpoint(Protocol):
         """The next message, or None after `timeout` seconds (0: only what is there; None: wait for ever)."""
 
     def close(self) -> None:
-        """Release what the endpoint holds; what was sent is still delivered."""
+        """Release what the endpoint holds; what was sent has a moment to be delivered."""

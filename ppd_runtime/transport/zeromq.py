@@ -1,6 +1,7 @@
 """Messages between processes of one host: ZeroMQ PUSH and PULL sockets over ipc, in a folder of the user's own."""
 
 import logging
+import time
 from pathlib import Path
 
 import zmq
@@ -10,6 +11,7 @@ from ppd_runtime.pipeline.messages import CLIENT, Message, WireError, decode, en
 logger = logging.getLogger(__name__)
 _MOST_WAITING = 10_000  # messages to a peer that does not take them, before newer ones are dropped
 _LINGER_MS = 500
+_MOST_FRAME_BYTES = 2**31
 
 
 class ZmqEndpoint:
@@ -23,7 +25,9 @@ class ZmqEndpoint:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._inbox.bind(_url(folder, address))
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, _MOST_FRAME_BYTES)
+        self._path = _path(folder, address)
+        self._inbox.bind(f"ipc://{self._path}")
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._last: tuple[Message, list[bytes | memoryview]] | None = None
 
@@ -39,8 +43,10 @@ class ZmqEndpoint:
 
     def receive(self, timeout: float | None) -> Message | None:
         """The next message, or None after `timeout` seconds; what is no message is logged and left out."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            if timeout != 0 and not self._inbox.poll(None if timeout is None else max(1, round(timeout * 1000))):
+            left = None if deadline is None else max(0, round((deadline - time.monotonic()) * 1000))
+            if timeout != 0 and not self._inbox.poll(left):
                 return None
             try:
                 return decode(self._inbox.recv_multipart(zmq.NOBLOCK))
@@ -50,17 +56,17 @@ class ZmqEndpoint:
                 logger.warning("dropped what arrived: %s", error)
 
     def close(self) -> None:
-        """Close the sockets; what was sent has half a second to leave."""
+        """Close the sockets and remove the inbox' file; what was sent has half a second to leave."""
         self._context.destroy(linger=_LINGER_MS)
+        self._path.unlink(missing_ok=True)
 
     def _connect(self, address: int) -> "zmq.Socket[bytes]":
         peer = self._context.socket(zmq.PUSH)
         peer.setsockopt(zmq.SNDHWM, _MOST_WAITING)
-        peer.connect(_url(self._folder, address))
+        peer.connect(f"ipc://{_path(self._folder, address)}")
         self._peers[address] = peer
         return peer
 
 
-def _url(folder: str, address: int) -> str:
-    name = "client" if address == CLIENT else f"worker-{address}"
-    return f"ipc://{Path(folder) / name}"
+def _path(folder: str, address: int) -> Path:
+    return Path(folder) / ("client" if address == CLIENT else f"worker-{address}")

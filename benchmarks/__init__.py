@@ -1,0 +1,1 @@
+"""Measurements that others can repeat: `python -m benchmarks.NAME`."""
