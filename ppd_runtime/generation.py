@@ -88,7 +88,7 @@ class TextGenerator(ABC):
         params = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
         )
-        generation = self.request(prompt, params)
+        generation = Generation(self, self._prompt_ids(prompt, params), params, live_text=False)
         for _ in generation:
             pass
         return generation.result
@@ -146,8 +146,11 @@ class TextGenerator(ABC):
 class Generation(Iterator[TokenEvent]):
     """A generation in progress: iterate over its events, then read `result`. Closing it early cancels it."""
 
-    def __init__(self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live_text: bool = True
+    ) -> None:
         self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
+        self._live_text = live_text  # where nobody reads along, the text is made at the end
         self._result: GenerationResult | None = None
         self._events = self._run()
 
@@ -170,23 +173,32 @@ class Generation(Iterator[TokenEvent]):
         steps = self._generator._steps(self._prompt_ids, self._params)
         try:
             text = TextStream(self._generator.tokenizer, self._params.stop)
-            pieces: list[str] = []
             events: list[TokenEvent] = []
             for step in steps:
                 if isinstance(step, Totals):
-                    self._result = self._finish("".join(pieces), events, step)
+                    self._result = self._finish(events, step)
                     return
-                pieces.append(text.push(step.token_id) + (text.finish() if step.last else ""))
+                piece = self._piece(text, step) if self._live_text else ""
                 position = len(self._prompt_ids) + len(events)
-                events.append(TokenEvent(step.token_id, pieces[-1], position, step.hit))
+                events.append(TokenEvent(step.token_id, piece, position, step.hit))
                 yield events[-1]
         finally:
             steps.close()
             self._generator._end_turn()
 
-    def _finish(self, text: str, events: list[TokenEvent], totals: Totals) -> GenerationResult:
+    @staticmethod
+    def _piece(text: TextStream, step: Step) -> str:
+        return text.push(step.token_id) + (text.finish() if step.last else "")
+
+    def _whole_text(self, events: list[TokenEvent]) -> str:
+        if self._live_text:
+            return "".join(event.text for event in events)
+        text = TextStream(self._generator.tokenizer, self._params.stop)
+        return "".join([*(text.push(event.token_id) for event in events), text.finish()])
+
+    def _finish(self, events: list[TokenEvent], totals: Totals) -> GenerationResult:
         return GenerationResult(
-            text=text,
+            text=self._whole_text(events),
             token_ids=tuple(event.token_id for event in events),
             prompt_ids=tuple(self._prompt_ids),
             finish_reason=totals.finish_reason,

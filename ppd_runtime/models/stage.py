@@ -82,8 +82,9 @@ class Stage:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
-        output = self._head(inputs_embeds=hidden[:, -1:], use_cache=False)
-        return output.logits[0, -1].float()
+        newest = hidden[:, -1:]
+        logits = self._plain_head(newest) if self._head_is_plain else self._library_head(newest)
+        return logits[0, -1].float()
 
     @torch.inference_mode()
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
@@ -104,6 +105,19 @@ class Stage:
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
+
+    def _plain_head(self, hidden: Tensor) -> Tensor:
+        return self.model.lm_head(self.model.model.norm(hidden))
+
+    def _library_head(self, hidden: Tensor) -> Tensor:
+        return self._head(inputs_embeds=hidden, use_cache=False).logits
+
+    @cached_property
+    def _head_is_plain(self) -> bool:
+        """Whether the model does nothing to its logits after the head: no soft cap, no scale."""
+        probe = torch.linspace(-8, 8, self.model.config.hidden_size, device=self.device, dtype=self.model.dtype)
+        hidden = probe.view(1, 1, -1)
+        return torch.equal(self._plain_head(hidden), self._library_head(hidden))
 
     @cached_property
     def _head(self) -> nn.Module:

@@ -63,8 +63,9 @@ class MainProcess:
         self.send(self.subs, self.begin)
         first_layer = 0
         inputs: list[int] | Tensor = list(self.history)
+        asked = False
         while True:
-            hidden = self._pass(first_layer, inputs, ask=not stop.last_allowed)
+            hidden = self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
             token = sampler.choose(self.stage.logits(hidden), self.history)
             self.history.append(token)
             self.finish_reason = stop.finish_reason(token) or ""
@@ -74,7 +75,10 @@ class MainProcess:
             if self._cancelled:
                 self.finish_reason = "cancelled"
                 break
-            self._tell((*self.subs, CLIENT), token, early.sender if early else MISS)
+            asked = early is not None and self.head_start == self.exit_layer and not stop.last_allowed
+            winner = early.sender if early else MISS
+            self._tell(self.subs, token, winner, early.hidden if early and asked else None)
+            self._tell((CLIENT,), token, winner)
             if early:
                 first_layer, inputs = self.head_start, early.hidden
             else:
@@ -94,8 +98,8 @@ class MainProcess:
         self.layer_passes += self.stage.num_layers - first_layer
         return self.stage.run(self.exit_layer, self.stage.num_layers, hidden, start)
 
-    def _tell(self, addresses: Sequence[int], token: int, winner: int) -> None:
-        self.send(addresses, Token(MAIN, self.begin.request, len(self.history) - 1, token, winner))
+    def _tell(self, addresses: Sequence[int], token: int, winner: int, hidden: Tensor | None = None) -> None:
+        self.send(addresses, Token(MAIN, self.begin.request, len(self.history) - 1, token, winner, hidden))
 
     def _settle(self, token: int) -> Generator[Receive, Message | None, HeadStart | None]:
         """The early start of the newest token, or None.

@@ -88,11 +88,15 @@ class HeadStart(Message):
 
 @dataclass(frozen=True, slots=True)
 class Token(Message):
-    """Main → subs and client: the token at `position` is certain, and whose early start is used (or MISS)."""
+    """Main → subs and client: the token at `position` is certain, and whose early start is used (or MISS).
+
+    To the subs, `hidden` is what an `ExitState` of this token would hold, where the early start reached that far.
+    """
 
     position: int
     token_id: int
     winner: int
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ _KINDS: tuple[type[Message], ...] = (
     Failed,
     Shutdown,
 )
+_OPTIONAL_TENSOR = Tensor | None
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in _KINDS}
 _TYPES: dict[type[Message], tuple[Any, ...]] = {
@@ -198,12 +203,16 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         raise WireError("unknown kind of message")
     kind = _KINDS[number]
     types = _TYPES[kind]
-    if len(header) != 2 + len(types) or len(frames) != 1 + sum(t is Tensor for t in types):
-        raise WireError(f"a {kind.__name__} with the wrong number of fields or frames")
+    fields = header[2:]
+    if len(fields) != len(types):
+        raise WireError(f"a {kind.__name__} with the wrong number of fields")
+    held = [t is Tensor or (t == _OPTIONAL_TENSOR and v is not None) for v, t in zip(fields, types, strict=True)]
+    if len(frames) != 1 + sum(held):
+        raise WireError(f"a {kind.__name__} with the wrong number of frames")
     tensors = iter(frames[1:])
     values: list[Any] = [
-        _tensor(value, next(tensors)) if wanted is Tensor else _checked(value, wanted)
-        for value, wanted in zip(header[2:], types, strict=True)
+        _tensor(value, next(tensors)) if is_tensor else _checked(value, wanted)
+        for value, wanted, is_tensor in zip(fields, types, held, strict=True)
     ]
     return kind(*values)
 
@@ -218,6 +227,8 @@ def _unpack(header: bytes | memoryview) -> object:
 def _checked(value: object, wanted: object) -> object:
     if wanted is float:
         good = type(value) in (int, float)
+    elif wanted == _OPTIONAL_TENSOR:
+        good = value is None
     elif wanted is str:
         good = type(value) is str and len(value) <= _MAX_TEXT
     elif wanted == list[int]:

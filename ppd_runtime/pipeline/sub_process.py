@@ -69,12 +69,10 @@ class SubProcess:
         position = state.position + 1
         token = self.exit_head.candidates(state.hidden, self.history, self.k)[self.rank - 1]
         self.send((MAIN,), Candidate(self.rank, self.begin.request, position, token))
-        if self.k > 1:  # the others need them before their candidates; main alone can wait for the next miss
-            self._ship_entries()
+        self._ship_entries()
         yield from self._follow()
         if len(self.history) == position and not self._over:
             self._start_candidate(position, token)
-        self._ship_entries()
 
     def _start_candidate(self, position: int, token: int) -> None:
         hidden = self.stage.run(0, self.stage.num_layers, [token], position)
@@ -126,6 +124,8 @@ class SubProcess:
             return  # a token was lost on the way: without it this process cannot help
         self.history.append(message.token_id)
         self._winners[message.position] = message.winner
+        if message.hidden is not None:
+            self._exit_state = ExitState(message.sender, message.request, message.position, message.hidden)
         if message.winner == self.rank and self._candidate == (message.position, message.token_id):
             self._ship_entries()
             self._owed = message.position

@@ -62,6 +62,7 @@ STRATEGIES = {
     list[int]: st.lists(whole_numbers, max_size=20),
     list[str]: st.lists(texts, max_size=5),
     Tensor: tensors(),
+    Tensor | None: st.none() | tensors(),
 }
 
 
@@ -115,7 +116,8 @@ def test_messages_survive_the_journey(kind: type[Message]) -> None:
         frames = on_the_wire(message)
         assert_same_message(decode(frames), message)
         assert_same_message(decode([memoryview(frame) for frame in frames]), message)
-        assert len(frames) == 1 + sum(wanted is Tensor for wanted in field_types(kind))
+        values = [getattr(message, field.name) for field in dataclasses.fields(message)]
+        assert len(frames) == 1 + sum(isinstance(value, Tensor) for value in values)
 
     check()
 
@@ -124,8 +126,9 @@ def test_messages_survive_the_journey(kind: type[Message]) -> None:
 def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
     """Moving a number, or a field, needs a new wire version."""
     values = {int: 5, float: 0.5, bool: True, str: "a", list[int]: [1], list[str]: ["b"], Tensor: torch.ones(2)}
+    values[Tensor | None] = values[Tensor]
     frames = on_the_wire(kind(*(values[wanted] for wanted in field_types(kind))))
-    described = values | {Tensor: ["float32", [2]]}
+    described = values | {Tensor: ["float32", [2]], Tensor | None: ["float32", [2]]}
     assert frames[0] == head(1, KINDS.index(kind), *(described[wanted] for wanted in field_types(kind)))
     assert all(frame == b"\x00\x00\x80\x3f" * 2 for frame in frames[1:])
 
