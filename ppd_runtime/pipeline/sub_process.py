@@ -129,6 +129,8 @@ class SubProcess:
         if message.winner == self.rank and self._candidate == (message.position, message.token_id):
             self._ship_entries()
             self._owed = message.position
+            if self.k > 1:  # the others need them before their next candidates, main not before the next miss
+                self._ship_entries()
 
     def _ship_entries(self) -> None:
         """Send the entries of the token that this process won, if it has not yet."""
