@@ -60,8 +60,8 @@ class TextGenerator(ABC):
         self.close()
 
     @abstractmethod
-    def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
-        """Yield each new token, then the totals."""
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+        """Yield each new token, then the totals; `live`: each as soon as it is certain."""
 
     @abstractmethod
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
@@ -88,7 +88,7 @@ class TextGenerator(ABC):
         params = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
         )
-        generation = Generation(self, self._prompt_ids(prompt, params), params, live_text=False)
+        generation = Generation(self, self._prompt_ids(prompt, params), params, live=False)
         for _ in generation:
             pass
         return generation.result
@@ -147,10 +147,10 @@ class Generation(Iterator[TokenEvent]):
     """A generation in progress: iterate over its events, then read `result`. Closing it early cancels it."""
 
     def __init__(
-        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live_text: bool = True
+        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
     ) -> None:
         self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
-        self._live_text = live_text  # where nobody reads along, the text is made at the end
+        self._live = live  # where nobody reads along, the text is made at the end
         self._result: GenerationResult | None = None
         self._events = self._run()
 
@@ -170,7 +170,7 @@ class Generation(Iterator[TokenEvent]):
 
     def _run(self) -> Generator[TokenEvent, None, None]:
         self._generator._take_turn()
-        steps = self._generator._steps(self._prompt_ids, self._params)
+        steps = self._generator._steps(self._prompt_ids, self._params, self._live)
         try:
             text = TextStream(self._generator.tokenizer, self._params.stop)
             events: list[TokenEvent] = []
@@ -178,7 +178,7 @@ class Generation(Iterator[TokenEvent]):
                 if isinstance(step, Totals):
                     self._result = self._finish(events, step)
                     return
-                piece = self._piece(text, step) if self._live_text else ""
+                piece = self._piece(text, step) if self._live else ""
                 position = len(self._prompt_ids) + len(events)
                 events.append(TokenEvent(step.token_id, piece, position, step.hit))
                 yield events[-1]
@@ -191,7 +191,7 @@ class Generation(Iterator[TokenEvent]):
         return text.push(step.token_id) + (text.finish() if step.last else "")
 
     def _whole_text(self, events: list[TokenEvent]) -> str:
-        if self._live_text:
+        if self._live:
             return "".join(event.text for event in events)
         text = TextStream(self._generator.tokenizer, self._params.stop)
         return "".join([*(text.push(event.token_id) for event in events), text.finish()])

@@ -31,7 +31,7 @@ class OrdinaryDecoding(TextGenerator):
         place = choose_device(device)
         self.stage = Stage(load_layers(info, info.num_layers, choose_dtype(dtype, place, info), place))
 
-    def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         threads_before = torch.get_num_threads()
         torch.set_num_threads(self.config.threads_per_worker)
         try:

@@ -117,11 +117,11 @@ class PPDRuntime(TextGenerator):
         self.start()
         return self
 
-    def _steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         self.start()
         workers = cast("Workers", self._workers)
         request, self._next_request = self._next_request, self._next_request + 1
-        workers.endpoint.send(MAIN, _begin(request, prompt_ids, params))
+        workers.endpoint.send(MAIN, _begin(request, prompt_ids, params, live))
         finished: Finished | None = None
         reports: dict[int, Report] = {}
         try:
@@ -237,7 +237,7 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
     return RayWorkers(specs, config.ray_address, progress)
 
 
-def _begin(request: int, prompt_ids: list[int], params: SamplingParams) -> Begin:
+def _begin(request: int, prompt_ids: list[int], params: SamplingParams, live: bool) -> Begin:
     return Begin(
         sender=CLIENT,
         request=request,
@@ -250,4 +250,5 @@ def _begin(request: int, prompt_ids: list[int], params: SamplingParams) -> Begin
         seed=params.seed,
         stop=list(params.stop),
         ignore_eos=params.ignore_eos,
+        live=live,
     )

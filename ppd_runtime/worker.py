@@ -30,6 +30,7 @@ from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 
 SHARED = "shared"
+_LONGEST_HOLD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class Worker:
         self._subs = range(1, spec.k + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._pending: Begin | None = None
+        self._hold_tokens = False
+        self._held: list[Message] = []
+        self._released = 0.0
 
     def serve(self, endpoint: Endpoint) -> None:
         """Serve requests until told to shut down; an error is reported to the client and raised."""
@@ -113,7 +117,9 @@ class Worker:
     def _decode(self, begin: Begin, sampler: Sampler) -> None:
         main = MainProcess(self.stage, self.spec.exit_layer, self._subs, self._send, begin)
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer)
+        self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
+        self._release_tokens()
         finished = Finished(
             sender=MAIN,
             request=begin.request,
@@ -175,9 +181,24 @@ class Worker:
 
     def _send(self, addresses: Sequence[int], message: Message) -> None:
         for address in addresses:
-            self._endpoint.send(address, message)
+            if address == CLIENT and self._hold_tokens:
+                self._hold(message)
+            else:
+                self._endpoint.send(address, message)
         if not self._clock.first_token and isinstance(message, Token):
             self._clock.first_token = time.perf_counter() - self._clock.began
+
+    def _hold(self, message: Message) -> None:
+        """Keep a token for the client back for a while; it hears often enough to know that this process lives."""
+        self._held.append(message)
+        if time.perf_counter() - self._released > _LONGEST_HOLD_S:
+            self._release_tokens()
+
+    def _release_tokens(self) -> None:
+        for message in self._held:
+            self._endpoint.send(CLIENT, message)
+        self._held.clear()
+        self._released = time.perf_counter()
 
 
 def sampling_params(begin: Begin) -> SamplingParams:

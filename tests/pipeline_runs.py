@@ -152,6 +152,7 @@ def begin_message(prompt: Sequence[int], params: SamplingParams) -> Begin:
         params.seed,
         list(params.stop),
         params.ignore_eos,
+        True,
     )
 
 

@@ -256,7 +256,7 @@ def _ranks(setting: Setting) -> range:
 
 def _begin(setting: Setting) -> Begin:
     """A request with a prompt of one token."""
-    return Begin(CLIENT, 0, [0], setting.num_new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True)
+    return Begin(CLIENT, 0, [0], setting.num_new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True, True)
 
 
 def _result(network: VirtualNetwork, main: MainProcess, subs: Sequence[SubProcess]) -> Simulated:

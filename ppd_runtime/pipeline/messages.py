@@ -59,6 +59,8 @@ class Begin(Message):
     seed: int
     stop: list[str]
     ignore_eos: bool
+    live: bool
+    """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
 
 
 @dataclass(frozen=True, slots=True)

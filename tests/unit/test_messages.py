@@ -160,9 +160,9 @@ def test_a_decoded_tensor_is_a_copy_that_can_be_written() -> None:
 
 
 def test_encoding_leaves_the_message_alone() -> None:
-    message = Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False)
+    message = Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False, True)
     encode(message)
-    assert message == Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False)
+    assert message == Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False, True)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
         assert next(iter(changes)) in str(error)
         return
     values = dataclasses.asdict(params) | {"stop": list(params.stop)}
-    begin = Begin(sender=-1, request=1, prompt_ids=[1], **values)
+    begin = Begin(sender=-1, request=1, prompt_ids=[1], live=True, **values)
     assert_same_message(decode(on_the_wire(begin)), begin)
 
 
@@ -376,5 +376,5 @@ def test_a_text_of_the_greatest_length_travels() -> None:
 
 def test_a_prompt_of_a_million_tokens_travels() -> None:
     prompt = list(range(10**6))
-    begin = Begin(-1, 1, prompt, 3, 0.5, 0, 1.0, 1.0, 7, [], False)
+    begin = Begin(-1, 1, prompt, 3, 0.5, 0, 1.0, 1.0, 7, [], False, True)
     assert decode(on_the_wire(begin)).prompt_ids == prompt
