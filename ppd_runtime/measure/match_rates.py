@@ -1,10 +1,182 @@
-"""Match rates: how often an intermediate layer's top-k holds the token that full depth gives (the paper's Table 2)."""
+"""Match rates: how often an intermediate layer's top-k holds the token that full depth gives (the paper's Table 2).
 
-from collections.abc import Sequence
+`MatchRateMeter` generates a text by ordinary decoding, then passes it once more through the layers for the hidden
+states behind every exit layer: all layers and all k come from these two.
+"""
 
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.checks import check_whole
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.ordinary import OrdinaryDecoding
+from ppd_runtime.sampling import _FILTERED, Sampler, gumbel_noise
+
+LOGITS = "logits"
+"""Candidates are an exit's likeliest tokens, as in the paper; with greedy decoding the runtime's are the same."""
+SHARED_NOISE = "shared_noise"
+"""Candidates are ranked by the sampling rule itself, with the noise that the token is drawn with, as in the runtime."""
+
+ExitLogits = Callable[[Tensor, int], Tensor]
+"""Hidden states behind an exit layer, `[rows, hidden_size]`, and the layer → `[rows, vocab_size]` float32 logits."""
+
+_ROWS = 128  # positions ranked at once: bounds the memory that a large vocabulary's logits take
+
+
+@dataclass(frozen=True)
+class MatchRateSetting:
+    """What to measure on a model of `num_layers` layers; exit layers and ks are kept in rising order.
+
+    Raises:
+        ValueError: naming the value and the allowed range.
+    """
+
+    num_layers: int
+    vocab_size: int
+    exit_layers: tuple[int, ...]
+    """Layers from 1, the last one excluded; Theorem 4.1 needs those from half depth on."""
+    ks: tuple[int, ...]
+    """Numbers of candidates."""
+    sampling: SamplingParams
+    """How full depth chooses the tokens; its seed is the first prompt's, the next prompt's is one more, and so on."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 2:
+            raise ValueError(f"the model has {self.num_layers} layer: an early exit needs at least 2")
+        if not self.exit_layers or not self.ks:
+            raise ValueError(f"no {'k' if self.exit_layers else 'exit layers'} to measure: give at least one")
+        for k in self.ks:
+            check_whole("k", k, 1)
+            if k > self.vocab_size:
+                raise ValueError(f"k={k} is more than the {self.vocab_size} tokens of the vocabulary: choose fewer")
+        for layer in self.exit_layers:
+            if layer not in range(1, self.num_layers):
+                choice = f"with {self.num_layers} layers choose 1 to {self.num_layers - 1}"
+                raise ValueError(f"exit_layer={layer}: {choice}")
+        if self.sampling.repetition_penalty != 1:
+            penalty = self.sampling.repetition_penalty
+            raise ValueError(f"repetition_penalty={penalty}: match rates are measured without one, leave it at 1")
+        object.__setattr__(self, "exit_layers", tuple(sorted(set(self.exit_layers))))
+        object.__setattr__(self, "ks", tuple(sorted(set(self.ks))))
+
+    @property
+    def rankings(self) -> tuple[str, ...]:
+        """How candidates are ranked, the runtime's way first."""
+        return (LOGITS,) if self.sampling.greedy else (SHARED_NOISE, LOGITS)
+
+
+@dataclass(frozen=True)
+class TextPlaces:
+    """Where the exits placed each token of one generated text, and what it took to find out."""
+
+    places: dict[str, list[list[int]]]
+    """By ranking: `[exit_layers][tokens]`, 0 is the first candidate, max(ks) is no candidate."""
+    generation_s: float
+    """Plain generation of the text."""
+    measuring_s: float
+    """Everything after it."""
+
+
+class MatchRateMeter:
+    """Compares every token of a text that full depth generates with the candidates of every exit.
+
+    The token at position t is compared with the candidates from the hidden states of position t - 1. Every
+    generated token counts: the first one, whose candidates come from the prompt's pass, and the last one, whose
+    candidates the runtime has no more use for. Plain generation has the runtime's threads, what follows it has all.
+    """
+
+    def __init__(
+        self, ordinary: OrdinaryDecoding, setting: MatchRateSetting, exit_logits: ExitLogits | None = None
+    ) -> None:
+        self.ordinary, self.setting = ordinary, setting
+        self._exit_logits = exit_logits or shared_head(ordinary.stage)
+
+    def measure(self, prompt_ids: Sequence[int], seed: int, on_token: Callable[[], None] | None = None) -> TextPlaces:
+        """Generate a text with the noise of `seed` and place its tokens; calls `on_token` after each of them."""
+        sampling = replace(self.setting.sampling, seed=seed)
+        began = time.perf_counter()
+        with contextlib.closing(self.ordinary.request(prompt_ids, sampling)) as generation:
+            for _ in generation:
+                if on_token:
+                    on_token()
+        generated = time.perf_counter()
+        token_ids = [*prompt_ids, *generation.result.token_ids]
+        places = self._place(token_ids, len(prompt_ids), RowSampler(sampling))
+        return TextPlaces(places, generated - began, time.perf_counter() - generated)
+
+    @torch.inference_mode()
+    def _place(self, token_ids: list[int], first: int, sampler: "RowSampler") -> dict[str, list[list[int]]]:
+        """The places of `token_ids[first:]`, the generated ones."""
+        states = torch.stack(
+            list(exit_states(self.ordinary.stage, token_ids[:-1], first - 1, self.setting.exit_layers))
+        )
+        tokens = torch.tensor(token_ids[first:], device=states.device)
+        parts = [
+            self._place_rows(some_states, some_tokens, first + number * _ROWS, sampler)
+            for number, (some_states, some_tokens) in enumerate(
+                zip(states.split(_ROWS, dim=1), tokens.split(_ROWS), strict=True)
+            )
+        ]
+        return {ranking: torch.cat([part[ranking] for part in parts], dim=1).tolist() for ranking in parts[0]}
+
+    def _place_rows(self, states: Tensor, tokens: Tensor, position: int, sampler: "RowSampler") -> dict[str, Tensor]:
+        """Places `[exit_layers, rows]` by ranking; `states` is `[exit_layers, rows, hidden_size]`."""
+        noise = sampler.noise(position, len(tokens), self.setting.vocab_size).to(states.device)
+        rows: dict[str, list[Tensor]] = {ranking: [] for ranking in self.setting.rankings}
+        for layer, hidden in zip(self.setting.exit_layers, states, strict=True):
+            logits = self._exit_logits(hidden, layer)
+            for ranking, placed in rows.items():
+                scores = logits if ranking == LOGITS else sampler.scores(logits, noise)
+                placed.append(_places_among_best(scores, tokens, max(self.setting.ks)))
+        return {ranking: torch.stack(placed) for ranking, placed in rows.items()}
+
+
+class RowSampler(Sampler):
+    """`Sampler.rank` for many positions at once: what it ranks by."""
+
+    def noise(self, position: int, rows: int, size: int) -> Tensor:
+        """`[rows, size]` noise for `position` and those after it; zeros where decoding is greedy."""
+        if self.params.greedy:
+            return torch.zeros(1, 1)
+        return torch.from_numpy(np.stack([gumbel_noise(self.params.seed, position + i, size) for i in range(rows)]))
+
+    def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """`[rows, vocab_size]` scores from logits and noise of this shape."""
+        scaled = self._temperature(None, logits)
+        noisy = scaled + noise
+        if self._filters:
+            noisy = noisy - _FILTERED * torch.isneginf(self._filters(None, scaled))
+        return noisy
+
+
+def shared_head(stage: Stage) -> ExitLogits:
+    """The model's own final norm and head, which the paper's untrained rows use at every exit layer."""
+
+    def exit_logits(hidden: Tensor, exit_layer: int) -> Tensor:
+        return stage._head(inputs_embeds=hidden[:, None], use_cache=False).logits[:, 0].float()
+
+    return exit_logits
+
+
+def exit_states(stage: Stage, token_ids: list[int], first: int, exit_layers: Sequence[int]) -> Iterator[Tensor]:
+    """Hidden states of `token_ids[first:]` behind each exit layer, in rising order: `[tokens, hidden_size]` each.
+
+    `stage` still holds the entries of the tokens before them; newer ones are dropped. Layers that no exit needs do
+    not run.
+    """
+    stage.truncate(first)
+    inputs: list[int] | Tensor = token_ids[first:]
+    for last, layer in zip((0, *exit_layers), exit_layers, strict=False):
+        inputs = stage.run(last, layer, inputs, first)
+        yield inputs[0]
 
 
 @torch.no_grad()
@@ -27,3 +199,18 @@ def teacher_forced_match_rates(
                 row = hits.setdefault(layer, {})
                 row[k] = row.get(k, 0) + int((ranked[..., :k] == chosen).sum())
     return {layer: {k: count / total for k, count in row.items()} for layer, row in hits.items()}
+
+
+def _places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """`[rows]` places of `tokens` among the `most` best of `scores`, `[rows, vocab_size]`; `most` if not among them.
+
+    Among equals the best is the one that `argmax` chooses, as in `Sampler.rank`.
+    """
+    best, ranked = scores.argmax(-1, keepdim=True), scores.topk(most).indices
+    place, best_place = _first_place(ranked == tokens[:, None], most), _first_place(ranked == best, most)
+    place = (place + (best_place > place)).clamp(max=most)  # one further down where the best is not before it
+    return torch.where(tokens == best[:, 0], 0, place)
+
+
+def _first_place(found: Tensor, otherwise: int) -> Tensor:
+    return torch.where(found.any(-1), found.int().argmax(-1), otherwise)
