@@ -90,7 +90,7 @@ class MatchRateMeter:
 
     The token at position t is compared with the candidates from the hidden states of position t - 1. Every
     generated token counts: the first one, whose candidates come from the prompt's pass, and the last one, whose
-    candidates the runtime has no more use for. Plain generation has the runtime's threads, what follows it has all.
+    candidates the runtime has no more use for.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class MatchRateMeter:
                     on_token()
         generated = time.perf_counter()
         token_ids = [*prompt_ids, *generation.result.token_ids]
-        places = self._place(token_ids, len(prompt_ids), RowSampler(sampling))
+        with _threads(self.ordinary.config.threads_per_worker):
+            places = self._place(token_ids, len(prompt_ids), RowSampler(sampling))
         return TextPlaces(places, generated - began, time.perf_counter() - generated)
 
     @torch.inference_mode()
@@ -214,3 +215,14 @@ def _places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 def _first_place(found: Tensor, otherwise: int) -> Tensor:
     return torch.where(found.any(-1), found.int().argmax(-1), otherwise)
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """As many as plain generation has: more of them wait for each other where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -206,7 +206,12 @@ def test_nothing_is_left_behind(folder, short_path, ending):
     script = short_path / "script.py"
     script.write_text(SCRIPT.format(folder=folder, hang=ending == "interrupt"))
     process = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=_hear_interrupts,
     )
     assert process.stdout.readline().strip() == "running", process.stderr.read()
     family = psutil.Process(process.pid).children(recursive=True)
@@ -226,6 +231,11 @@ def _actor_name(process: psutil.Process) -> str:
     except psutil.Error:
         return ""
     return next((name for name in ("PPDMain", "PPDSub") if f"ray::{name}" in title), "")
+
+
+def _hear_interrupts() -> None:
+    """A shell's background job ignores Ctrl-C, and so would every process below it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _kill(name: str, most: int) -> None:
