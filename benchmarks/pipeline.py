@@ -24,9 +24,9 @@ from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_aft
 from ppd_runtime.models.exit_heads import RehearsedHead
 
 PROMPTS = (
-    "def read_lines(path):\n",
-    "import os\nimport sys\n\nclass Reader:\n",
-    "    def __init__(self, name, value=None):\n",
+    "def read_lines(path):",
+    "class Reader:",
+    "    def __init__(self, name, value=None):",
 )
 
 

@@ -11,12 +11,8 @@ from ppd_runtime.cli.generate import print_stream, show_progress
 if TYPE_CHECKING:
     from ppd_runtime.measure.against_ordinary import Comparison
 
-_PROMPT = "def read_lines(path):\n"
-_TIMED_PROMPTS = (
-    _PROMPT,
-    "import os\nimport sys\n\nclass Reader:\n",
-    "    def __init__(self, name, value=None):\n",
-)
+_PROMPT = "def read_lines(path):"
+_TIMED_PROMPTS = (_PROMPT, "class Reader:", "    def __init__(self, name, value=None):")
 
 
 def demo(
