@@ -4,6 +4,7 @@ import typer
 
 from ppd_runtime.cli.demo import demo
 from ppd_runtime.cli.generate import generate
+from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cli.simulate import simulate
 from ppd_runtime.cli.tradeoff import tradeoff
 
@@ -16,6 +17,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(tradeoff)
+app.command("match-rate")(match_rate)
 app.command()(simulate)
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""`ppd match-rate`: how often an early exit already holds the token that full depth gives."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppd_runtime.cli.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ppd_runtime.config import SamplingParams
+    from ppd_runtime.measure.match_rate_report import MatchRateReport, Rates
+    from ppd_runtime.measure.match_rate_run import MatchRateRun
+    from ppd_runtime.measure.match_rates import MatchRateSetting
+    from ppd_runtime.models.loading import ModelInfo
+
+_RANKINGS = {"logits": "candidates by logits", "shared_noise": "candidates by logits and shared noise"}
+
+
+def match_rate(
+    model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
+    prompts: Annotated[
+        str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
+    ] = "demo",
+    exit_layers: Annotated[str, typer.Option(help="Layers to exit after, such as 10,20, or all but the last.")] = "all",
+    k: Annotated[str, typer.Option(help="Numbers of candidates.")] = "1,3,5",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt at the most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The first prompt's; the next prompt's is one more, and so on.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Take so many prompts from the file; default: all.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything here; results are kept beside it until then.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw heatmaps into this image.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+) -> None:
+    """Measure how often a layer's k candidates hold the token that full depth generates.
+
+    Every generated token is compared, the first and the last included. Every layer and every k come from one
+    generation of each prompt and one more pass over its text. `ppd tradeoff --match-rates` reads the --json file.
+    """
+    with one_line_errors():
+        from ppd_runtime.config import SamplingParams
+        from ppd_runtime.measure.match_rate_run import MatchRateRun
+        from ppd_runtime.measure.match_rates import MatchRateMeter
+        from ppd_runtime.measure.prompt_files import read_prompts
+        from ppd_runtime.models.loading import describe
+        from ppd_runtime.ordinary import OrdinaryDecoding
+
+        _check_outputs(json_file, plot, resume)
+        texts = [prompt.text for prompt in read_prompts(prompts, limit)]
+        sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
+        setting = _setting(describe(model), exit_layers, k, sampling)
+        with OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads) as ordinary:
+            run = MatchRateRun(MatchRateMeter(ordinary, setting), texts, json_file, resume)
+            _measure(run)
+        report = run.report()
+        _write(report, run, json_file, plot)
+        _print_tables(report)
+
+
+def _check_outputs(json_file: Path | None, plot: Path | None, resume: bool) -> None:
+    """Find out before the measurement what would stop the report after it."""
+    if resume and json_file is None:
+        raise ValueError("--resume goes on from what is kept beside the --json file: give --json as well")
+    for path in (json_file, plot):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{path}: give a file in a folder that exists")
+    if plot is not None:
+        from ppd_runtime.measure.plots import check_plot
+
+        check_plot(plot)
+
+
+def _setting(info: "ModelInfo", exit_layers: str, k: str, sampling: "SamplingParams") -> "MatchRateSetting":
+    from ppd_runtime.cost_model.tradeoff import parse_list
+    from ppd_runtime.measure.match_rates import MatchRateSetting
+
+    every = list(range(1, info.num_layers))
+    layers = every if exit_layers == "all" else parse_list("--exit-layers", exit_layers, int)
+    ks = parse_list("--k", k, int)
+    return MatchRateSetting(info.num_layers, info.vocab_size, tuple(layers), tuple(ks), sampling)
+
+
+def _measure(run: "MatchRateRun") -> None:
+    if run.skipped_prompts:
+        skipped = f"{run.skipped_prompts} of {run.skipped_prompts + run.num_prompts} prompts"
+        sys.stderr.write(f"ppd: skipped {skipped}: too long for the model's positions\n")
+    try:
+        with _progress_bar(run) as on_progress:
+            run.measure_rest(on_progress)
+    except KeyboardInterrupt:
+        if run.num_done:
+            _print_tables(run.report())
+        if run.partial:
+            sys.stderr.write(f"ppd: {run.num_done} prompts are kept in {run.partial.path}; --resume goes on\n")
+        raise
+
+
+@contextlib.contextmanager
+def _progress_bar(run: "MatchRateRun") -> Iterator[Callable[[float], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("prompt {task.fields[done]} of {task.total}"), BarColumn(), TimeRemainingColumn(), "left")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=run.num_prompts, completed=run.num_done, done=run.num_done)
+        yield lambda done: progress.update(task, completed=done, done=int(done))
+
+
+def _write(report: "MatchRateReport", run: "MatchRateRun", json_file: Path | None, plot: Path | None) -> None:
+    from ppd_runtime.measure.match_rate_report import write_report
+
+    if plot is not None:
+        from ppd_runtime.measure.plots import draw_heatmaps
+
+        draw_heatmaps(report, plot)
+    if json_file is not None:
+        write_report(report, json_file)
+    if run.partial:
+        run.partial.discard()
+
+
+def _print_tables(report: "MatchRateReport") -> None:
+    from rich.console import Console
+
+    console, setting, sampling = Console(), report.setting, report.setting.sampling
+    filters = f", top-p {sampling.top_p:g}" * (sampling.top_p < 1) + f", top-k {sampling.top_k}" * (sampling.top_k > 0)
+    decoding = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}{filters}"
+    compared = f"{report.runtime_rates.comparisons} tokens of {report.num_prompts} prompts compared"
+    cost = f"{report.cost_ratio:.2f} times the cost of generating them"
+    summary = f"{report.model}, {setting.num_layers} layers, {decoding}: {compared}, {cost}"
+    console.print(summary, highlight=False, markup=False)
+    for ranking, rates in report.overall.items():
+        console.print(f"\n{_RANKINGS[ranking]}, with 95 % intervals", _rates_table(rates), highlight=False)
+    console.print(f"\nby position in the output, k={report.middle_k}", _positions_table(report), highlight=False)
+
+
+def _rates_table(rates: "Rates") -> "Table":
+    table = _table([f"k={k}" for k in rates.ks])
+    for layer in rates.exit_layers:
+        cells = [(rates.rate(layer, k), *rates.interval(layer, k)) for k in rates.ks]
+        table.add_row(str(layer), *(f"{rate:.3f} ({low:.3f}–{high:.3f})" for rate, low, high in cells))
+    return table
+
+
+def _positions_table(report: "MatchRateReport") -> "Table":
+    ranges = report.by_position[report.setting.rankings[0]]
+    table = _table([f"{first}–{last}" for first, last in ranges])
+    for layer in report.setting.exit_layers:
+        table.add_row(str(layer), *(f"{rates.rate(layer, report.middle_k):.3f}" for rates in ranges.values()))
+    return table
+
+
+def _table(headings: list[str]) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("exit", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,109 @@
+"""Match rates on many prompts, one after the other; what is measured is kept when the run is interrupted."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ppd_runtime.measure.match_rate_report import MatchRateReport, summarise
+from ppd_runtime.measure.match_rates import MatchRateMeter
+from ppd_runtime.measure.partial_results import PartialResults, PromptResult
+
+_SEEDS = 2**64
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A prompt that fits the model, by its number among all prompts, from 0."""
+
+    number: int
+    token_ids: list[int]
+    sha256: str
+
+
+class MatchRateRun:
+    """Measures prompts and keeps each result as soon as it is there.
+
+    Args:
+        meter: what measures one prompt.
+        prompts: all prompts; those that leave no room for the new tokens are skipped and counted.
+        out: where the report will go; until then results are kept beside it. None keeps them in memory.
+        resume: go on from the results beside `out`, if there are any.
+
+    Raises:
+        ValueError: no prompt fits, or the results beside `out` are not those of this run.
+    """
+
+    def __init__(
+        self, meter: MatchRateMeter, prompts: Sequence[str], out: Path | None = None, resume: bool = False
+    ) -> None:
+        self.meter = meter
+        self._tasks = _fitting(meter, prompts)
+        self.num_prompts, self.skipped_prompts = len(self._tasks), len(prompts) - len(self._tasks)
+        self.partial = PartialResults(out, self._header()) if out else None
+        self._results = self._kept(resume)
+
+    @property
+    def num_done(self) -> int:
+        """Prompts measured."""
+        return len(self._results)
+
+    def measure_rest(self, on_progress: Callable[[float], None] = lambda done: None) -> None:
+        """Measure what is missing; `on_progress` gets the prompts done, the current one's tokens as a fraction."""
+        for task in self._tasks:
+            if task.number not in self._results:
+                result = self._measure(task, on_progress)
+                if self.partial:
+                    self.partial.append(result)
+                self._results[task.number] = result
+                on_progress(self.num_done)
+
+    def report(self) -> MatchRateReport:
+        """What the prompts done so far say; raises ValueError where none is done."""
+        texts = [self._results[number].text for number in sorted(self._results)]
+        return summarise(self._model_name(), self._dtype(), self.meter.setting, texts, self.skipped_prompts)
+
+    def _measure(self, task: _Task, on_progress: Callable[[float], None]) -> PromptResult:
+        sampling, tokens = self.meter.setting.sampling, 0
+
+        def on_token() -> None:
+            nonlocal tokens
+            tokens += 1
+            on_progress(self.num_done + tokens / (sampling.max_new_tokens + 1))
+
+        text = self.meter.measure(task.token_ids, (sampling.seed + task.number) % _SEEDS, on_token)
+        return PromptResult(task.number, task.sha256, text)
+
+    def _kept(self, resume: bool) -> dict[int, PromptResult]:
+        results = self.partial.open(resume) if self.partial else []
+        known = {task.number: task.sha256 for task in self._tasks}
+        if self.partial and any(known.get(result.number) != result.sha256 for result in results):
+            raise ValueError(
+                f"{self.partial.path} was measured on other prompts: resume with the same ones, or delete it"
+            )
+        return {result.number: result for result in results}
+
+    def _header(self) -> dict[str, object]:
+        return {"model": self._model_name(), "dtype": self._dtype(), **asdict(self.meter.setting)}
+
+    def _model_name(self) -> str:
+        return self.meter.ordinary.info.name
+
+    def _dtype(self) -> str:
+        return str(self.meter.ordinary.stage.model.dtype).removeprefix("torch.")
+
+
+def _fitting(meter: MatchRateMeter, prompts: Sequence[str]) -> list[_Task]:
+    ordinary, new = meter.ordinary, meter.setting.sampling.max_new_tokens
+    most = ordinary.info.max_positions
+    tasks = []
+    for number, prompt in enumerate(prompts):
+        token_ids = ordinary.tokenizer.encode(prompt, verbose=False)
+        if token_ids and (most is None or len(token_ids) + new <= most):
+            tasks.append(_Task(number, token_ids, hashlib.sha256(prompt.encode()).hexdigest()))
+    if not tasks:
+        raise ValueError(
+            f"none of the {len(prompts)} prompts and max_new_tokens={new} fit the model's {most} positions: "
+            "give shorter prompts or ask for fewer tokens"
+        )
+    return tasks

@@ -1,0 +1,82 @@
+"""The results of an unfinished match-rate run in a JSON Lines file: how it measures, then a line for each prompt."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.measure.match_rates import TextPlaces
+
+Header = Mapping[str, Any]
+_FORMAT = 1
+_WAY_OUT = "delete the file and measure anew"
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """What one prompt gave; the hash tells it from another prompt of the same number."""
+
+    number: int
+    sha256: str
+    text: TextPlaces
+
+
+class PartialResults:
+    """Results beside the file that they are meant for, `<out>.partial.jsonl`; `header` says how they are measured."""
+
+    def __init__(self, out: Path, header: Header) -> None:
+        self.path = out.with_name(out.name + ".partial.jsonl")
+        self._header = json.loads(json.dumps({"format": _FORMAT, **header}))
+
+    def open(self, resume: bool) -> list[PromptResult]:
+        """Make the file ready to append to; the results that it holds already.
+
+        Raises:
+            ValueError: it holds results and `resume` is off, they were measured otherwise, or it cannot be written.
+        """
+        header, *rows = self._rows() if self.path.exists() else [self._header]
+        if rows and not resume:
+            raise ValueError(f"{self.path} keeps {len(rows)} prompts of an unfinished run: resume it, or delete it")
+        if rows:
+            self._check_header(header)
+        with whole_file(self.path) as unfinished:
+            unfinished.write_text("".join(map(_line, [self._header, *rows])), encoding="utf-8")
+        return [self._result(row) for row in rows]
+
+    def append(self, result: PromptResult) -> None:
+        """Keep one more result."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(asdict(result)))
+
+    def discard(self) -> None:
+        """Remove the file: the run is complete."""
+        self.path.unlink(missing_ok=True)
+
+    def _rows(self) -> Iterator[Any]:
+        *lines, _ = self.path.read_bytes().split(b"\n")  # a last line without an end was cut short
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{self.path}, line {number}: not a result; {_WAY_OUT}") from error
+
+    def _check_header(self, header: Any) -> None:
+        known = header if isinstance(header, dict) else {}
+        for name, value in self._header.items():
+            if known.get(name) != value:
+                raise ValueError(
+                    f"{self.path} was measured with {name}={known.get(name)!r}, not {value!r}: "
+                    "resume with the same settings, or delete it"
+                )
+
+    def _result(self, row: Any) -> PromptResult:
+        try:
+            return PromptResult(row["number"], row["sha256"], TextPlaces(**row["text"]))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{self.path}: a line is not a result; {_WAY_OUT}") from error
+
+
+def _line(row: Any) -> str:
+    return json.dumps(row) + "\n"

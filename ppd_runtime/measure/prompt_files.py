@@ -1,0 +1,64 @@
+"""Prompts out of JSON Lines files: one object a line with a "prompt" text; other keys are ignored."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+SHIPPED = "demo"
+"""Names the prompts that come with the package, half of them code and half prose."""
+_FORM = 'give one object a line, such as {"prompt": "Once upon a time"}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and the line of its file, from 1."""
+
+    line: int
+    text: str
+
+
+def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts (None: all) of a file, or of the shipped set where `source` is "demo".
+
+    Raises:
+        ValueError: naming the file and the line that is broken, or a file that holds no prompt.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit}: give a whole number of at least 1")
+    path = _shipped_file() if source == SHIPPED else Path(source)
+    try:
+        with path.open("rb") as file:
+            prompts = list(itertools.islice(_prompts(path, file), limit))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give a file of prompts, or {SHIPPED!r}") from error
+    if not prompts:
+        raise ValueError(f"{path}: holds no prompts; {_FORM}")
+    return prompts
+
+
+def _shipped_file() -> Path:
+    return Path(str(resources.files("ppd_runtime.measure") / "prompts" / "demo.jsonl"))
+
+
+def _prompts(path: Path, lines: Iterator[bytes]) -> Iterator[Prompt]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield Prompt(number, _prompt_text(line.rstrip()))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}; {_FORM}") from error
+
+
+def _prompt_text(line: bytes) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON at column {error.colno} ({error.msg})") from error
+    text = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(text, str) or not text:
+        raise ValueError('no text under "prompt"')
+    text.encode("utf-8")  # JSON can hold half a character, which no tokenizer takes
+    return text

@@ -1,0 +1,202 @@
+"""`ppd match-rate` as a user runs it: tables, files, pictures, interruptions and mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from ppd_runtime.cli.match_rate import match_rate
+from ppd_runtime.cost_model.tradeoff import read_match_rates
+from ppd_runtime.measure.match_rates import MatchRateMeter
+
+app = typer.Typer()
+app.command()(match_rate)
+PROMPTS = ("The quick brown fox", "A model writes", "Whoever may compute the next token")
+RUN_ALONE = """
+import sys, typer
+from ppd_runtime.cli.match_rate import match_rate
+app = typer.Typer()
+app.command()(match_rate)
+app(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Callable[..., Path]) -> str:
+    """A small model."""
+    return str(model_folder("llama"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """A file of prompts, alone in its folder."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return str(path)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run(*arguments: object) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_a_greedy_measurement(model: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "rates.json"
+    shown = run("--model", model, "--prompts", prompts, "--max-new-tokens", 16, "--json", out)
+    assert "greedy: 48 tokens of 3 prompts compared" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+    report = json.loads(out.read_text())
+    assert (report["comparisons"], report["num_prompts"], report["skipped_prompts"]) == (48, 3, 0)
+    assert (report["ranking"], list(report["rankings"])) == ("logits", ["logits"])
+    assert list(report["match_rates"]) == ["1", "2", "3"]
+    assert list(report["match_rates"]["2"]) == ["1", "3", "5"]
+    assert f"{report['match_rates']['2']['3']:.3f}" in shown
+    low, high = report["intervals"]["2"]["3"]
+    assert low < report["match_rates"]["2"]["3"] < high
+    ranges = report["rankings"]["logits"]["by_position"]
+    assert [row["positions"] for row in ranges] == [[first, first + 1] for first in range(1, 16, 2)]
+    assert sum(row["comparisons"] for row in ranges) == 48
+    assert report["cost"]["ratio_to_plain_generation"] > 1
+    assert read_match_rates(out)[2, 3] == report["match_rates"]["2"]["3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "rates.json"]
+
+
+def test_a_sampled_measurement_gives_both_rankings(model: str, prompts: str, tmp_path: Path) -> None:
+    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--exit-layers", "3,2", "--k", 2)
+    out = tmp_path / "rates.json"
+    shown = run(*arguments, "--temperature", 1, "--top-p", 0.9, "--seed", 5, "--limit", 2, "--json", out)
+    assert "candidates by logits and shared noise" in shown
+    report = json.loads(out.read_text())
+    assert (report["ranking"], list(report["rankings"])) == ("shared_noise", ["shared_noise", "logits"])
+    assert report["match_rates"] == report["rankings"]["shared_noise"]["match_rates"]
+    assert [list(rates) for rates in report["match_rates"].values()] == [["2"], ["2"]]
+    assert list(report["match_rates"]) == ["2", "3"]
+    assert report["comparisons"] == 16
+
+
+def test_the_heatmaps(model: str, prompts: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "heatmap.png"
+    run("--model", model, "--prompts", prompts, "--max-new-tokens", 4, "--temperature", 1, "--plot", plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heatmap.png", "prompts.jsonl"]
+
+
+def test_skipped_prompts_are_counted(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("x" * 600, "The quick")))
+    result = invoke("--model", model, "--prompts", path, "--max-new-tokens", 4, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0
+    assert result.stderr == "ppd: skipped 1 of 2 prompts: too long for the model's positions\n"
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["num_prompts"], report["skipped_prompts"]) == (1, 1)
+
+
+def test_an_interruption_keeps_what_was_measured(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--json", tmp_path / "rates.json")
+    measure, calls = MatchRateMeter.measure, []
+
+    def interrupted(*given: object) -> object:
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(*given)
+
+    monkeypatch.setattr(MatchRateMeter, "measure", interrupted)
+    result = invoke(*arguments)
+    assert result.exit_code == 130
+    assert "16 tokens of 2 prompts compared" in " ".join(result.stdout.split())
+    assert "ppd: 2 prompts are kept in" in result.stderr
+    assert not (tmp_path / "rates.json").exists()
+    refused = invoke(*arguments)
+    assert (refused.exit_code, len(calls)) == (2, 3)
+    assert "keeps 2 prompts of an unfinished run" in refused.stderr
+    run(*arguments, "--resume")
+    assert len(calls) == 4
+    assert json.loads((tmp_path / "rates.json").read_text())["num_prompts"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "rates.json"]
+
+
+def test_control_c_while_it_runs(model: str, prompts: str, tmp_path: Path) -> None:
+    path = Path(prompts)
+    path.write_text(path.read_text() * 200)
+    out, partial = tmp_path / "rates.json", tmp_path / "rates.json.partial.jsonl"
+    command = [sys.executable, "-c", RUN_ALONE, "--model", model, "--prompts", prompts, "--json", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and (not partial.exists() or partial.read_bytes().count(b"\n") < 3):
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130, shown
+    kept = len(partial.read_text().splitlines()) - 1
+    assert f"ppd: {kept} prompts are kept" in shown
+    assert kept >= 2
+    assert not out.exists()
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out, plot = tmp_path / "rates.json", tmp_path / "a.png"
+    result = invoke("--model", model, "--prompts", prompts, "--json", out, "--plot", plot)
+    assert result.exit_code == 2
+    assert result.stderr == "ppd: plots need matplotlib: pip install 'ppd-runtime[plots]'\n"
+    assert list(tmp_path.iterdir()) == [Path(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--exit-layers 4", "exit_layer=4: with 4 layers choose 1 to 3"),
+        ("--exit-layers 0,2", "exit_layer=0"),
+        ("--exit-layers some", "--exit-layers='some': give whole numbers with commas between them"),
+        ("--k 301", "k=301 is more than the 300 tokens of the vocabulary"),
+        ("--k 0", "k=0"),
+        ("--k 1,", "--k='1,'"),
+        ("--max-new-tokens 0", "max_new_tokens=0"),
+        ("--max-new-tokens 600", "none of the 3 prompts and max_new_tokens=600 fit the model's 512 positions"),
+        ("--temperature -1", "temperature=-1"),
+        ("--top-p 0", "top_p=0"),
+        ("--limit 0", "limit=0"),
+        ("--resume", "give --json as well"),
+        ("--json FOLDER/none/rates.json", "give a file in a folder that exists"),
+        ("--plot FOLDER", "give a file in a folder that exists"),
+        ("--plot FOLDER/a.xyz", "no kind of image"),
+        ("--prompts FOLDER/none.jsonl", "none.jsonl: No such file or directory"),
+        ("--prompts FOLDER/broken.jsonl --json FOLDER/rates.json", "broken.jsonl, line 2: no JSON at column 11"),
+        ("--prompts FOLDER/other.jsonl --json FOLDER/rates.json", 'other.jsonl, line 1: no text under "prompt"'),
+        ("--prompts FOLDER/empty.jsonl", "empty.jsonl: holds no prompts"),
+        ("--model FOLDER/none", "no such folder"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(model: str, prompts: str, tmp_path: Path, arguments: str, named: str) -> None:
+    texts = {"broken": '{"prompt": "a"}\n{"prompt": \n', "other": '{"text": "a"}', "empty": "\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    before = sorted(tmp_path.iterdir())
+    given = arguments.replace("FOLDER", str(tmp_path)).split()
+    result = invoke("--model", model, "--prompts", prompts, *given)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before

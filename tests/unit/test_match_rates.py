@@ -1,0 +1,329 @@
+"""Match rates against the pipeline's own exit head, token by token; ranges, intervals, and runs cut short."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import VOCAB_SIZE, load_stage
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.tradeoff import read_match_rates
+from ppd_runtime.measure import match_rates
+from ppd_runtime.measure.match_rate_report import (
+    MatchRateReport,
+    position_ranges,
+    summarise,
+    wilson_interval,
+    write_report,
+)
+from ppd_runtime.measure.match_rate_run import MatchRateRun
+from ppd_runtime.measure.match_rates import LOGITS, SHARED_NOISE, MatchRateMeter, MatchRateSetting, TextPlaces
+from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.models.exit_heads import SharedHead
+from ppd_runtime.models.loading import describe, load_tokenizer
+from ppd_runtime.sampling import Sampler
+
+ModelFolder = Callable[..., Path]
+NUM_LAYERS, KS, NEW_TOKENS = 4, (1, 3, 5), 10
+PROMPTS = ("The quick brown fox", "A model writes", "Whoever may compute the next token")
+GREEDY = SamplingParams(NEW_TOKENS)
+SAMPLED = (
+    SamplingParams(NEW_TOKENS, temperature=1.0, seed=3),
+    SamplingParams(NEW_TOKENS, temperature=3.0, top_p=0.8, seed=3),
+    SamplingParams(NEW_TOKENS, temperature=0.7, top_k=4, seed=2**64 - 2),
+)
+
+
+def setting_of(sampling: SamplingParams = GREEDY, **changes: object) -> MatchRateSetting:
+    known = {"num_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE, "exit_layers": (1, 2, 3), "ks": KS}
+    return MatchRateSetting(**(known | {"sampling": sampling} | changes))
+
+
+def run_on(folder: Path, sampling: SamplingParams = GREEDY, out: Path | None = None, **options: object) -> MatchRateRun:
+    meter = MatchRateMeter(OrdinaryDecoding(str(folder)), setting_of(sampling))
+    return MatchRateRun(meter, options.pop("prompts", PROMPTS), out, **options)
+
+
+def report_on(folder: Path, sampling: SamplingParams = GREEDY, **options: object) -> MatchRateReport:
+    run = run_on(folder, sampling, **options)
+    run.measure_rest()
+    return run.report()
+
+
+def generated(folder: Path, sampling: SamplingParams) -> Iterator[tuple[list[int], tuple[int, ...], SamplingParams]]:
+    """Each prompt's ids, the tokens that full depth gives, and the settings with the prompt's own seed."""
+    ordinary = OrdinaryDecoding(str(folder))
+    for number, prompt in enumerate(PROMPTS):
+        own = replace(sampling, seed=(sampling.seed + number) % 2**64)
+        values = {name: value for name, value in asdict(own).items() if name != "stop"}
+        result = ordinary.generate(prompt, **values)
+        yield list(result.prompt_ids), result.token_ids, own
+
+
+def hits_token_by_token(folder: Path, sampling: SamplingParams, exit_layer: int, k: int, logits_only: bool) -> int:
+    """Asks the pipeline's exit head for candidates before every token, as a sub-process does."""
+    stage, hits = load_stage(folder), 0
+    for prompt_ids, tokens, own in generated(folder, sampling):
+        head = SharedHead(stage, Sampler(SamplingParams() if logits_only else own))
+        stage.begin(len(prompt_ids) + len(tokens))
+        history, inputs = list(prompt_ids), list(prompt_ids)
+        for token in tokens:
+            hidden = stage.run(0, exit_layer, inputs, stage.length(0))
+            hits += token in head.candidates(hidden, history, k)
+            history, inputs = [*history, token], [token]
+    return hits
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # plain; windows, soft-capped logits
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLED], ids=["greedy", "all", "top-p", "top-k"])
+def test_rates_are_those_of_the_pipelines_exit_head(
+    model_folder: ModelFolder, family: str, sampling: SamplingParams
+) -> None:
+    folder = model_folder(family)
+    report = report_on(folder, sampling)
+    assert set(report.overall) == ({LOGITS} if sampling.greedy else {SHARED_NOISE, LOGITS})
+    for (ranking, rates), layer, k in itertools.product(report.overall.items(), (1, 2, 3), KS):
+        expected = hits_token_by_token(folder, sampling, layer, k, logits_only=ranking == LOGITS)
+        assert rates.comparisons == len(PROMPTS) * NEW_TOKENS
+        assert rates.rate(layer, k) == expected / rates.comparisons
+    assert 0 < report.runtime_rates.rate(3, 5) < 1  # the comparison says something
+
+
+def test_measuring_more_than_a_block_of_positions(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = report_on(model_folder("llama"), SAMPLED[0])
+    monkeypatch.setattr(match_rates, "_ROWS", 3)
+    in_blocks = report_on(model_folder("llama"), SAMPLED[0])
+    assert without_times(whole) == without_times(in_blocks)
+
+
+def test_a_subset_of_layers_and_ks_gives_the_same_rates(model_folder: ModelFolder) -> None:
+    whole = report_on(model_folder("llama"))
+    meter = MatchRateMeter(OrdinaryDecoding(str(model_folder("llama"))), setting_of(exit_layers=(3, 2), ks=(3,)))
+    run = MatchRateRun(meter, PROMPTS)
+    run.measure_rest()
+    part = run.report().runtime_rates
+    assert part.exit_layers == (2, 3)
+    assert [part.rate(layer, 3) for layer in (2, 3)] == [whole.runtime_rates.rate(layer, 3) for layer in (2, 3)]
+
+
+def test_other_exit_heads_plug_in(model_folder: ModelFolder) -> None:
+    """A head that always names tokens 7 and 8 first behind layer 1, and 8 and 7 behind the others."""
+    asked = []
+
+    def exit_logits(hidden: torch.Tensor, exit_layer: int) -> torch.Tensor:
+        asked.append((tuple(hidden.shape), exit_layer))
+        logits = torch.zeros(len(hidden), VOCAB_SIZE)
+        logits[:, 7], logits[:, 8] = (2, 1) if exit_layer == 1 else (1, 2)
+        return logits
+
+    ordinary = OrdinaryDecoding(str(model_folder("llama")))
+    meter = MatchRateMeter(ordinary, setting_of(ks=(1, 2)), exit_logits)
+    text = meter.measure([40, 7, 291], seed=0)
+    tokens = ordinary.generate([40, 7, 291], max_new_tokens=NEW_TOKENS).token_ids
+    assert asked == [((NEW_TOKENS, 32), layer) for layer in (1, 2, 3)]
+    assert text.places[LOGITS][0] == [{7: 0, 8: 1}.get(token, 2) for token in tokens]
+    assert text.places[LOGITS][2] == [{8: 0, 7: 1}.get(token, 2) for token in tokens]
+
+
+def test_places_follow_the_pipelines_order_among_equals() -> None:
+    scores = torch.tensor([0.0, 2, 2, 1, 2, 1]).repeat(6, 1)
+    places = match_rates._places_among_best(scores, torch.arange(6), 3)
+    head = Sampler(GREEDY).rank(scores[0], [], 3)
+    assert places.tolist() == [head.index(token) if token in head else 3 for token in range(6)]
+
+
+def test_a_text_that_ends_early_counts_as_far_as_it_goes(model_folder: ModelFolder) -> None:
+    folder = model_folder("llama")
+    stop = OrdinaryDecoding(str(folder)).generate(PROMPTS[0], max_new_tokens=NEW_TOKENS).token_ids[4]
+    ending = model_folder("llama", eos_token_id=stop)
+    report = report_on(ending, prompts=PROMPTS[:1])
+    tokens = OrdinaryDecoding(str(ending)).generate(PROMPTS[0], max_new_tokens=NEW_TOKENS).token_ids
+    assert report.runtime_rates.comparisons == len(tokens) <= 5
+    assert list(report.by_position[LOGITS])[-1][1] <= 6
+
+
+def test_ranges_sum_up_to_the_whole(model_folder: ModelFolder) -> None:
+    report = report_on(model_folder("llama"), SAMPLED[0])
+    for ranking, ranges in report.by_position.items():
+        whole = report.overall[ranking]
+        assert sum(rates.comparisons for rates in ranges.values()) == whole.comparisons
+        assert (sum(rates.hits for rates in ranges.values()) == whole.hits).all()
+    assert list(report.by_position[LOGITS]) == [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
+
+
+def test_hits_are_counted_in_the_range_where_they_are() -> None:
+    text = TextPlaces({LOGITS: [[0, 1, 5], [5, 0, 0]]}, 1.0, 0.5)
+    short = TextPlaces({LOGITS: [[2], [5]]}, 1.0, 0.0)
+    report = summarise("m", "float32", setting_of(SamplingParams(16), exit_layers=(1, 2)), [text, short])
+    first, second = report.by_position[LOGITS].values()
+    assert (first.comparisons, second.comparisons) == (3, 1)
+    assert [first.rate(1, k) for k in KS] == [1 / 3, 1, 1]
+    assert [second.rate(1, 5), second.rate(2, 1)] == [0, 1]
+    assert report.cost_ratio == 1.25
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "last", "count"),
+    [(16, (1, 2), (15, 16), 8), (128, (1, 16), (113, 128), 8), (3, (1, 1), (3, 3), 3), (20, (1, 3), (19, 20), 7)],
+)
+def test_ranges_are_those_of_tables_6_to_8(
+    tokens: int, first: tuple[int, int], last: tuple[int, int], count: int
+) -> None:
+    ranges = position_ranges(tokens)
+    assert (ranges[0], ranges[-1], len(ranges)) == (first, last, count)
+    assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(ranges))
+
+
+def test_wilson_intervals() -> None:
+    assert wilson_interval(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
+    assert wilson_interval(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe 1998, table I
+    assert wilson_interval(7, 7)[1] == pytest.approx(1)
+
+
+def test_the_file_is_what_the_cost_model_reads(model_folder: ModelFolder, tmp_path: Path) -> None:
+    report = report_on(model_folder("llama"), SAMPLED[0])
+    write_report(report, tmp_path / "rates.json")
+    rates = read_match_rates(tmp_path / "rates.json")
+    assert rates == {(layer, k): report.overall[SHARED_NOISE].rate(layer, k) for layer in (1, 2, 3) for k in KS}
+
+
+def without_times(report: MatchRateReport) -> dict[str, object]:
+    return {name: value for name, value in report.as_dict().items() if name != "cost"}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED[0]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    model_folder: ModelFolder, tmp_path: Path, sampling: SamplingParams, cut_short: bool
+) -> None:
+    folder, out = model_folder("llama"), tmp_path / "rates.json"
+    interrupted = run_on(folder, sampling, out)
+
+    def interrupt(done: float) -> None:
+        if done > 1.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.measure_rest(interrupt)
+    assert interrupted.num_done == 1
+    partial = tmp_path / "rates.json.partial.jsonl"
+    if cut_short:
+        partial.write_bytes(partial.read_bytes() + b'{"number": 1, "sha')
+    resumed = run_on(folder, sampling, out, resume=True)
+    assert resumed.num_done == 1
+    steps: list[float] = []
+    resumed.measure_rest(steps.append)
+    assert without_times(resumed.report()) == without_times(report_on(folder, sampling))
+    assert steps == sorted(steps)
+    assert (steps[0] > 1, steps[-1]) == (True, 3)
+    assert len(partial.read_text().splitlines()) == 4
+    resumed.partial.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unfinished_run_is_not_lost_by_mistake(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder, out = model_folder("llama"), tmp_path / "rates.json"
+    run_on(folder, out=out)
+    run_on(folder, out=out).measure_rest()  # nothing was measured before it
+    kept = (tmp_path / "rates.json.partial.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="keeps 3 prompts of an unfinished run: resume it, or delete it"):
+        run_on(folder, out=out)
+    with pytest.raises(ValueError, match=r"measured with sampling=.*not .*: resume with the same settings"):
+        run_on(folder, SAMPLED[0], out, resume=True)
+    with pytest.raises(ValueError, match="measured on other prompts"):
+        run_on(folder, out=out, resume=True, prompts=("Another", *PROMPTS[1:]))
+    with pytest.raises(ValueError, match="measured on other prompts"):
+        run_on(folder, out=out, resume=True, prompts=PROMPTS[:2])
+    assert (tmp_path / "rates.json.partial.jsonl").read_bytes() == kept
+    assert run_on(folder, out=out, resume=True, prompts=(*PROMPTS, "More")).num_done == 3
+
+
+@pytest.mark.parametrize("broken", ["{", "[1]", '{"number": 0}', '{"number": 0, "sha256": "", "text": {"a": 1}}'])
+def test_a_broken_file_of_results_is_refused(model_folder: ModelFolder, tmp_path: Path, broken: str) -> None:
+    folder, out = model_folder("llama"), tmp_path / "rates.json"
+    run_on(folder, out=out).measure_rest()
+    partial = tmp_path / "rates.json.partial.jsonl"
+    partial.write_text(partial.read_text() + broken + "\n")
+    with pytest.raises(ValueError, match="not a result; delete the file and measure anew"):
+        run_on(folder, out=out, resume=True)
+
+
+def test_prompts_too_long_for_the_model_are_skipped(model_folder: ModelFolder) -> None:
+    folder = model_folder("llama")
+    fitting = "x" * (512 - NEW_TOKENS)
+    assert len(load_tokenizer(describe(str(folder))).encode(fitting)) == len(fitting)
+    run = run_on(folder, prompts=("x" + fitting, fitting, PROMPTS[0]))
+    assert (run.num_prompts, run.skipped_prompts) == (2, 1)
+    with pytest.raises(ValueError, match=r"none of the 1 prompts and max_new_tokens=10 fit the model's 512 positions"):
+        run_on(folder, prompts=("x" + fitting,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"exit_layers": (0,)}, "exit_layer=0: with 4 layers choose 1 to 3"),
+        ({"exit_layers": (2, 4)}, "exit_layer=4: with 4 layers choose 1 to 3"),
+        ({"ks": (0,)}, "k=0: give a whole number of at least 1"),
+        ({"ks": (1, 301)}, "k=301 is more than the 300 tokens of the vocabulary"),
+        ({"num_layers": 1, "exit_layers": ()}, "the model has 1 layer"),
+        ({"exit_layers": ()}, "no exit layers"),
+        ({"ks": ()}, "no k"),
+        ({"sampling": SamplingParams(repetition_penalty=1.2)}, "repetition_penalty=1.2"),
+    ],
+)
+def test_settings_are_checked(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        setting_of(**changes)
+
+
+def test_nothing_measured_is_no_report(model_folder: ModelFolder) -> None:
+    with pytest.raises(ValueError, match="no prompt was measured"):
+        run_on(model_folder("llama")).report()
+
+
+def test_the_shipped_prompts() -> None:
+    texts = [prompt.text for prompt in read_prompts("demo")]
+    assert len(texts) == len(set(texts)) == 24
+    assert [prompt.line for prompt in read_prompts("demo", 2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b'{"prompt": "a"}\n\n{"prompt": \n', "line 3: no JSON at column"),
+        (b'{"prompt": "a"}\n{"text": "b"}', 'line 2: no text under "prompt"'),
+        (b'{"prompt": 5}', 'line 1: no text under "prompt"'),
+        (b'{"prompt": ""}', 'line 1: no text under "prompt"'),
+        (b'["prompt"]', 'line 1: no text under "prompt"'),
+        (b'{"prompt": "\xff"}', "line 1: "),
+        (b'{"prompt": "\\ud800"}', "line 1: "),
+        (b"[" * 100_000, "line 1: "),
+        (b"\n  \n", "holds no prompts"),
+        (b"", "holds no prompts"),
+    ],
+)
+def test_broken_prompt_files_are_named_with_the_line(tmp_path: Path, content: bytes, named: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=named) as caught:
+        read_prompts(str(path))
+    assert "give one object a line" in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_prompts_are_read_as_far_as_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "Grüße, 東京\n", "id": 1}) + "\r\n" + '{"prompt": "b"}\n{')
+    assert [(prompt.line, prompt.text) for prompt in read_prompts(str(path), 2)] == [(1, "Grüße, 東京\n"), (2, "b")]
+    with pytest.raises(ValueError, match="line 3"):
+        read_prompts(str(path))
+    with pytest.raises(ValueError, match="limit=0"):
+        read_prompts(str(path), 0)
+    with pytest.raises(ValueError, match="give a file of prompts, or 'demo'"):
+        read_prompts(str(tmp_path))
