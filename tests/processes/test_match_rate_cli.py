@@ -22,7 +22,8 @@ app = typer.Typer()
 app.command()(match_rate)
 PROMPTS = ("The quick brown fox", "A model writes", "Whoever may compute the next token")
 RUN_ALONE = """
-import sys, typer
+import signal, sys, typer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
 from ppd_runtime.cli.match_rate import match_rate
 app = typer.Typer()
 app.command()(match_rate)
