@@ -29,7 +29,8 @@ from ppd_runtime.pipeline.messages import (
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
-_MOST_ABSENCES = 3  # a sub-process that was waited for in vain so often is not waited for until it is in time
+_MOST_ABSENCES = 3  # a sub-process that was waited for in vain so often …
+_SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is in time again
 
 
 @dataclass
@@ -127,7 +128,10 @@ class MainProcess:
         heard = self._heard[position]
         if self._cancelled or any(early.token_id == token for early in heard.head_starts.values()):
             return []
-        return [r for r, named in heard.candidates.items() if named == token and self._absences[r] < _MOST_ABSENCES]
+        named_it = [rank for rank, named in heard.candidates.items() if named == token]
+        if position % _SECOND_CHANCE == 0:  # who is a little late each time never finds out how late otherwise
+            return named_it
+        return [rank for rank in named_it if self._absences[rank] < _MOST_ABSENCES]
 
     def _fill_gaps(self) -> Machine:
         """Bring the first layers' caches up to the newest token, after the hits whose passes began elsewhere."""

@@ -1,16 +1,21 @@
 """The state machines with real stages: every token is ordinary decoding's, bitwise, and every pass is counted."""
 
+import contextlib
 import math
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_runs import PROMPTS, Bench, rehearsed
+from pipeline_runs import PROMPTS, Bench, begin_message, rehearsed
 
 from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.virtual import Clock, VirtualHidden, VirtualSampler, VirtualStage
 from ppd_runtime.models.loading import load_tokenizer
-from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, HeadStart
+from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Candidate, HeadStart, Token
+from ppd_runtime.text import StopRule
 
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
@@ -158,3 +163,26 @@ def test_lost_sub_processes_cost_no_token(bench, lost):
     got = bench.pipelined(prompt, GREEDY, 3, 3, head, lost=lost)
     same(got, expected)
     assert (got.hits == 0) == (len(lost) == 3)
+
+
+def test_a_late_sub_process_gets_another_chance():
+    """It names every token and hangs until position 10: not waited for after three times, until position 32."""
+    begin = begin_message([0], SamplingParams(max_new_tokens=100))
+    told = []
+    stage = VirtualStage(Clock(1.0, 1.0, 0.0, random.Random(0)), 4)
+    main = MainProcess(stage, 2, (1,), lambda addresses, message: told.append((addresses, message)), begin)
+    machine = main.decode(VirtualSampler(GREEDY), StopRule(SamplingParams(max_new_tokens=100), frozenset(), None))
+    waits, named, reply = [], 0, None
+    with contextlib.suppress(StopIteration):
+        while True:
+            wish = machine.send(reply)
+            position, reply = len(main.history) - 1, None
+            if position != named:
+                named, reply = position, Candidate(1, begin.request, position, position)
+            elif wish.patience and position not in waits:
+                waits.append(position)
+                if position > 10:
+                    reply = HeadStart(1, begin.request, position, position, VirtualHidden(1))
+    winners = [message.winner for addresses, message in told if addresses == (CLIENT,) and isinstance(message, Token)]
+    assert waits == [1, 2, 3, *range(32, 100)]
+    assert winners == [MISS] * 31 + [1] * 68 + [NOT_ASKED]
