@@ -3,8 +3,11 @@
     python -m ppd_runtime.training.demo --out ppd_runtime/models/demo --work build/demo-training
 
 The loss is next-token cross-entropy at full depth, plus early-exit losses at one random layer below and one at or
-above half depth, each the cross-entropy to full depth's own distribution through the shared norm and head. Stopping
-at any time and starting again with the same `--work` folder continues from the last checkpoint.
+above half depth, each the divergence from full depth's own distribution through the shared norm and head. The first
+phase lets them move the layers up to the exit only. The second, short phase lets them move full depth as well: the
+later layers unlearn what half depth cannot foresee, which costs next to nothing on held-out text and is what makes
+sampled tokens as easy to foresee as greedy ones. Stopping at any time and starting again with the same `--work`
+folder continues from the last checkpoint.
 """
 
 import argparse
@@ -49,24 +52,50 @@ class Recipe:
     seed: int = 0
     num_steps: int = 2200
     warmup_steps: int = 60
+    agreement_steps: int = 300  # the second phase's
+    agreement_warmup_steps: int = 20
+    agreement_learning_rate_factor: float = 0.3
     tokens_per_step: int = 4096
     context_length: int = 512
     long_context_length: int = 2048
-    long_context_share: float = 0.12  # of the steps, at the end
+    long_context_share: float = 0.12  # of each phase's steps, at its end
     muon_learning_rate: float = 0.005
     adam_learning_rate: float = 0.005
     weight_decay: float = 0.1
     shallow_exit_weight: float = 0.1
     deep_exit_weight: float = 0.3
+    agreement_deep_exit_weight: float = 1.0
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of both phases."""
+        return self.num_steps + self.agreement_steps
+
+    def agrees(self, step: int) -> bool:
+        """Whether a step is of the second phase, in which the exit losses move full depth too."""
+        return step >= self.num_steps
+
+    def progress(self, step: int) -> float:
+        """How much of its phase lies behind a step, in [0, 1)."""
+        return (step - self.num_steps) / self.agreement_steps if self.agrees(step) else step / self.num_steps
 
     def context_at(self, step: int) -> int:
         """Tokens in a row at a step: short rows first, then a stretch of long ones."""
-        long = step >= self.num_steps * (1 - self.long_context_share)
+        long = self.progress(step) >= 1 - self.long_context_share
         return self.long_context_length if long else self.context_length
 
     def learning_rate_factor(self, step: int) -> float:
-        """Linear warm-up, then linear decay to zero."""
-        return min((step + 1) / self.warmup_steps, 1 - step / self.num_steps)
+        """Linear warm-up, then linear decay to zero, in each phase."""
+        decay = 1 - self.progress(step)
+        if self.agrees(step):
+            warmup = (step - self.num_steps + 1) / self.agreement_warmup_steps
+            return self.agreement_learning_rate_factor * min(warmup, decay)
+        return min((step + 1) / self.warmup_steps, decay)
+
+    def loss_weights(self, step: int) -> Tensor:
+        """Of full depth's loss, the shallow exit's and the deep one's: `[3]`."""
+        deep = self.agreement_deep_exit_weight if self.agrees(step) else self.deep_exit_weight
+        return torch.tensor([1.0, self.shallow_exit_weight, deep])
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -117,15 +146,19 @@ class EarlyExitLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, exit_layers: Tensor) -> Tensor:
-        """`input_ids` is `[batch, length + 1]`; `exit_layers` holds two numbers in 1..d-1."""
+    def forward(self, input_ids: Tensor, exit_layers: Tensor, agree: bool) -> Tensor:
+        """`input_ids` is `[batch, length + 1]`; `exit_layers` holds two numbers in 1..d-1.
+
+        With `agree` the exit losses' gradients reach full depth as well.
+        """
         hidden_states = self.model.model(input_ids[:, :-1], output_hidden_states=True, use_cache=False).hidden_states
         exits = self.model.model.norm(torch.stack(hidden_states[1:-1]).index_select(0, exit_layers - 1))
         log_probs = F.log_softmax(self.model.lm_head(hidden_states[-1]).float(), dim=-1)
         labels = input_ids[:, 1:]
         final_loss = -log_probs.gather(-1, labels[..., None]).mean()
         exit_log_probs = F.log_softmax(self.model.lm_head(exits).float(), dim=-1)
-        exit_losses = -(log_probs.detach().exp() * exit_log_probs).sum(-1).mean((1, 2))
+        target = log_probs if agree else log_probs.detach()
+        exit_losses = (target.exp() * (target - exit_log_probs)).sum(-1).mean((1, 2))
         return torch.cat([final_loss[None], exit_losses])
 
 
@@ -151,7 +184,9 @@ def draw_batch(tokens: Tensor, recipe: Recipe, step: int) -> tuple[Tensor, Tenso
     length = recipe.context_at(step)
     starts = generator.integers(0, tokens.numel() - length - 1, recipe.tokens_per_step // length)
     half = recipe.num_layers // 2
-    layers = [generator.integers(1, half), generator.integers(half, recipe.num_layers)]
+    layers = [int(generator.integers(1, half)), int(generator.integers(half, recipe.num_layers))]
+    if recipe.agrees(step) and step % 2 == 0:
+        layers[1] = half  # the default exit
     return torch.stack([tokens[s : s + length + 1] for s in starts]), torch.tensor(layers)
 
 
@@ -209,28 +244,27 @@ def train(
     optimizers = build_optimizers(model, recipe)
     checkpoint = Checkpoint(work / "checkpoint.safetensors", model, optimizers)
     loss_function = EarlyExitLoss(model)
-    weights = torch.tensor([1.0, recipe.shallow_exit_weight, recipe.deep_exit_weight])
     step_loss = torch.compile(loss_function, dynamic=False) if compile_step else loss_function
     first, saved, since = checkpoint.load(), time.monotonic(), time.monotonic()
-    for step in range(first, recipe.num_steps):
+    for step in range(first, recipe.total_steps):
         for optimizer, rate in zip(optimizers, (recipe.muon_learning_rate, recipe.adam_learning_rate), strict=True):
             optimizer.param_groups[0]["lr"] = rate * recipe.learning_rate_factor(step)
         rows, exit_layers = draw_batch(tokens, recipe, step)
         with torch.autocast("cpu", torch.bfloat16):
-            losses = step_loss(rows, exit_layers)
-        (losses * weights).sum().backward()
+            losses = step_loss(rows, exit_layers, recipe.agrees(step))
+        (losses * recipe.loss_weights(step)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if (step + 1) % 25 == 0 or step + 1 == recipe.num_steps:
+        if (step + 1) % 25 == 0 or step + 1 == recipe.total_steps:
             speed = (step + 1 - first) * recipe.tokens_per_step / (time.monotonic() - since)
             names = ("loss", "shallow_exit_loss", "deep_exit_loss")
             record = dict(zip(names, losses.tolist(), strict=True)) | {"step": step + 1, "tokens_per_second": speed}
             if (step + 1) % 250 == 0:
                 record["held_out_loss"] = held_out_loss(model, held_out_chunks(held_out, 512, 40))
             yield record
-        if time.monotonic() - saved > 120 or step + 1 == recipe.num_steps:
+        if time.monotonic() - saved > 120 or step + 1 == recipe.total_steps:
             checkpoint.save(step + 1)
             saved = time.monotonic()
 
@@ -238,7 +272,7 @@ def train(
 def write_card(out: Path, recipe: Recipe, documents: list[Document], model: LlamaForCausalLM, held_out: Tensor) -> None:
     """Write `card.json`: what the model was trained on, how, and what it reaches on held-out text."""
     chunks = held_out_chunks(held_out, 512, 200)
-    rates = teacher_forced_match_rates(model, [c[:-1] for c in chunks], (1, 3, 5))
+    texts = [chunk[:-1] for chunk in chunks]
     card = {
         "corpus": "Python standard library sources and pydoc_data topics; tests, encodings and tables left out",
         "python_version": platform.python_version(),
@@ -246,12 +280,14 @@ def write_card(out: Path, recipe: Recipe, documents: list[Document], model: Llam
         "transformers_version": transformers_version,
         "corpus_sha256": corpus_hash(documents),
         "held_out_files": sorted(d.path for d in documents if d.held_out),
-        "tokens_seen": recipe.num_steps * recipe.tokens_per_step,
+        "steps": recipe.total_steps,
+        "tokens_seen": recipe.total_steps * recipe.tokens_per_step,
         "recipe": asdict(recipe),
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "held_out_loss": held_out_loss(model, chunks),
         "held_out_tokens": sum(c.numel() - 1 for c in chunks),
-        "held_out_match_rate": {str(layer): {str(k): r for k, r in row.items()} for layer, row in rates.items()},
+        "held_out_match_rate": teacher_forced_match_rates(model, texts, (1, 3, 5)),
+        "held_out_sampled_match_rate": teacher_forced_match_rates(model, texts, (1, 3, 5), recipe.seed),
     }
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     (out / "README.md").write_text(_card_text(card))
@@ -260,9 +296,10 @@ def write_card(out: Path, recipe: Recipe, documents: list[Document], model: Llam
 def _card_text(card: dict[str, Any]) -> str:
     """The card for people."""
     recipe = card["recipe"]
+    greedy, sampled = card["held_out_match_rate"], card["held_out_sampled_match_rate"]
     rows = [
-        f"| {layer} | " + " | ".join(f"{rate:.3f}" for rate in rates.values()) + " |"
-        for layer, rates in card["held_out_match_rate"].items()
+        f"| {layer} | " + " | ".join(f"{rate:.3f}" for rate in (*rates.values(), *sampled[layer].values())) + " |"
+        for layer, rates in greedy.items()
     ]
     return "\n".join(
         [
@@ -274,16 +311,17 @@ def _card_text(card: dict[str, Any]) -> str:
             "",
             f"- corpus: {card['corpus']}, of Python {card['python_version']}",
             f"- corpus SHA-256: `{card['corpus_sha256']}`; {len(card['held_out_files'])} files held out (`card.json`)",
-            f"- tokens seen: {card['tokens_seen']:,} in {recipe['num_steps']:,} steps, seed {recipe['seed']}",
+            f"- tokens seen: {card['tokens_seen']:,} in {card['steps']:,} steps, seed {recipe['seed']}",
             f"- held-out loss: {card['held_out_loss']:.3f} nats for a token, over {card['held_out_tokens']:,} tokens",
             "- weights: bfloat16 safetensors; Apache-2.0; the corpus is under the PSF licence",
             "- trained in about an hour on 2 cores by `python -m ppd_runtime.training.demo --compile "
             "--out ppd_runtime/models/demo --work build/demo-training`",
             "",
-            "How often a layer's top k holds full depth's greedy choice, on the held-out text:",
+            "How often a layer's top k holds full depth's choice on the held-out text, greedy and sampled at "
+            "temperature 1 (candidates ranked with the same noise):",
             "",
-            "| exit layer | k = 1 | k = 3 | k = 5 |",
-            "|---|---|---|---|",
+            "| exit layer | k = 1 | k = 3 | k = 5 | sampled, k = 1 | k = 3 | k = 5 |",
+            "|---|---|---|---|---|---|---|",
             *rows,
             "",
         ]
