@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TRANSPORTS = ("auto", "local", "zeromq")
+TRANSPORTS = ("auto", "local", "unix", "zeromq")
 MOST_STOP_CHARACTERS = 2**16
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
@@ -84,7 +84,7 @@ class RuntimeConfig:
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any."""
     transport: str = "auto"
-    """local (threads, no Ray), zeromq (Ray actors), or auto: zeromq."""
+    """local (threads, no Ray), unix or zeromq (Ray actors and their sockets), or auto: unix."""
     ray_address: str | None = None
     """A running Ray cluster; None starts one on this machine, for this runtime alone."""
     threads_per_worker: int = 1

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: Ray places, starts and watches them; every message between them travels over ZeroMQ."""
+"""Workers as Ray actors: Ray places, starts and watches them; messages between them travel over sockets of ours."""
 
 import contextlib
 import logging
@@ -16,19 +16,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ppd_runtime.launching import START_DEADLINE_S, Progress
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.unix import UnixEndpoint
 from ppd_runtime.transport.zeromq import ZmqEndpoint
 from ppd_runtime.worker import Worker, WorkerSpec
 
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
+_SPIN_S = 0.002
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
 class _Actor:
-    def __init__(self, spec: WorkerSpec, folder: str) -> None:
+    def __init__(self, spec: WorkerSpec, transport: str, folder: str) -> None:
         self._worker = Worker(spec)
-        self._endpoint = ZmqEndpoint(folder, spec.rank)
+        self._endpoint = _open_endpoint(transport, folder, spec.rank, _SPIN_S if spec.cores else 0.0)
 
     def ready(self) -> int:
         """The worker's process number, once its layers are loaded."""
@@ -53,8 +55,10 @@ class PPDSub(_Actor):
 class RayWorkers:
     """Every worker a Ray actor on this host, on a Ray node of our own or on a running cluster's."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], ray_address: str | None, progress: Progress) -> None:
-        self._specs = list(specs)
+    def __init__(
+        self, specs: Sequence[WorkerSpec], transport: str, ray_address: str | None, progress: Progress
+    ) -> None:
+        self._specs, self._transport = list(specs), transport
         self._actors: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
         self._folder = _socket_folder()
@@ -64,7 +68,7 @@ class RayWorkers:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
                 _start_ray(ray_address, len(specs), self._folder)
-            self.endpoint: Endpoint = ZmqEndpoint(self._folder, CLIENT)
+            self.endpoint: Endpoint = _open_endpoint(transport, self._folder, CLIENT)
             self._start_actors(progress)
         except BaseException:
             self.close()
@@ -78,7 +82,7 @@ class RayWorkers:
         for spec in self._specs:
             actor_class: Any = PPDMain if spec.rank == MAIN else PPDSub
             options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here}
-            self._actors[spec.rank] = actor_class.options(**options).remote(spec, self._folder)
+            self._actors[spec.rank] = actor_class.options(**options).remote(spec, self._transport, self._folder)
         self._wait_until_ready(progress)
         self._serving = {rank: actor.serve.remote() for rank, actor in self._actors.items()}
 
@@ -130,6 +134,10 @@ class RayWorkers:
             if self._owns_ray:
                 ray.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _open_endpoint(transport: str, folder: str, address: int, spin_s: float = 0.0) -> Endpoint:
+    return ZmqEndpoint(folder, address) if transport == "zeromq" else UnixEndpoint(folder, address, spin_s)
 
 
 def _start_ray(address: str | None, num_workers: int, folder: str) -> None:

@@ -51,7 +51,8 @@ class PPDRuntime(TextGenerator):
         exit_head: "shared" (the model's own norm and head), or a `RehearsedHead` for tests and benchmarks.
         dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).
         device: cpu, cuda or auto.
-        transport: "zeromq" (Ray actors), "local" (threads of this process, no Ray) or "auto" (zeromq).
+        transport: "unix" or "zeromq" (Ray actors, with these sockets between them), "local" (threads of this process,
+            no Ray) or "auto" (unix).
         ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
         threads_per_worker: CPU threads for one worker's matrix products.
         progress: is told in a line what the start-up waits for; None logs it.
@@ -234,7 +235,7 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         return LocalWorkers(specs, progress)
     from ppd_runtime.orchestration import RayWorkers  # only this transport needs Ray
 
-    return RayWorkers(specs, config.ray_address, progress)
+    return RayWorkers(specs, config.transport, config.ray_address, progress)
 
 
 def _begin(request: int, prompt_ids: list[int], params: SamplingParams, live: bool) -> Begin:

@@ -32,7 +32,7 @@ def generate(
     k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
     exit_layer: Annotated[int | None, typer.Option(help="Predict early after this layer; default: half depth.")] = None,
     workers: Annotated[int | None, typer.Option(help="Sub-processes; default: k.")] = None,
-    transport: Annotated[str, typer.Option(help="local (threads), zeromq (Ray actors) or auto.")] = "auto",
+    transport: Annotated[str, typer.Option(help="local (threads), unix or zeromq (Ray actors), or auto.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="host:port of a running Ray cluster.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",

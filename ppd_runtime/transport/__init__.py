@@ -1,4 +1,4 @@
-"""Ways for messages to travel: threads' queues, ZeroMQ sockets."""
+"""Ways for messages to travel: threads' queues, Unix sockets, ZeroMQ sockets."""
 
 from typing import Protocol
 
@@ -9,7 +9,10 @@ class Endpoint(Protocol):
     """One worker's or the client's place in the network of a runtime."""
 
     def send(self, address: int, message: Message) -> None:
-        """Deliver a message; never blocks, and drops it where nobody has listened for long."""
+        """Deliver a message; never blocks, and drops it where nobody has listened for long.
+
+        What cannot leave at once leaves during later calls.
+        """
 
     def receive(self, timeout: float | None) -> Message | None:
         """The next message, or None after `timeout` seconds (0: only what is there; None: wait for ever)."""

@@ -1,4 +1,4 @@
-"""All tokens equal transformers' own `generate` and ordinary decoding's, over threads and over Ray and ZeroMQ."""
+"""All tokens equal transformers' own `generate` and ordinary decoding's, over threads and over Ray and its sockets."""
 
 import itertools
 
@@ -77,16 +77,21 @@ def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
     k, exit_layer = LAYOUTS[(number * 2 + DTYPES.index(dtype) * 3) % len(LAYOUTS)]
     vocab_size = describe(folder).vocab_size
     head = RehearsedHead(tuple((*prompt, *tokens) for prompt, tokens in texts.items()), 0.7, vocab_size)
-    with PPDRuntime(folder, k=k, exit_layer=exit_layer, dtype=dtype, exit_head=head) as runtime:
+    with PPDRuntime(folder, k=k, exit_layer=exit_layer, dtype=dtype, exit_head=head, transport="zeromq") as runtime:
         check(runtime, texts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_demo_model_over_ray(ray_node, k, dtype):
+@pytest.mark.parametrize(
+    ("k", "dtype", "transport"),
+    [
+        (k, dtype, ("unix", "zeromq")[(i + i // 2) % 2])
+        for i, (k, dtype) in enumerate(itertools.product((1, 3, 5), DTYPES))
+    ],
+)
+def test_demo_model_over_ray(ray_node, k, dtype, transport):
     folder = str(describe("demo").folder)
     texts = expected_tokens(folder, dtype, new_tokens=24)
-    with PPDRuntime(k=k, dtype=dtype) as runtime, OrdinaryDecoding(dtype=dtype) as ordinary:
+    with PPDRuntime(k=k, dtype=dtype, transport=transport) as runtime, OrdinaryDecoding(dtype=dtype) as ordinary:
         check(runtime, texts, new_tokens=24)
         settings = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed": k}
         for prompt in list(texts)[::4]:

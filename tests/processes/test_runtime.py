@@ -30,10 +30,10 @@ def ordinary(folder):
     return OrdinaryDecoding(folder)
 
 
-@pytest.fixture(params=["local", "zeromq"])
+@pytest.fixture(params=["local", "unix"])
 def runtime(request, folder):
-    """A runtime of each kind."""
-    if request.param == "zeromq":
+    """A runtime on threads, and one on processes."""
+    if request.param == "unix":
         request.getfixturevalue("ray_node")
     with PPDRuntime(folder, k=2, transport=request.param) as runtime:
         yield runtime

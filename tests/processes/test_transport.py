@@ -1,7 +1,11 @@
-"""Both transports keep what `Endpoint` promises; ZeroMQ's also over garbage, absent peers and restarts."""
+"""All transports keep what `Endpoint` promises; those between processes also over garbage, absent peers, restarts."""
 
 import contextlib
 import logging
+import random
+import resource
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +15,10 @@ import pytest
 import torch
 import zmq
 
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, Token, encode
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, ExitState, HeadStart, Token, encode
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
+from ppd_runtime.transport.unix import UnixEndpoint
 from ppd_runtime.transport.zeromq import ZmqEndpoint
 
 ADDRESSES = [CLIENT, MAIN, 1, 2]
@@ -21,14 +26,15 @@ DEADLINE = 5.0
 Connect = Callable[[int], Endpoint]
 
 
-@pytest.fixture(params=["local", pytest.param("zeromq", marks=pytest.mark.processes)])
+@pytest.fixture(params=["local", "unix", "zeromq"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
     """Opens an endpoint at an address of one network; closes all of them at the end."""
     network = LocalNetwork(ADDRESSES)
     opened: list[Endpoint] = []
 
     def open_endpoint(address: int) -> Endpoint:
-        opened.append(network.endpoint(address) if request.param == "local" else ZmqEndpoint(str(tmp_path), address))
+        between_processes = {"unix": UnixEndpoint, "zeromq": ZmqEndpoint}.get(request.param)
+        opened.append(between_processes(str(tmp_path), address) if between_processes else network.endpoint(address))
         return opened[-1]
 
     yield open_endpoint
@@ -138,7 +144,9 @@ def test_messages_wait_for_whoever_comes_later(connect: Connect) -> None:
     with timed(0, 0.5):
         for i in range(100):
             sub.send(MAIN, Candidate(1, 1, i, 0))
-    assert positions(connect(MAIN), 100) == list(range(100))
+    main = connect(MAIN)
+    assert sub.receive(0.05) is None, "what could not leave leaves while the sender waits for something"
+    assert positions(main, 100) == list(range(100))
 
 
 def test_what_was_sent_before_closing_arrives(connect: Connect) -> None:
@@ -165,7 +173,6 @@ def raw(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     context.destroy(linger=0)
 
 
-@pytest.mark.processes
 def test_garbage_is_logged_and_left_out(
     tmp_path: Path, raw: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,7 +198,6 @@ def test_garbage_is_logged_and_left_out(
     assert len(caplog.records) == len(garbage)
 
 
-@pytest.mark.processes
 def test_garbage_does_not_put_off_the_deadline(tmp_path: Path) -> None:
     main = ZmqEndpoint(str(tmp_path), MAIN)
     stopped = threading.Event()
@@ -215,7 +221,6 @@ def test_garbage_does_not_put_off_the_deadline(tmp_path: Path) -> None:
         main.close()
 
 
-@pytest.mark.processes
 def test_a_peer_that_takes_nothing_blocks_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sub = ZmqEndpoint(str(tmp_path), 1)
     with timed(0, 5), caplog.at_level(logging.WARNING):
@@ -231,20 +236,18 @@ def test_a_peer_that_takes_nothing_blocks_nobody(tmp_path: Path, caplog: pytest.
         endpoint.close()
 
 
-@pytest.mark.processes
-def test_closing_does_not_wait_long_for_an_absent_peer(tmp_path: Path) -> None:
-    sub = ZmqEndpoint(str(tmp_path), 1)
+def test_closing_does_not_wait_long_for_an_absent_peer(connect: Connect) -> None:
+    sub = connect(1)
     sub.send(MAIN, End(1, 1))
     with timed(0, 1.5):
         sub.close()
 
 
-@pytest.mark.processes
-def test_an_address_can_be_taken_again(tmp_path: Path) -> None:
-    """The socket files stay behind `close`; the folder's owner removes them, and until then they do no harm."""
-    sub = ZmqEndpoint(str(tmp_path), 1)
+@pytest.mark.parametrize("kind", [UnixEndpoint, ZmqEndpoint])
+def test_an_address_can_be_taken_again(tmp_path: Path, kind: type[UnixEndpoint] | type[ZmqEndpoint]) -> None:
+    sub = kind(str(tmp_path), 1)
     for request in range(3):
-        main = ZmqEndpoint(str(tmp_path), MAIN)
+        main = kind(str(tmp_path), MAIN)
         deadline = time.monotonic() + DEADLINE
         arrived = None
         while arrived is None and time.monotonic() < deadline:
@@ -257,13 +260,15 @@ def test_an_address_can_be_taken_again(tmp_path: Path) -> None:
     sub.close()
 
 
-@pytest.mark.processes
-def test_two_runtimes_in_two_folders_do_not_hear_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [UnixEndpoint, ZmqEndpoint])
+def test_two_runtimes_in_two_folders_do_not_hear_each_other(
+    tmp_path: Path, kind: type[UnixEndpoint] | type[ZmqEndpoint]
+) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    mains = [ZmqEndpoint(str(folder), MAIN) for folder in folders]
-    clients = [ZmqEndpoint(str(folder), CLIENT) for folder in folders]
+    mains = [kind(str(folder), MAIN) for folder in folders]
+    clients = [kind(str(folder), CLIENT) for folder in folders]
     for number, client in enumerate(clients):
         client.send(MAIN, End(CLIENT, number))
     for number, main in enumerate(mains):
@@ -271,3 +276,167 @@ def test_two_runtimes_in_two_folders_do_not_hear_each_other(tmp_path: Path) -> N
         assert main.receive(0.05) is None
     for endpoint in mains + clients:
         endpoint.close()
+
+
+@pytest.fixture
+def unix(tmp_path: Path) -> Iterator[Callable[..., UnixEndpoint]]:
+    """Opens Unix endpoints in one folder; closes all of them at the end."""
+    opened: list[UnixEndpoint] = []
+
+    def open_endpoint(address: int, spin_s: float = 0.0) -> UnixEndpoint:
+        opened.append(UnixEndpoint(str(tmp_path), address, spin_s))
+        return opened[-1]
+
+    yield open_endpoint
+    for endpoint in opened:
+        endpoint.close()
+
+
+def on_the_stream(frames: list[bytes | memoryview]) -> bytes:
+    return b"".join([struct.pack("<4sIQ", b"ppd1", len(frames[0]), sum(map(len, frames[1:]))), *frames])
+
+
+def stranger(tmp_path: Path, *parts: bytes) -> socket.socket:
+    """Somebody who writes whatever it likes to the main process' socket."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(str(tmp_path / "worker-0"))
+    for part in parts:
+        connection.sendall(part)
+    return connection
+
+
+def test_what_is_no_message_is_left_out_and_the_stream_goes_on(
+    unix: Callable[..., UnixEndpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    main = unix(MAIN)
+    good = encode(Candidate(1, 1, 5, 6))
+    garbage = [[b""], [b"\x00" * 10_000], [b"hello", b"world"], [*good, b"more"], [good[0][:-1]], [b"\x91" * 100_000]]
+    parts = [on_the_stream(frames) + on_the_stream(encode(Candidate(1, 1, i, 6))) for i, frames in enumerate(garbage)]
+    with stranger(tmp_path, *parts[:2]), stranger(tmp_path, *parts[2:]), caplog.at_level(logging.WARNING):
+        assert sorted(positions(main, len(garbage))) == list(range(len(garbage)))
+    assert len(caplog.records) == len(garbage)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<4sIQ", b"ppd2", 10, 0),
+        struct.pack("<4sIQ", b"ppd1", 2**31, 0),
+        struct.pack("<4sIQ", b"ppd1", 10, 2**60),
+    ],
+)
+def test_a_stream_of_something_else_is_closed_and_others_are_served(
+    unix: Callable[..., UnixEndpoint], tmp_path: Path, prefix: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    main, sub = unix(MAIN), unix(1)
+    with stranger(tmp_path, prefix) as connection, caplog.at_level(logging.WARNING):
+        assert main.receive(0.05) is None
+        assert connection.recv(1) == b"", "closed"
+    assert "prefix" in caplog.text
+    sub.send(MAIN, End(1, 1))
+    assert main.receive(DEADLINE) == End(1, 1)
+
+
+def test_a_promise_of_two_gigabytes_takes_no_memory(unix: Callable[..., UnixEndpoint], tmp_path: Path) -> None:
+    main = unix(MAIN)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with stranger(tmp_path, struct.pack("<4sIQ", b"ppd1", 100, 2**31) + b"x" * 100_000):
+        assert main.receive(0.1) is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
+
+
+def test_a_message_may_come_in_any_pieces(unix: Callable[..., UnixEndpoint], tmp_path: Path) -> None:
+    main = unix(MAIN)
+    generator = random.Random(0)
+    sent = [Entries(1, 1, i, torch.full((generator.randrange(1, 60_000),), float(i))) for i in range(12)]
+    stream = b"".join(on_the_stream(encode(message)) for message in sent)
+    received: list[Entries] = []
+    with stranger(tmp_path) as connection:
+        while stream:
+            size = generator.choice([1, 7, 16, 1000, 65_536, 100_000])
+            connection.sendall(stream[:size])
+            stream = stream[size:]
+            while (message := main.receive(0)) is not None:
+                received.append(message)
+    assert [message.position for message in received] == list(range(12))
+    assert all(torch.equal(a.entries, b.entries) for a, b in zip(received, sent, strict=True))
+
+
+def test_a_message_larger_than_the_pipe_leaves_while_its_sender_is_busy(unix: Callable[..., UnixEndpoint]) -> None:
+    """A prompt of a million tokens reaches a waiting sub-process although the main process goes on computing."""
+    ready, received = threading.Event(), []
+
+    def wait_for_it() -> None:
+        sub = unix(1)
+        ready.set()
+        received.append(sub.receive(DEADLINE))
+
+    thread = threading.Thread(target=wait_for_it)
+    thread.start()
+    ready.wait()
+    tensor = torch.arange(8_000_000)[None].float()
+    unix(MAIN).send(1, ExitState(MAIN, 1, 0, tensor))
+    thread.join()
+    assert torch.equal(received[0].hidden, tensor)
+
+
+def test_a_hidden_state_does_not_queue_behind_entries(unix: Callable[..., UnixEndpoint]) -> None:
+    main, sub = unix(MAIN), unix(1)
+    sub.send(MAIN, Entries(1, 1, 0, torch.ones(4_000_000)))  # 16 MB, more than any pipe takes
+    sub.send(MAIN, HeadStart(1, 1, 1, 5, torch.ones(1, 1, 64)))
+    assert isinstance(main.receive(DEADLINE), HeadStart)
+    arrived = None
+    while arrived is None:
+        sub.receive(0)
+        arrived = main.receive(0)
+    assert isinstance(arrived, Entries)
+
+
+def test_a_stopped_peer_costs_milliseconds_and_bounded_memory(
+    unix: Callable[..., UnixEndpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    main, sub = unix(MAIN), unix(1)
+    entries = torch.ones(250_000)  # 1 MB
+    with timed(0, 5), caplog.at_level(logging.WARNING):
+        for i in range(100):
+            sub.send(MAIN, Entries(1, 1, i, entries))
+    assert set(caplog.messages) == {"peer 0 takes no messages: dropped a Entries"}
+    received, quiet = [], 0
+    while quiet < 5:
+        assert sub.receive(0) is None, "a chance to send more"
+        message = main.receive(0.02)
+        quiet = quiet + 1 if message is None else 0
+        received += [message.position] if message else []
+    assert received == list(range(len(received))), "the oldest, in order"
+    assert len(received) > 60
+
+
+def test_a_peer_that_came_back_gets_whole_messages(unix: Callable[..., UnixEndpoint]) -> None:
+    """Killed in the middle of a message: its successor hears the next one from its beginning."""
+    main, sub = unix(MAIN), unix(1)
+    sub.send(MAIN, Entries(1, 1, 0, torch.ones(4_000_000)))
+    assert main.receive(0) is None
+    main.close()
+    main = unix(MAIN)
+    sub.send(MAIN, Entries(1, 1, 1, torch.ones(10)))
+    arrived = None
+    deadline = time.monotonic() + DEADLINE
+    while arrived is None and time.monotonic() < deadline:
+        sub.receive(0)
+        arrived = main.receive(0.01)
+    assert isinstance(arrived, Entries)
+    assert arrived.position == 1
+
+
+def test_spinning_ends_at_the_deadline(unix: Callable[..., UnixEndpoint]) -> None:
+    main = unix(MAIN, spin_s=10.0)
+    with timed(0.05, 0.5):
+        assert main.receive(0.05) is None
+
+
+def test_spinning_gives_way_to_sleep(unix: Callable[..., UnixEndpoint]) -> None:
+    main = unix(MAIN, spin_s=0.002)
+    began = time.thread_time()
+    assert main.receive(1.0) is None
+    assert time.thread_time() - began < 0.1
