@@ -16,7 +16,7 @@ check: .venv/test.stamp
 	$(BIN)/mypy
 
 unit: .venv/test.stamp
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest -n auto tests/unit
 
 processes: .venv/test.stamp
 	$(BIN)/pytest tests/processes
