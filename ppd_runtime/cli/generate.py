@@ -30,7 +30,12 @@ def generate(
     model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
     method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
     k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
-    exit_layer: Annotated[int | None, typer.Option(help="Predict early after this layer; default: half depth.")] = None,
+    exit_layer: Annotated[
+        int | None, typer.Option(help="Predict early after this layer; default: the exit head's, or half depth.")
+    ] = None,
+    exit_head: Annotated[
+        str, typer.Option(help='"shared" (the model\'s own), or the folder of a trained one.')
+    ] = "shared",
     workers: Annotated[int | None, typer.Option(help="Sub-processes; default: k.")] = None,
     transport: Annotated[str, typer.Option(help="local (threads), zeromq (Ray actors) or auto.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="host:port of a running Ray cluster.")] = None,
@@ -64,6 +69,7 @@ def generate(
                 model,
                 k=k,
                 exit_layer=exit_layer,
+                exit_head=exit_head,
                 workers=workers,
                 dtype=dtype,
                 device=device,

@@ -132,7 +132,7 @@ def test_other_exit_heads_plug_in(model_folder: ModelFolder) -> None:
 
 def test_places_follow_the_pipelines_order_among_equals() -> None:
     scores = torch.tensor([0.0, 2, 2, 1, 2, 1]).repeat(6, 1)
-    places = match_rates._places_among_best(scores, torch.arange(6), 3)
+    places = match_rates.places_among_best(scores, torch.arange(6), 3)
     head = Sampler(GREEDY).rank(scores[0], [], 3)
     assert places.tolist() == [head.index(token) if token in head else 3 for token in range(6)]
 
