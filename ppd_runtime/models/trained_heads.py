@@ -4,11 +4,11 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -113,12 +113,13 @@ def save_head(folder: Path, head: HeadNetwork, known: HeadInfo, training: Mappin
         ValueError: where the folder cannot be written.
     """
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    content = save(tensors)
+    info = replace(known, folder=folder, weights_sha256=hashlib.sha256(content).hexdigest())
+    card = {"format": _FORMAT, **asdict(info), "training": training}
+    del card["folder"]
     with whole_file(folder) as unfinished:
         unfinished.mkdir()
-        save_file(tensors, unfinished / _TENSORS)
-        info = HeadInfo(**asdict(known) | {"folder": folder, "weights_sha256": _sha256(unfinished / _TENSORS)})
-        card = {"format": _FORMAT, **asdict(info), "training": training}
-        del card["folder"]
+        (unfinished / _TENSORS).write_bytes(content)
         (unfinished / _CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     return info
 
