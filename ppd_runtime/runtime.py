@@ -15,7 +15,7 @@ from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, check_ray_address
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
@@ -31,7 +31,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
-from ppd_runtime.worker import SHARED, WorkerSpec
+from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
 _CHECK_EVERY_S = 1.0
@@ -91,7 +91,7 @@ class PPDRuntime(TextGenerator):
             self.config = replace(self.config, exit_layer=head.exit_layer)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
         if isinstance(head, HeadInfo):
-            head.check_layer(self.exit_layer)
+            head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
         self._specs = _worker_specs(self.config, info, self.exit_layer, head)
         self._progress = progress or logger.info

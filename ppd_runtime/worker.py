@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.models.exit_heads import ExitHead, RehearsedHead, SharedHead, TrainedHead
+from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
 from ppd_runtime.models.loading import ModelInfo, load_layers, load_tokenizer
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.models.trained_heads import HeadInfo, load_head
@@ -30,7 +30,6 @@ from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 
-SHARED = "shared"
 _LONGEST_HOLD_S = 1.0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,58 +36,35 @@ def exit_head(
     out: Annotated[Path, typer.Option(help="The head's folder; it appears when the head is whole.")],
     model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
     exit_layer: Annotated[int | None, typer.Option(help="The layer to train for; default: half depth.")] = None,
-    data: Annotated[
-        str,
-        typer.Option(
-            help='A .jsonl file with a "text" or "prompt" in each line, a plain text, or "demo" for the demo corpus.'
-        ),
-    ] = "demo",
-    kind: Annotated[
-        str,
-        typer.Option(
-            help="lm-head (the paper's: a classifier of the layer's own) or affine (a map before the model's)."
-        ),
-    ] = "lm-head",
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            help="cross-entropy (to the text; lm-head's default, as in the paper) "
-            "or distil (to full depth's distribution; affine's default)."
-        ),
+    data: Annotated[str, typer.Option(help='A .jsonl file of "text" or "prompt", a plain text, or "demo".')] = "demo",
+    kind: Annotated[str, typer.Option(help="lm-head (the paper's), or affine: a map before the model's.")] = "lm-head",
+    loss: Annotated[str | None, typer.Option(help="cross-entropy (the paper's), or distil (affine's default).")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: 2e-5 (the paper's); affine 2e-3.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows in a step; default: 128 (the paper's); affine 8.")
     ] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Default: 2e-5 (the paper), affine 2e-3.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: 128 (the paper), affine 8.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Tokens in a row; default: 2048 (the paper), affine 512.")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Default: 3 (the paper), affine 1.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Steps at the most; default: no limit, affine 200.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Of a row; default: 2048 (the paper's); affine 512.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Default: 3 (the paper's); affine 1.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Steps at the most; default: no limit; affine 200.")] = None,
     seed: Annotated[int, typer.Option(help="Decides the order of the rows.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto: the frozen model's.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: as many as PyTorch likes.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: as PyTorch chooses.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Train an exit head for one layer of a frozen model and report what it gains on held-out text.
 
-    The same command goes on with a training that was stopped. `ppd generate --exit-head` and `ppd match-rate
-    --exit-head` use the folder. Small models gain little from the paper's learning rate in its few steps: --loss distil
-    --learning-rate 3e-3 --batch-size 8 --max-length 512 --max-steps 200 suits the demo model's lm-head.
+    A training that was stopped goes on with the same command. `ppd generate --exit-head` and `ppd match-rate
+    --exit-head` use the folder. A small model's lm-head gains little from the paper's few and small steps: give it
+    affine's options.
     """
     with one_line_errors():
-        import torch
-
-        from ppd_runtime.models.loading import describe
         from ppd_runtime.training.exit_head import recipe_for
         from ppd_runtime.training.exit_head_run import ExitHeadRun
 
-        if threads is not None:
-            if threads < 1:
-                raise ValueError(f"threads={threads}: must be at least 1")
-            torch.set_num_threads(threads)
-        layer = (describe(model).num_layers + 1) // 2 if exit_layer is None else exit_layer
+        _set_threads(threads)
         recipe = recipe_for(
-            layer,
+            _half_depth(model) if exit_layer is None else exit_layer,
             kind,
             loss=loss,
             learning_rate=learning_rate,
@@ -102,6 +80,21 @@ def exit_head(
             print(json.dumps({"out": str(out), "steps": run.training.num_steps, **comparison.as_dict()}))
         else:
             _print_report(run, comparison)
+
+
+def _half_depth(model: str) -> int:
+    from ppd_runtime.models.loading import describe
+
+    return math.ceil(describe(model).num_layers / 2)
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads={threads}: must be at least 1")
+        torch.set_num_threads(threads)
 
 
 def _train(run: "ExitHeadRun") -> "HeadComparison":

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.checks import check_whole
+from ppd_runtime.models.exit_heads import SHARED
 from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.trained_heads import HeadInfo, load_head
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.sampling import Sampler
 
@@ -84,6 +86,13 @@ class TextPlaces:
     """Everything after it."""
 
 
+def trained_head_meter(ordinary: OrdinaryDecoding, setting: MatchRateSetting, head: HeadInfo) -> "MatchRateMeter":
+    """A meter of a trained head; raises ValueError where the setting has any other layer than the head's."""
+    head.check_layers(setting.exit_layers)
+    network = load_head(head, ordinary.stage.model)
+    return MatchRateMeter(ordinary, setting, exit_logits_of(network), f"{head.kind} {head.weights_sha256}")
+
+
 class MatchRateMeter:
     """Compares every token of a text that full depth generates with the candidates of every exit.
 
@@ -93,9 +102,14 @@ class MatchRateMeter:
     """
 
     def __init__(
-        self, ordinary: OrdinaryDecoding, setting: MatchRateSetting, exit_logits: ExitLogits | None = None
+        self,
+        ordinary: OrdinaryDecoding,
+        setting: MatchRateSetting,
+        exit_logits: ExitLogits | None = None,
+        exit_head: str = SHARED,
     ) -> None:
-        self.ordinary, self.setting = ordinary, setting
+        """`exit_logits` are the shared head's where it is None; `exit_head` is the name for what gives them."""
+        self.ordinary, self.setting, self.exit_head = ordinary, setting, exit_head
         self._exit_logits = exit_logits or exit_logits_of(ordinary.stage.head)
 
     def measure(self, prompt_ids: Sequence[int], seed: int, on_token: Callable[[], None] | None = None) -> TextPlaces:

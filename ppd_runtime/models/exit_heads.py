@@ -12,6 +12,9 @@ from ppd_runtime.models.stage import Stage
 from ppd_runtime.models.trained_heads import HeadNetwork
 from ppd_runtime.sampling import Sampler
 
+SHARED = "shared"
+"""Names the model's own final norm and head where an exit head is chosen."""
+
 
 class ExitHead(Protocol):
     """Names candidates, best first; every sub-process asks its own copy and takes the candidate of its rank."""

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,12 +87,14 @@ class HeadInfo:
                 "give that model, or train a head for this one with `ppd train exit-head`"
             )
 
-    def check_layer(self, exit_layer: int) -> None:
-        """Raise ValueError for any other layer than the one that the head was trained for."""
-        if exit_layer != self.exit_layer:
+    def check_layers(self, exit_layers: Sequence[int]) -> None:
+        """Raise ValueError where there is any other layer than the one that the head was trained for."""
+        others = [layer for layer in exit_layers if layer != self.exit_layer]
+        if others:
+            named = f"layer {others[0]}" if len(others) == 1 else f"layers {', '.join(map(str, others))}"
             raise ValueError(
-                f"{self._was_trained}, not for layer {exit_layer}: choose layer {self.exit_layer}, "
-                "or train a head for this one with `ppd train exit-head`"
+                f"{self._was_trained}, not for {named}: choose layer {self.exit_layer} alone, "
+                "or train a head for another one with `ppd train exit-head`"
             )
 
     @property

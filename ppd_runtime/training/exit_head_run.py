@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,22 +43,17 @@ class ExitHeadRun:
             choice = f"with {self.info.num_layers} layers choose 1 to {self.info.num_layers - 1}"
             raise ValueError(f"exit_layer={recipe.exit_layer}: {choice}")
         place = choose_device(device)
-        rows, self._held_out, self._data_sha256 = self._read_rows()
+        rows, self._held_out, data_sha256 = self._read_rows()
         frozen = load_layers(self.info, self.info.num_layers, choose_dtype(dtype, place, self.info), place)
-        self._hidden_size = frozen.config.hidden_size
+        self._settings = {
+            **asdict(recipe),
+            "model_fingerprint": model_fingerprint(self.info),
+            "data_sha256": data_sha256,
+            "dtype": str(frozen.dtype).removeprefix("torch."),
+        }
         self.training = HeadTraining(recipe, frozen, new_head(recipe.kind, frozen).float(), rows)
-        self._fingerprint = model_fingerprint(self.info)
-        self.checkpoint = Checkpoint(
-            out.with_name(out.name + ".unfinished.safetensors"),
-            self.training.head,
-            [self.training.optimizer],
-            {
-                **asdict(recipe),
-                "model_fingerprint": self._fingerprint,
-                "data_sha256": self._data_sha256,
-                "dtype": str(frozen.dtype).removeprefix("torch."),
-            },
-        )
+        unfinished = out.with_name(out.name + ".unfinished.safetensors")
+        self.checkpoint = Checkpoint(unfinished, self.training.head, [self.training.optimizer], self._settings)
 
     @property
     def num_held_out_rows(self) -> int:
@@ -72,29 +68,31 @@ class ExitHeadRun:
         """Compare the head with the shared one on held-out text and write its folder; `on_row` counts the rows."""
         frozen, head = self.training.frozen, self.training.head
         comparison = compare_heads(frozen.head, self.training.logits, self._passes(on_row), seed=self.recipe.seed)
-        known = HeadInfo(
+        save_head(self.out, head, self._head_info(), self._account() | {"held_out": comparison.as_dict()})
+        self.checkpoint.discard()
+        return comparison
+
+    def _head_info(self) -> HeadInfo:
+        return HeadInfo(
             folder=self.out,
             kind=self.recipe.kind,
             model=self.info.name,
-            model_fingerprint=self._fingerprint,
+            model_fingerprint=self._settings["model_fingerprint"],
             exit_layer=self.recipe.exit_layer,
-            hidden_size=self._hidden_size,
+            hidden_size=self.training.frozen.model.config.hidden_size,
             vocab_size=self.info.vocab_size,
             weights_sha256="",
         )
-        training = {
-            "recipe": asdict(self.recipe),
+
+    def _account(self) -> dict[str, Any]:
+        """How the head was trained, for its card."""
+        return {
+            **self._settings,
+            "data": self.data,
             "steps": self.training.num_steps,
             "tokens": self.training.num_tokens,
-            "data": self.data,
-            "data_sha256": self._data_sha256,
-            "dtype": str(frozen.model.dtype).removeprefix("torch."),
             "torch_version": torch.__version__,
-            "held_out": comparison.as_dict(),
         }
-        save_head(self.out, head, known, training)
-        self.checkpoint.discard()
-        return comparison
 
     def _read_rows(self) -> tuple[Tensor, Tensor, str]:
         """Rows for training, held-out ones, and the hash of the texts."""
