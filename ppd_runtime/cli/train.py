@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ppd_runtime.measure.exit_heads import HeadComparison
     from ppd_runtime.training.exit_head_run import ExitHeadRun
 
-train = typer.Typer(help="Train what makes early candidates better; the model itself stays as it is.")
+train = typer.Typer(
+    help="Train what makes early candidates better; the model itself stays as it is.", no_args_is_help=True
+)
 _WAYS = {
     "greedy": "greedy",
     "shared_noise": "sampled, shared noise",

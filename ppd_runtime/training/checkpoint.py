@@ -21,6 +21,7 @@ class Checkpoint:
         optimizers: Sequence[torch.optim.Optimizer],
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        self._partial = path.with_suffix(".partial")
         self.path, self.model, self.optimizers = path, model, optimizers
         self._settings = json.loads(json.dumps(settings or {}))
 
@@ -30,10 +31,9 @@ class Checkpoint:
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-        partial = self.path.with_suffix(".partial")
         metadata = {"step": str(step), "settings": json.dumps(self._settings)}
-        save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata=metadata)
-        partial.replace(self.path)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial, metadata=metadata)
+        self._partial.replace(self.path)
 
     def load(self) -> int:
         """Restore the newest state, if there is one; the number of finished steps.
@@ -56,7 +56,8 @@ class Checkpoint:
 
     def discard(self) -> None:
         """Remove the file: the training is complete."""
-        self.path.unlink(missing_ok=True)
+        for path in (self.path, self._partial):
+            path.unlink(missing_ok=True)
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         for name, value in self._settings.items():

@@ -153,9 +153,12 @@ class HeadTraining:
         return sum(map(len, batches)) * (self.rows.shape[1] - 1)
 
     def logits(self, states: Tensor) -> Tensor:
-        """The head's, `[rows, tokens, vocab_size]`, with the model's dtype for the products as in the runtime."""
-        model = self.frozen.model
-        with torch.autocast(model.device.type, model.dtype, enabled=model.dtype != torch.float32):
+        """The head's, `[rows, tokens, vocab_size]`; a half-precision model's products are in bfloat16.
+
+        In float16 the gradients of single tokens would vanish.
+        """
+        half = self.frozen.model.dtype != torch.float32
+        with torch.autocast(states.device.type, torch.bfloat16, enabled=half):
             return self.head(states)
 
     def _step(self, step: int) -> float:

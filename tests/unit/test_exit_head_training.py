@@ -141,6 +141,16 @@ def test_the_folder_holds_what_was_trained(model_folder: ModelFolder, tmp_path: 
         assert torch.equal(loaded(states), run.training.logits(states))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_models_teach_too(model_folder: ModelFolder, tmp_path: Path, kind: str, dtype: str) -> None:
+    recipe = replace(QUICK, kind=kind, max_steps=30, epochs=9)
+    run = run_on(model_folder("llama"), write_texts(tmp_path / "texts.jsonl"), recipe, dtype=dtype)
+    run.train()
+    comparison = run.finish()
+    assert comparison.after.divergence < comparison.before.divergence - 0.1
+
+
 class Stopped(Exception):
     pass
 
