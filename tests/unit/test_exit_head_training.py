@@ -69,6 +69,15 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert recipe.learning_rate_at(0, 1) == 1.0
 
 
+def test_recipes_by_name() -> None:
+    assert recipe_for(2, LM_HEAD, "quick") == replace(recipe_for(2, AFFINE), kind=LM_HEAD)
+    assert recipe_for(2, AFFINE, "paper") == HeadRecipe(2, AFFINE)
+    changed = recipe_for(2, AFFINE, loss=CROSS_ENTROPY, max_steps=None, seed=3)
+    assert changed == replace(recipe_for(2, AFFINE), loss=CROSS_ENTROPY, seed=3)
+    with pytest.raises(ValueError, match="recipe='slow': choose one of paper, quick"):
+        recipe_for(2, LM_HEAD, "slow")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_loss_of_a_new_head(model_folder: ModelFolder, family: str, kind: str) -> None:
