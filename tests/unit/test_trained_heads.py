@@ -14,12 +14,14 @@ from heads_for_tests import make_head, shake
 from models_for_tests import load_stage
 from safetensors.torch import load_file, save_file
 
+from ppd_runtime import PPDRuntime
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.exit_heads import SharedHead, TrainedHead
 from ppd_runtime.models.fingerprint import model_fingerprint
 from ppd_runtime.models.loading import describe
 from ppd_runtime.models.trained_heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.worker import Worker
 
 ModelFolder = Callable[..., Path]
 HISTORY = [40, 7, 291, 12]
@@ -118,6 +120,20 @@ def test_candidates_are_ranked_as_the_shared_heads(
     logits = head(states())[0, -1]
     assert trained.candidates(states(), HISTORY, 5) == sampler.rank(logits, HISTORY, 5)
     assert trained.candidates(states(), HISTORY, 9) != shared.candidates(states(), HISTORY, 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sub_processes_ask_the_trained_head(model_folder: ModelFolder, tmp_path: Path, kind: str) -> None:
+    folder, sampler = model_folder("llama"), Sampler(SamplingParams(temperature=1.0, seed=3))
+    head = make_head(tmp_path / "head", folder, kind, 3)
+    runtime = PPDRuntime(str(folder), k=2, exit_head=head.folder, transport="local")
+    assert runtime.exit_layer == 3
+    main, sub, _ = map(Worker, runtime._specs)
+    expected = TrainedHead(load_head(head, load_stage(folder).model), sampler)
+    named = sub._exit_head(sampler).candidates(states(), HISTORY, 9)
+    assert named == expected.candidates(states(), HISTORY, 9)
+    assert named != SharedHead(sub.stage, sampler).candidates(states(), HISTORY, 9)
+    assert main._trained_head is None
 
 
 def test_a_head_for_another_model_is_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
