@@ -5,6 +5,8 @@ import os
 import time
 import weakref
 from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,8 +15,9 @@ from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, check_ray_address
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
+from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -28,7 +31,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
-from ppd_runtime.worker import SHARED, WorkerSpec
+from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
 _CHECK_EVERY_S = 1.0
@@ -46,9 +49,11 @@ class PPDRuntime(TextGenerator):
     Args:
         model: a local folder, a hub name, or "demo" for the embedded model.
         k: early candidates for each token, one sub-process each.
-        exit_layer: the layer after which the next token is predicted early; None is half depth, rounded up.
+        exit_layer: the layer after which the next token is predicted early; None is the layer of a trained exit head,
+            or half depth, rounded up.
         workers: sub-processes; None is k, and so far nothing else.
-        exit_head: "shared" (the model's own norm and head), or a `RehearsedHead` for tests and benchmarks.
+        exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
+            a `RehearsedHead` for tests and benchmarks.
         dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).
         device: cpu, cuda or auto.
         transport: "unix" or "zeromq" (Ray actors, with these sockets between them), "local" (threads of this process,
@@ -68,7 +73,7 @@ class PPDRuntime(TextGenerator):
         k: int = 3,
         exit_layer: int | None = None,
         workers: int | None = None,
-        exit_head: str | RehearsedHead = SHARED,
+        exit_head: str | Path | RehearsedHead = SHARED,
         dtype: str = "auto",
         device: str = "auto",
         transport: str = "auto",
@@ -79,14 +84,17 @@ class PPDRuntime(TextGenerator):
         self.config = RuntimeConfig(
             model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker
         )
-        if not isinstance(exit_head, RehearsedHead) and exit_head != SHARED:
-            raise ValueError(f"exit_head={exit_head!r}: choose 'shared' (trained exit heads come later)")
         if ray_address is not None:
             check_ray_address(ray_address)
         info = describe(model)
+        head = _find_head(exit_head, info)
+        if isinstance(head, HeadInfo) and exit_layer is None:
+            self.config = replace(self.config, exit_layer=head.exit_layer)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
+        if isinstance(head, HeadInfo):
+            head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
-        self._specs = _worker_specs(self.config, info, self.exit_layer, exit_head)
+        self._specs = _worker_specs(self.config, info, self.exit_layer, head)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
         self._stop: weakref.finalize | None = None
@@ -200,8 +208,16 @@ def _totals(finished: Finished, reports: list[Report]) -> Totals:
     )
 
 
+def _find_head(exit_head: str | Path | RehearsedHead, info: ModelInfo) -> str | HeadInfo | RehearsedHead:
+    if isinstance(exit_head, RehearsedHead) or exit_head == SHARED:
+        return exit_head
+    if not isinstance(exit_head, str | Path):
+        raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
+    return describe_head(exit_head, info)
+
+
 def _worker_specs(
-    config: RuntimeConfig, info: ModelInfo, exit_layer: int, exit_head: str | RehearsedHead
+    config: RuntimeConfig, info: ModelInfo, exit_layer: int, exit_head: str | HeadInfo | RehearsedHead
 ) -> list[WorkerSpec]:
     device = choose_device(config.device)
     cores = assign_cores(config.k + 1, config.threads_per_worker)

@@ -47,26 +47,37 @@ class Sampler:
         if self.params.greedy:
             return int(self._penalised(logits, history).argmax())
         scores = self._temperature(None, self._penalised(logits, history)[None])
-        return int((self._filters(None, scores)[0] + self._noise(logits, len(history))).argmax())
+        noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
+        return int((self._filters(None, scores)[0] + noise[0]).argmax())
 
     @torch.inference_mode()
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
         if self.params.greedy:
             return _best(self._penalised(logits, history), k)
-        scores = self._temperature(None, self._penalised(logits, history)[None])
-        noisy = scores[0] + self._noise(logits, len(history))
+        noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
+        return _best(self.scores(self._penalised(logits, history)[None], noise)[0], k)
+
+    def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """What `rank` sorts by where the temperature is above 0, for many positions: `[rows, vocab_size]`, like both.
+
+        The caller has seen to the repetition penalty; `noise` is that of the rows' positions.
+        """
+        scaled = self._temperature(None, logits)
+        noisy = scaled + noise
         if self._filters:
-            noisy = noisy - _FILTERED * torch.isneginf(self._filters(None, scores)[0])
-        return _best(noisy, k)
+            noisy = noisy - _FILTERED * torch.isneginf(self._filters(None, scaled))
+        return noisy
+
+    def noise(self, position: int, rows: int, vocab_size: int) -> Tensor:
+        """`[rows, vocab_size]` shared noise of `position` and those after it, on the CPU."""
+        noise = [gumbel_noise(self.params.seed, position + i, vocab_size) for i in range(rows)]
+        return torch.from_numpy(np.stack(noise))
 
     def _penalised(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         if not self.needs_history:
             return logits
         return self._penalty(torch.tensor([history], device=logits.device), logits[None])[0]
-
-    def _noise(self, logits: Tensor, position: int) -> Tensor:
-        return torch.from_numpy(gumbel_noise(self.params.seed, position, logits.shape[-1])).to(logits.device)
 
 
 def _best(scores: Tensor, k: int) -> list[int]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.models.exit_heads import ExitHead, RehearsedHead, SharedHead
+from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
 from ppd_runtime.models.loading import ModelInfo, load_layers, load_tokenizer
 from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.trained_heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Machine, Receive
 from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import (
@@ -29,7 +30,6 @@ from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 
-SHARED = "shared"
 _LONGEST_HOLD_S = 1.0
 
 
@@ -45,7 +45,7 @@ class WorkerSpec:
     dtype: torch.dtype
     device: str
     threads: int
-    exit_head: str | RehearsedHead = SHARED
+    exit_head: str | HeadInfo | RehearsedHead = SHARED
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the system likes."""
 
@@ -82,6 +82,8 @@ class Worker:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(spec.threads)
         self.stage = Stage(load_layers(spec.info, spec.num_layers, spec.dtype, spec.device))
+        head = None if spec.rank == MAIN else spec.exit_head
+        self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
         self._subs = range(1, spec.k + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._pending: Begin | None = None
@@ -139,8 +141,11 @@ class Worker:
         self._endpoint.send(CLIENT, report)
 
     def _exit_head(self, sampler: Sampler) -> ExitHead:
-        head = self.spec.exit_head
-        return head if isinstance(head, RehearsedHead) else SharedHead(self.stage, sampler)
+        if isinstance(self.spec.exit_head, RehearsedHead):
+            return self.spec.exit_head
+        if self._trained_head is not None:
+            return TrainedHead(self._trained_head, sampler)
+        return SharedHead(self.stage, sampler)
 
     def _drive(self, machine: Machine, request: int) -> None:
         """Run a machine to its end: grant its wishes with messages of its request."""

@@ -12,7 +12,7 @@ import typer
 from ppd_runtime.cli.errors import one_line_errors
 
 if TYPE_CHECKING:
-    from ppd_runtime.generation import Generation
+    from ppd_runtime.generation import Generation, TextGenerator
 
 
 class Method(str, Enum):
@@ -30,7 +30,10 @@ def generate(
     model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
     method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
     k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
-    exit_layer: Annotated[int | None, typer.Option(help="Predict early after this layer; default: half depth.")] = None,
+    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained exit head's, or half depth.")] = None,
+    exit_head: Annotated[
+        str, typer.Option(help='"shared" (the model\'s own), or the folder of a trained one.')
+    ] = "shared",
     workers: Annotated[int | None, typer.Option(help="Sub-processes; default: k.")] = None,
     transport: Annotated[str, typer.Option(help="local (threads), unix or zeromq (Ray actors), or auto.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="host:port of a running Ray cluster.")] = None,
@@ -64,6 +67,7 @@ def generate(
                 model,
                 k=k,
                 exit_layer=exit_layer,
+                exit_head=exit_head,
                 workers=workers,
                 dtype=dtype,
                 device=device,
@@ -73,12 +77,15 @@ def generate(
                 progress=show_progress,
             )
         )
-        generation = generator.request(text, params)
-        with generator:
-            if as_json:
-                print_json(generation, method)
-            else:
-                print_stream(generation, text)
+        _show(generator.request(text, params), generator, text, method if as_json else None)
+
+
+def _show(generation: "Generation", generator: "TextGenerator", prompt: str, json_method: Method | None) -> None:
+    with generator:
+        if json_method:
+            print_json(generation, json_method)
+        else:
+            print_stream(generation, prompt)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -7,6 +7,7 @@ from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cli.simulate import simulate
 from ppd_runtime.cli.tradeoff import tradeoff
+from ppd_runtime.cli.train import train
 
 app = typer.Typer(
     help="Predictive pipelined decoding: the same tokens, sooner.",
@@ -19,6 +20,7 @@ app.command()(demo)
 app.command()(tradeoff)
 app.command("match-rate")(match_rate)
 app.command()(simulate)
+app.add_typer(train, name="train")
 
 if __name__ == "__main__":
     app()

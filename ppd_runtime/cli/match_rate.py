@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ppd_runtime.measure.match_rate_run import MatchRateRun
     from ppd_runtime.measure.match_rates import MatchRateSetting
     from ppd_runtime.models.loading import ModelInfo
+    from ppd_runtime.models.trained_heads import HeadInfo
 
 _RANKINGS = {"logits": "candidates by logits", "shared_noise": "candidates by logits and shared noise"}
 
@@ -27,7 +28,13 @@ def match_rate(
     prompts: Annotated[
         str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
     ] = "demo",
-    exit_layers: Annotated[str, typer.Option(help="Layers to exit after, such as 10,20, or all but the last.")] = "all",
+    exit_layers: Annotated[
+        str | None,
+        typer.Option(help='Layers to exit after, such as 10,20; default: the exit head\'s, or "all" but the last.'),
+    ] = None,
+    exit_head: Annotated[
+        str, typer.Option(help='"shared" (the model\'s own), or the folder of a trained one.')
+    ] = "shared",
     k: Annotated[str, typer.Option(help="Numbers of candidates.")] = "1,3,5",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt at the most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -52,7 +59,7 @@ def match_rate(
     with one_line_errors():
         from ppd_runtime.config import SamplingParams
         from ppd_runtime.measure.match_rate_run import MatchRateRun
-        from ppd_runtime.measure.match_rates import MatchRateMeter
+        from ppd_runtime.measure.match_rates import MatchRateMeter, trained_head_meter
         from ppd_runtime.measure.prompt_files import read_prompts
         from ppd_runtime.models.loading import describe
         from ppd_runtime.ordinary import OrdinaryDecoding
@@ -60,9 +67,12 @@ def match_rate(
         _check_outputs(json_file, plot, resume)
         texts = [prompt.text for prompt in read_prompts(prompts, limit)]
         sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
-        setting = _setting(describe(model), exit_layers, k, sampling)
+        info = describe(model)
+        head = _trained_head(exit_head, info)
+        setting = _setting(info, head, exit_layers, k, sampling)
         with OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads) as ordinary:
-            run = MatchRateRun(MatchRateMeter(ordinary, setting), texts, json_file, resume)
+            meter = trained_head_meter(ordinary, setting, head) if head else MatchRateMeter(ordinary, setting)
+            run = MatchRateRun(meter, texts, json_file, resume)
             _measure(run)
         report = run.report()
         _write(report, run, json_file, plot)
@@ -82,14 +92,31 @@ def _check_outputs(json_file: Path | None, plot: Path | None, resume: bool) -> N
         check_plot(plot)
 
 
-def _setting(info: "ModelInfo", exit_layers: str, k: str, sampling: "SamplingParams") -> "MatchRateSetting":
+def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
+    from ppd_runtime.models.exit_heads import SHARED
+    from ppd_runtime.models.trained_heads import describe_head
+
+    return None if exit_head == SHARED else describe_head(exit_head, info)
+
+
+def _setting(
+    info: "ModelInfo", head: "HeadInfo | None", exit_layers: str | None, k: str, sampling: "SamplingParams"
+) -> "MatchRateSetting":
     from ppd_runtime.cost_model.tradeoff import parse_list
     from ppd_runtime.measure.match_rates import MatchRateSetting
 
-    every = list(range(1, info.num_layers))
-    layers = every if exit_layers == "all" else parse_list("--exit-layers", exit_layers, int)
-    ks = parse_list("--k", k, int)
-    return MatchRateSetting(info.num_layers, info.vocab_size, tuple(layers), tuple(ks), sampling)
+    if exit_layers is None and head is not None:
+        layers = [head.exit_layer]
+    elif exit_layers in (None, "all"):
+        layers = list(range(1, info.num_layers))
+    else:
+        layers = parse_list("--exit-layers", str(exit_layers), int)
+    setting = MatchRateSetting(
+        info.num_layers, info.vocab_size, tuple(layers), tuple(parse_list("--k", k, int)), sampling
+    )
+    if head is not None:
+        head.check_layers(setting.exit_layers)
+    return setting
 
 
 def _measure(run: "MatchRateRun") -> None:
@@ -140,7 +167,8 @@ def _print_tables(report: "MatchRateReport") -> None:
     decoding = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}{filters}"
     compared = f"{report.runtime_rates.comparisons} tokens of {report.num_prompts} prompts compared"
     cost = f"{report.cost_ratio:.2f} times the cost of generating them"
-    summary = f"{report.model}, {setting.num_layers} layers, {decoding}: {compared}, {cost}"
+    head = "" if report.exit_head == "shared" else f" exit head {report.exit_head[:20]},"
+    summary = f"{report.model}, {setting.num_layers} layers,{head} {decoding}: {compared}, {cost}"
     console.print(summary, highlight=False, markup=False)
     for ranking, rates in report.overall.items():
         console.print(f"\n{_RANKINGS[ranking]}, with 95 % intervals", _rates_table(rates), highlight=False)

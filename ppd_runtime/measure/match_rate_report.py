@@ -10,6 +10,7 @@ import numpy as np
 
 from ppd_runtime.cost_model.tradeoff import whole_file
 from ppd_runtime.measure.match_rates import MatchRateSetting, TextPlaces
+from ppd_runtime.models.exit_heads import SHARED
 
 _NORMAL_QUANTILE = 1.959964  # two-sided 95 %
 _RANGES = 8  # the columns of the paper's Tables 6 to 8: 16 tokens make pairs, 128 tokens make sixteens
@@ -62,6 +63,8 @@ class MatchRateReport:
     """By ranking and range of output positions, from 1, both ends included; ranges that no text reached are absent."""
     generation_s: float
     measuring_s: float
+    exit_head: str = SHARED
+    """What named the candidates: the model's own norm and head, or a trained head by kind and hash."""
 
     @property
     def cost_ratio(self) -> float:
@@ -83,6 +86,7 @@ class MatchRateReport:
         return {
             "model": self.model,
             "dtype": self.dtype,
+            "exit_head": self.exit_head,
             "num_layers": self.setting.num_layers,
             "sampling": asdict(self.setting.sampling),
             "num_prompts": self.num_prompts,
@@ -105,7 +109,12 @@ class MatchRateReport:
 
 
 def summarise(
-    model: str, dtype: str, setting: MatchRateSetting, texts: Sequence[TextPlaces], skipped_prompts: int = 0
+    model: str,
+    dtype: str,
+    setting: MatchRateSetting,
+    texts: Sequence[TextPlaces],
+    skipped_prompts: int = 0,
+    exit_head: str = SHARED,
 ) -> MatchRateReport:
     """Count the hits of all texts; raises ValueError where there is none."""
     if not texts:
@@ -126,6 +135,7 @@ def summarise(
         },
         generation_s=sum(text.generation_s for text in texts),
         measuring_s=sum(text.measuring_s for text in texts),
+        exit_head=exit_head,
     )
 
 

@@ -61,7 +61,8 @@ class MatchRateRun:
     def report(self) -> MatchRateReport:
         """What the prompts done so far say; raises ValueError where none is done."""
         texts = [self._results[number].text for number in sorted(self._results)]
-        return summarise(self._model_name(), self._dtype(), self.meter.setting, texts, self.skipped_prompts)
+        model, dtype, meter = self._model_name(), self._dtype(), self.meter
+        return summarise(model, dtype, meter.setting, texts, self.skipped_prompts, meter.exit_head)
 
     def _measure(self, task: _Task, on_progress: Callable[[float], None]) -> PromptResult:
         sampling, tokens = self.meter.setting.sampling, 0
@@ -84,7 +85,8 @@ class MatchRateRun:
         return {result.number: result for result in results}
 
     def _header(self) -> dict[str, object]:
-        return {"model": self._model_name(), "dtype": self._dtype(), **asdict(self.meter.setting)}
+        names = {"model": self._model_name(), "dtype": self._dtype(), "exit_head": self.meter.exit_head}
+        return {**names, **asdict(self.meter.setting)}
 
     def _model_name(self) -> str:
         return self.meter.ordinary.info.name

@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.checks import check_whole
+from ppd_runtime.models.exit_heads import SHARED
 from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.trained_heads import HeadInfo, load_head
 from ppd_runtime.ordinary import OrdinaryDecoding
-from ppd_runtime.sampling import _FILTERED, Sampler, gumbel_noise
+from ppd_runtime.sampling import Sampler
 
 LOGITS = "logits"
 """Candidates are an exit's likeliest tokens, as in the paper; with greedy decoding the runtime's are the same."""
@@ -85,6 +86,13 @@ class TextPlaces:
     """Everything after it."""
 
 
+def trained_head_meter(ordinary: OrdinaryDecoding, setting: MatchRateSetting, head: HeadInfo) -> "MatchRateMeter":
+    """A meter of a trained head; raises ValueError where the setting has any other layer than the head's."""
+    head.check_layers(setting.exit_layers)
+    network = load_head(head, ordinary.stage.model)
+    return MatchRateMeter(ordinary, setting, exit_logits_of(network), f"{head.kind} {head.weights_sha256}")
+
+
 class MatchRateMeter:
     """Compares every token of a text that full depth generates with the candidates of every exit.
 
@@ -94,10 +102,15 @@ class MatchRateMeter:
     """
 
     def __init__(
-        self, ordinary: OrdinaryDecoding, setting: MatchRateSetting, exit_logits: ExitLogits | None = None
+        self,
+        ordinary: OrdinaryDecoding,
+        setting: MatchRateSetting,
+        exit_logits: ExitLogits | None = None,
+        exit_head: str = SHARED,
     ) -> None:
-        self.ordinary, self.setting = ordinary, setting
-        self._exit_logits = exit_logits or shared_head(ordinary.stage)
+        """`exit_logits` are the shared head's where it is None; `exit_head` is the name for what gives them."""
+        self.ordinary, self.setting, self.exit_head = ordinary, setting, exit_head
+        self._exit_logits = exit_logits or exit_logits_of(ordinary.stage.head)
 
     def measure(self, prompt_ids: Sequence[int], seed: int, on_token: Callable[[], None] | None = None) -> TextPlaces:
         """Generate a text with the noise of `seed` and place its tokens; calls `on_token` after each of them."""
@@ -110,11 +123,11 @@ class MatchRateMeter:
         generated = time.perf_counter()
         token_ids = [*prompt_ids, *generation.result.token_ids]
         with _threads(self.ordinary.config.threads_per_worker):
-            places = self._place(token_ids, len(prompt_ids), RowSampler(sampling))
+            places = self._place(token_ids, len(prompt_ids), Sampler(sampling))
         return TextPlaces(places, generated - began, time.perf_counter() - generated)
 
     @torch.inference_mode()
-    def _place(self, token_ids: list[int], first: int, sampler: "RowSampler") -> dict[str, list[list[int]]]:
+    def _place(self, token_ids: list[int], first: int, sampler: Sampler) -> dict[str, list[list[int]]]:
         """The places of `token_ids[first:]`, the generated ones."""
         states = torch.stack(
             list(exit_states(self.ordinary.stage, token_ids[:-1], first - 1, self.setting.exit_layers))
@@ -128,43 +141,23 @@ class MatchRateMeter:
         ]
         return {ranking: torch.cat([part[ranking] for part in parts], dim=1).tolist() for ranking in parts[0]}
 
-    def _place_rows(self, states: Tensor, tokens: Tensor, position: int, sampler: "RowSampler") -> dict[str, Tensor]:
+    def _place_rows(self, states: Tensor, tokens: Tensor, position: int, sampler: Sampler) -> dict[str, Tensor]:
         """Places `[exit_layers, rows]` by ranking; `states` is `[exit_layers, rows, hidden_size]`."""
-        noise = sampler.noise(position, len(tokens), self.setting.vocab_size).to(states.device)
         rows: dict[str, list[Tensor]] = {ranking: [] for ranking in self.setting.rankings}
+        noise = Tensor()
+        if not sampler.params.greedy:
+            noise = sampler.noise(position, len(tokens), self.setting.vocab_size).to(states.device)
         for layer, hidden in zip(self.setting.exit_layers, states, strict=True):
             logits = self._exit_logits(hidden, layer)
             for ranking, placed in rows.items():
                 scores = logits if ranking == LOGITS else sampler.scores(logits, noise)
-                placed.append(_places_among_best(scores, tokens, max(self.setting.ks)))
+                placed.append(places_among_best(scores, tokens, max(self.setting.ks)))
         return {ranking: torch.stack(placed) for ranking, placed in rows.items()}
 
 
-class RowSampler(Sampler):
-    """`Sampler.rank` for many positions at once: what it ranks by."""
-
-    def noise(self, position: int, rows: int, size: int) -> Tensor:
-        """`[rows, size]` noise for `position` and those after it; zeros where decoding is greedy."""
-        if self.params.greedy:
-            return torch.zeros(1, 1)
-        return torch.from_numpy(np.stack([gumbel_noise(self.params.seed, position + i, size) for i in range(rows)]))
-
-    def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """`[rows, vocab_size]` scores from logits and noise of this shape."""
-        scaled = self._temperature(None, logits)
-        noisy = scaled + noise
-        if self._filters:
-            noisy = noisy - _FILTERED * torch.isneginf(self._filters(None, scaled))
-        return noisy
-
-
-def shared_head(stage: Stage) -> ExitLogits:
-    """The model's own final norm and head, which the paper's untrained rows use at every exit layer."""
-
-    def exit_logits(hidden: Tensor, exit_layer: int) -> Tensor:
-        return stage._head(inputs_embeds=hidden[:, None], use_cache=False).logits[:, 0].float()
-
-    return exit_logits
+def exit_logits_of(head: Callable[[Tensor], Tensor]) -> ExitLogits:
+    """A head for hidden states `[batch, tokens, hidden_size]`, the model's own or a trained one, at any exit layer."""
+    return lambda hidden, exit_layer: head(hidden[:, None])[:, 0].float()
 
 
 def exit_states(stage: Stage, token_ids: list[int], first: int, exit_layers: Sequence[int]) -> Iterator[Tensor]:
@@ -207,7 +200,7 @@ def teacher_forced_match_rates(
     return {layer: {k: count / total for k, count in row.items()} for layer, row in hits.items()}
 
 
-def _places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
+def places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
     """`[rows]` places of `tokens` among the `most` best of `scores`, `[rows, vocab_size]`; `most` if not among them.
 
     Among equals the best is the one that `argmax` chooses, as in `Sampler.rank`.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 SHIPPED = "demo"
 """Names the prompts that come with the package, half of them code and half prose."""
-_FORM = 'give one object a line, such as {"prompt": "Once upon a time"}'
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     path = _shipped_file() if source == SHIPPED else Path(source)
     try:
         with path.open("rb") as file:
-            prompts = list(itertools.islice(_prompts(path, file), limit))
+            prompts = list(itertools.islice(texts_under(("prompt",), path, file), limit))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file of prompts, or {SHIPPED!r}") from error
     if not prompts:
-        raise ValueError(f"{path}: holds no prompts; {_FORM}")
+        raise ValueError(f"{path}: holds no prompts; {_form('prompt')}")
     return prompts
 
 
@@ -43,22 +42,31 @@ def _shipped_file() -> Path:
     return Path(str(resources.files("ppd_runtime.measure") / "prompts" / "demo.jsonl"))
 
 
-def _prompts(path: Path, lines: Iterator[bytes]) -> Iterator[Prompt]:
+def texts_under(keys: tuple[str, ...], path: Path, lines: Iterator[bytes]) -> Iterator[Prompt]:
+    """The text under the first of the keys that each JSON object has, line by line of a file; empty lines are skipped.
+
+    Raises:
+        ValueError: naming the file and the line that is broken.
+    """
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield Prompt(number, _prompt_text(line.rstrip()))
+                yield Prompt(number, _text(keys, line.rstrip()))
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {error}; {_FORM}") from error
+                raise ValueError(f"{path}, line {number}: {error}; {_form(keys[0])}") from error
 
 
-def _prompt_text(line: bytes) -> str:
+def _text(keys: tuple[str, ...], line: bytes) -> str:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON at column {error.colno} ({error.msg})") from error
-    text = row.get("prompt") if isinstance(row, dict) else None
+    text = next((row[key] for key in keys if key in row), None) if isinstance(row, dict) else None
     if not isinstance(text, str) or not text:
-        raise ValueError('no text under "prompt"')
+        raise ValueError(f"no text under {' or '.join(map(json.dumps, keys))}")
     text.encode("utf-8")  # JSON can hold half a character, which no tokenizer takes
     return text
+
+
+def _form(key: str) -> str:
+    return f'give one object a line, such as {{"{key}": "Once upon a time"}}'

@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.trained_heads import HeadNetwork
 from ppd_runtime.sampling import Sampler
+
+SHARED = "shared"
+"""Names the model's own final norm and head where an exit head is chosen."""
 
 
 class ExitHead(Protocol):
@@ -28,6 +33,20 @@ class SharedHead:
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth would be likeliest to choose if it ended here."""
         return self._sampler.rank(self._stage.logits(hidden.to(self._stage.device)), history, k)
+
+
+class TrainedHead:
+    """A head trained for the exit layer, as the paper's trained rows use it, ranked with the shared noise."""
+
+    def __init__(self, network: HeadNetwork, sampler: Sampler) -> None:
+        self._network, self._sampler = network, sampler
+        self._device = next(network.parameters()).device
+
+    @torch.inference_mode()
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """The k tokens that full depth is likeliest to choose, as far as the head knows."""
+        logits = self._network(hidden[:, -1:].to(self._device))[0, -1].float()
+        return self._sampler.rank(logits, history, k)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Stage:
         """Recent time of one layer for one token."""
         self._pieces: dict[tuple[int, int], nn.Module] = {}
         self._views: dict[tuple[int, int], LayerRangeCache] = {}
+        self.head = FinalHead(model)
         self.cache = StageCache(model.config, 0)
 
     @property
@@ -82,9 +83,7 @@ class Stage:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
-        newest = hidden[:, -1:]
-        logits = self._plain_head(newest) if self._head_is_plain else self._library_head(newest)
-        return logits[0, -1].float()
+        return self.head(hidden[:, -1:])[0, -1].float()
 
     @torch.inference_mode()
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
@@ -106,24 +105,41 @@ class Stage:
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
 
-    def _plain_head(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(self.model.model.norm(hidden))
 
-    def _library_head(self, hidden: Tensor) -> Tensor:
-        return self._head(inputs_embeds=hidden, use_cache=False).logits
+class FinalHead:
+    """The end of a model: final norm, head, and whatever the model adds to it, such as a soft cap or a scale.
+
+    Args:
+        model: whose end it is; weights are shared.
+        lm_head: takes the place of the model's own map from normed states to the vocabulary.
+    """
+
+    def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
+        self._model = model
+        self._norm: nn.Module = model.model.norm
+        self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
+        self._library = _shallow_copy(model)
+        self._library.model = _NormOnly(self._norm)
+        self._library.lm_head = self._lm_head
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
+        return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
+
+    def _plain_logits(self, hidden: Tensor) -> Tensor:
+        return self._lm_head(self._norm(hidden))
+
+    def _library_logits(self, hidden: Tensor) -> Tensor:
+        return self._library(inputs_embeds=hidden, use_cache=False).logits
 
     @cached_property
-    def _head_is_plain(self) -> bool:
-        """Whether the model does nothing to its logits after the head: no soft cap, no scale."""
-        probe = torch.linspace(-8, 8, self.model.config.hidden_size, device=self.device, dtype=self.model.dtype)
+    @torch.no_grad()
+    def _is_plain(self) -> bool:
+        """Whether the model does nothing to its logits after the head."""
+        model = self._model
+        probe = torch.linspace(-8, 8, model.config.hidden_size, device=model.device, dtype=model.dtype)
         hidden = probe.view(1, 1, -1)
-        return torch.equal(self._plain_head(hidden), self._library_head(hidden))
-
-    @cached_property
-    def _head(self) -> nn.Module:
-        head = _shallow_copy(self.model)
-        head.model = _NormOnly(self.model.model.norm)
-        return head
+        return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
 
 
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:

@@ -24,14 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import __version__ as transformers_version
 
 from ppd_runtime.measure.match_rates import teacher_forced_match_rates
+from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.corpus import Document, corpus_hash, read_standard_library
 
 logger = logging.getLogger(__name__)
@@ -188,40 +187,6 @@ def draw_batch(tokens: Tensor, recipe: Recipe, step: int) -> tuple[Tensor, Tenso
     if recipe.agrees(step) and step % 2 == 0:
         layers[1] = half  # the default exit
     return torch.stack([tokens[s : s + length + 1] for s in starts]), torch.tensor(layers)
-
-
-class Checkpoint:
-    """Weights, optimizer states and the number of finished steps in one safetensors file, replaced atomically."""
-
-    def __init__(self, path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.path, self.model, self.optimizers = path, model, optimizers
-
-    def save(self, step: int) -> None:
-        """Write the state after `step` finished steps."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
-        for number, optimizer in enumerate(self.optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-        partial = self.path.with_suffix(".partial")
-        save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"step": str(step)})
-        partial.replace(self.path)
-
-    def load(self) -> int:
-        """Restore the newest state, if there is one; the number of finished steps."""
-        if not self.path.exists():
-            return 0
-        tensors = load_file(self.path)
-        for name, parameter in self.model.named_parameters():
-            parameter.data.copy_(tensors[f"model.{name}"])
-        for number, optimizer in enumerate(self.optimizers):
-            state: dict[int, dict[str, Tensor]] = {}
-            for name, tensor in tensors.items():
-                kind, *where = name.split(".", 3)
-                if kind == "optimizer" and where[0] == str(number):
-                    state.setdefault(int(where[1]), {})[where[2]] = tensor
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        with safe_open(self.path, "pt") as file:
-            return int(file.metadata()["step"])
 
 
 def held_out_chunks(tokens: Tensor, length: int, most: int) -> list[Tensor]:

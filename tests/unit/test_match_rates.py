@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads_for_tests import make_head
 from models_for_tests import VOCAB_SIZE, load_stage
 
 from ppd_runtime import OrdinaryDecoding
@@ -22,10 +23,18 @@ from ppd_runtime.measure.match_rate_report import (
     write_report,
 )
 from ppd_runtime.measure.match_rate_run import MatchRateRun
-from ppd_runtime.measure.match_rates import LOGITS, SHARED_NOISE, MatchRateMeter, MatchRateSetting, TextPlaces
+from ppd_runtime.measure.match_rates import (
+    LOGITS,
+    SHARED_NOISE,
+    MatchRateMeter,
+    MatchRateSetting,
+    TextPlaces,
+    trained_head_meter,
+)
 from ppd_runtime.measure.prompt_files import read_prompts
-from ppd_runtime.models.exit_heads import SharedHead
+from ppd_runtime.models.exit_heads import SharedHead, TrainedHead
 from ppd_runtime.models.loading import describe, load_tokenizer
+from ppd_runtime.models.trained_heads import KINDS, load_head
 from ppd_runtime.sampling import Sampler
 
 ModelFolder = Callable[..., Path]
@@ -94,6 +103,29 @@ def test_rates_are_those_of_the_pipelines_exit_head(
     assert 0 < report.runtime_rates.rate(3, 5) < 1  # the comparison says something
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLED[:2]], ids=["greedy", "all", "top-p"])
+def test_rates_of_a_trained_head_are_the_pipelines(
+    model_folder: ModelFolder, tmp_path: Path, kind: str, sampling: SamplingParams
+) -> None:
+    folder, prompt_ids = model_folder("gemma2"), [40, 7, 291]
+    head, stage = make_head(tmp_path / "head", folder, kind, 2), load_stage(folder)
+    ordinary = OrdinaryDecoding(str(folder))
+    text = trained_head_meter(ordinary, setting_of(sampling, exit_layers=(2,)), head).measure(prompt_ids, seed=5)
+    own = replace(sampling, seed=5)
+    tokens = ordinary.generate(prompt_ids, **{name: value for name, value in asdict(own).items() if name != "stop"})
+    trained = TrainedHead(load_head(head, stage.model), Sampler(own))
+    stage.begin(len(prompt_ids) + NEW_TOKENS)
+    history, inputs, places = list(prompt_ids), list(prompt_ids), []
+    for token in tokens.token_ids:
+        named = trained.candidates(stage.run(0, 2, inputs, stage.length(0)), history, max(KS))
+        places.append(named.index(token) if token in named else max(KS))
+        history, inputs = [*history, token], [token]
+    assert text.places[LOGITS if sampling.greedy else SHARED_NOISE] == [places]
+    with pytest.raises(ValueError, match="was trained for layer 2 .*not for layers 1, 3"):
+        trained_head_meter(ordinary, setting_of(sampling), head)
+
+
 def test_measuring_more_than_a_block_of_positions(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = report_on(model_folder("llama"), SAMPLED[0])
     monkeypatch.setattr(match_rates, "_ROWS", 3)
@@ -132,7 +164,7 @@ def test_other_exit_heads_plug_in(model_folder: ModelFolder) -> None:
 
 def test_places_follow_the_pipelines_order_among_equals() -> None:
     scores = torch.tensor([0.0, 2, 2, 1, 2, 1]).repeat(6, 1)
-    places = match_rates._places_among_best(scores, torch.arange(6), 3)
+    places = match_rates.places_among_best(scores, torch.arange(6), 3)
     head = Sampler(GREEDY).rank(scores[0], [], 3)
     assert places.tolist() == [head.index(token) if token in head else 3 for token in range(6)]
 

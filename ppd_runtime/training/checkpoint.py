@@ -1,0 +1,79 @@
+"""An unfinished training in one file, replaced atomically: weights, optimizer states, finished steps and settings."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+class Checkpoint:
+    """The state of a training; `settings` are JSON values that decide its result."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._partial = path.with_suffix(".partial")
+        self.path, self.model, self.optimizers = path, model, optimizers
+        self._settings = json.loads(json.dumps(settings or {}))
+
+    def save(self, step: int) -> None:
+        """Write the state after `step` finished steps."""
+        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
+        metadata = {"step": str(step), "settings": json.dumps(self._settings)}
+        save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial, metadata=metadata)
+        self._partial.replace(self.path)
+
+    def load(self) -> int:
+        """Restore the newest state, if there is one; the number of finished steps.
+
+        Raises:
+            ValueError: the file is broken, or its training had other settings.
+        """
+        if not self.path.exists():
+            return 0
+        try:
+            with safe_open(self.path, "pt") as file:
+                metadata = file.metadata()
+            step, settings = int(metadata["step"]), json.loads(metadata.get("settings", "{}"))
+            tensors = load_file(self.path)
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self.path}: no unfinished training ({error}); delete it to begin anew") from error
+        self._check(settings)
+        self._restore(tensors)
+        return step
+
+    def discard(self) -> None:
+        """Remove the file: the training is complete."""
+        for path in (self.path, self._partial):
+            path.unlink(missing_ok=True)
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        for name, value in self._settings.items():
+            if settings.get(name) != value:
+                raise ValueError(
+                    f"{self.path} is an unfinished training with {name}={settings.get(name)!r}, not {value!r}: "
+                    "go on with the same settings, or delete it"
+                )
+
+    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(tensors[f"model.{name}"])
+        for number, optimizer in enumerate(self.optimizers):
+            state: dict[int, dict[str, Tensor]] = {}
+            for name, tensor in tensors.items():
+                kind, *where = name.split(".", 3)
+                if kind == "optimizer" and where[0] == str(number):
+                    state.setdefault(int(where[1]), {})[where[2]] = tensor
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

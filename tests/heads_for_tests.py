@@ -1,0 +1,51 @@
+"""Exit heads made without training, and texts to train on."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ppd_runtime.models.fingerprint import model_fingerprint
+from ppd_runtime.models.loading import describe, load_layers
+from ppd_runtime.models.trained_heads import HeadInfo, HeadNetwork, new_head, save_head
+
+Change = Callable[[HeadNetwork], object]
+
+
+@torch.no_grad()
+def shake(head: HeadNetwork) -> None:
+    """Move every parameter a little, always the same way."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in head.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def make_head(folder: Path, model: Path, kind: str, exit_layer: int, change: Change = shake) -> HeadInfo:
+    """A head folder for a model folder; the head is the shared one, changed."""
+    info = describe(str(model))
+    network = load_layers(info, info.num_layers, torch.float32, "cpu")
+    head = new_head(kind, network)
+    change(head)
+    known = HeadInfo(
+        folder=folder,
+        kind=kind,
+        model=info.name,
+        model_fingerprint=model_fingerprint(info),
+        exit_layer=exit_layer,
+        hidden_size=network.config.hidden_size,
+        vocab_size=info.vocab_size,
+        weights_sha256="",
+    )
+    return save_head(folder, head, known, {})
+
+
+def write_texts(path: Path, number: int = 120, key: str = "text") -> Path:
+    """A JSON Lines file of texts made of few words."""
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "waits", "for", "next", "model", "layer")
+    generator = random.Random(0)
+    texts = (" ".join(generator.choices(words, k=30)) for _ in range(number))
+    path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts))
+    return path

@@ -1,0 +1,168 @@
+"""Trained exit heads as users meet them: trained, measured and run by the command line, over threads and over Ray."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from heads_for_tests import make_head, write_texts
+from typer.testing import CliRunner
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.cli.main import app
+from ppd_runtime.models.trained_heads import AFFINE, KINDS, LM_HEAD
+from ppd_runtime.training.exit_head import HeadTraining
+
+ModelFolder = Callable[..., Path]
+PROMPT = "The quick brown fox"
+QUICK = ("--batch-size", 4, "--max-length", 32, "--epochs", 1, "--max-steps", 6)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run(*arguments: object) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: ModelFolder) -> Path:
+    """A small model."""
+    return model_folder("llama")
+
+
+@pytest.fixture
+def head(model: Path, tmp_path: Path) -> Path:
+    """A head for layer 3 of it."""
+    return make_head(tmp_path / "head", model, AFFINE, 3).folder
+
+
+@pytest.mark.parametrize(("transport", "kind"), [("local", LM_HEAD), ("local", AFFINE), ("zeromq", LM_HEAD)])
+def test_exact_tokens_with_trained_heads(
+    ray_node: None, model: Path, tmp_path: Path, transport: str, kind: str
+) -> None:
+    ordinary, folder = OrdinaryDecoding(str(model)), make_head(tmp_path / "head", model, kind, 3).folder
+    with PPDRuntime(str(model), k=2, exit_head=folder, transport=transport) as runtime:
+        assert runtime.exit_layer == 3
+        for setting in ({}, {"temperature": 1.0, "seed": 3}):
+            result = runtime.generate(PROMPT, max_new_tokens=16, **setting)
+            assert result.token_ids == ordinary.generate(PROMPT, max_new_tokens=16, **setting).token_ids
+            assert result.stats.hits + result.stats.misses == 15
+
+
+def test_train_measure_and_generate(model: Path, tmp_path: Path) -> None:
+    data, out = write_texts(tmp_path / "texts.jsonl"), tmp_path / "head"
+    command = ("train", "exit-head", "--model", model, "--data", data, "--out", out, "--loss", "distil", *QUICK)
+    shown = run(*command, "--exit-layer", 3, "--learning-rate", 0.01)
+    assert "lm-head for layer 3 of 4" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "texts.jsonl"]
+    card = json.loads((out / "exit_head.json").read_text())
+    assert f"{card['training']['held_out']['after']['match_rates']['greedy']['3']:.4f}" in shown
+
+    rates = tmp_path / "rates.json"
+    measured = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 8, "--json", rates)
+    run(*measured, "--exit-head", out)
+    report = json.loads(rates.read_text())
+    assert (list(report["match_rates"]), report["exit_head"]) == (["3"], f"lm-head {card['weights_sha256']}")
+
+    expected = OrdinaryDecoding(str(model)).generate(PROMPT, max_new_tokens=8)
+    arguments = (
+        "--model",
+        model,
+        "--exit-head",
+        out,
+        "--k",
+        1,
+        "--transport",
+        "local",
+        "--max-new-tokens",
+        8,
+        "--json",
+    )
+    assert tuple(json.loads(run("generate", PROMPT, *arguments))["token_ids"]) == expected.token_ids
+
+
+def test_json_and_the_real_command(model: Path, tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "texts.jsonl")
+    command = [sys.executable, "-m", "ppd_runtime.cli.main", "train", "exit-head", "--kind", "affine", "--json"]
+    options = ["--model", model, "--data", data, "--out", tmp_path / "head", "--threads", 1, *QUICK]
+    shown = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, timeout=120)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    output = json.loads(shown.stdout)
+    assert (output["steps"], list(output["after"]["match_rates"])) == (6, ["greedy", "shared_noise", "logits"])
+    assert json.loads((tmp_path / "head" / "exit_head.json").read_text())["exit_layer"] == 2
+
+
+def test_a_stopped_training_says_how_to_go_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = write_texts(tmp_path / "texts.jsonl"), tmp_path / "head"
+    command = ("train", "exit-head", "--kind", "affine", "--model", model, "--data", data, "--out", out, *QUICK)
+    step = HeadTraining._step
+
+    def interrupted(self: HeadTraining, number: int) -> float:
+        if number == 4:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTraining, "_step", interrupted)
+        patch.setattr(HeadTraining.run, "__defaults__", (0.0,))  # save after every step
+        result = invoke(*command)
+    assert result.exit_code == 130
+    assert "head.unfinished.safetensors; the same command goes on" in result.stderr
+    assert not out.exists()
+    refused = invoke(*command, "--seed", 1)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "unfinished training with seed=0, not 1" in refused.stderr
+    run(*command)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "texts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("generate x --exit-head OTHER", "was trained for layer 3 of model"),
+        ("generate x --exit-head HEAD --exit-layer 2", "not for layer 2: choose layer 3 alone"),
+        ("generate x --exit-head FOLDER", "holds no exit_head.json; give 'shared' or a folder"),
+        ("match-rate --exit-head OTHER", "was trained for layer 3 of model"),
+        ("match-rate --exit-head HEAD --exit-layers all", "not for layers 1, 2: choose layer 3 alone"),
+        ("match-rate --exit-head FOLDER/none", "holds no exit_head.json"),
+        ("train exit-head --out HEAD", "is there already: choose another folder"),
+        ("train exit-head --out FOLDER/a/b", "give a new folder in one that exists"),
+        ("train exit-head --out FOLDER/new --exit-layer 4", "exit_layer=4: with 4 layers choose 1 to 3"),
+        ("train exit-head --out FOLDER/new --kind mlp", "kind='mlp': choose one of lm-head, affine"),
+        ("train exit-head --out FOLDER/new --data FOLDER/broken.jsonl", "broken.jsonl, line 2: no JSON at column"),
+        ("train exit-head --out FOLDER/new --threads 0", "threads=0"),
+    ],
+)
+def test_mistakes_get_one_line(
+    model: Path, model_folder: ModelFolder, head: Path, tmp_path: Path, arguments: str, named: str
+) -> None:
+    other = make_head(tmp_path / "other", model_folder("llama", seed=1), LM_HEAD, 3).folder
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    before = sorted(tmp_path.rglob("*"))
+    given = arguments.replace("OTHER", str(other)).replace("HEAD", str(head)).replace("FOLDER", str(tmp_path))
+    result = invoke(*given.split(), "--model", model)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert named in " ".join(result.stderr.split())
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_results_of_another_head_are_not_mixed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [make_head(tmp_path / kind, model, kind, 3).folder for kind in KINDS]
+    measure = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 4, "--json", tmp_path / "rates.json")
+    with monkeypatch.context() as patch:
+        patch.setattr("ppd_runtime.measure.partial_results.PartialResults.discard", lambda partial: None)
+        run(*measure, "--exit-head", heads[0])
+    for other in (heads[1], "shared"):
+        refused = invoke(*measure, "--exit-head", other, "--exit-layers", 3, "--resume")
+        assert refused.exit_code == 2
+        assert "was measured with exit_head='lm-head " in refused.stderr
+    run(*measure, "--exit-head", heads[0], "--resume")
