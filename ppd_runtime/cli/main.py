@@ -3,12 +3,14 @@
 import typer
 
 from ppd_runtime.cli.demo import demo
+from ppd_runtime.cli.errors import OneLineGroup
 from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cli.simulate import simulate
 from ppd_runtime.cli.tradeoff import tradeoff
 
 app = typer.Typer(
+    cls=OneLineGroup,
     help="Predictive pipelined decoding: the same tokens, sooner.",
     no_args_is_help=True,
     add_completion=False,
