@@ -1,0 +1,129 @@
+"""A second process for `calibrate`: `python -m ppd_runtime.cost_model.partner`, told what to do in JSON lines.
+
+It holds the model as a worker does. It echoes hidden states, works so that its neighbours' slow-down can be measured,
+or measures ordinary decoding on several cores, and answers each command with a JSON line when it is done.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ppd_runtime.models.loading import describe, load_layers
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.pipeline.messages import MAIN, ExitState, HeadStart, Shutdown
+from ppd_runtime.transport.zeromq import ZmqEndpoint
+
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class PartnerSpec:
+    """What a partner is started with; it travels as JSON."""
+
+    rank: int
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    cores: Sequence[int]
+    """CPU cores to stay on; empty: wherever the system likes."""
+    folder: str
+    """Where the sockets are."""
+    prompt_ids: Sequence[int]
+    num_new_tokens: int
+
+    def to_json(self) -> str:
+        """The specification as one argument."""
+        return json.dumps(asdict(self))
+
+
+class Partner:
+    """Does what it is told, one command after the other."""
+
+    def __init__(self, spec: PartnerSpec) -> None:
+        self._spec = spec
+        _stay_on(spec.cores)
+        torch.set_num_threads(spec.threads)
+        info = describe(spec.model)
+        self._stage = Stage(load_layers(info, info.num_layers, getattr(torch, spec.dtype), spec.device))
+        self._endpoint = ZmqEndpoint(spec.folder, spec.rank)
+
+    def echo(self) -> None:
+        """Send every hidden state back at once, until told to stop."""
+        while not isinstance(message := self._endpoint.receive(None), Shutdown):
+            if isinstance(message, ExitState):
+                reply = HeadStart(self._spec.rank, message.request, message.position, 0, message.hidden)
+                self._endpoint.send(MAIN, reply)
+
+    def work(self, seconds: float) -> None:
+        """Decode for so long."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self._decode(lambda: time.perf_counter() > end)
+
+    def speed_up(self, threads: int, cores: Sequence[int]) -> float:
+        """One thread group's time for a token over that of `threads` threads on `cores`, in turn."""
+        _stay_on(cores)
+        ratios = []
+        for turn in range(_ROUNDS + 1):
+            times = [self._timed(number) for number in (self._spec.threads, threads)]
+            ratios += [times[0] / times[1]] if turn else []
+        torch.set_num_threads(self._spec.threads)
+        return statistics.median(ratios)
+
+    def close(self) -> None:
+        """Release the sockets."""
+        self._endpoint.close()
+
+    def _timed(self, threads: int) -> float:
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        self._decode(lambda: False)
+        return time.perf_counter() - began
+
+    def _decode(self, enough: Callable[[], bool]) -> None:
+        stage, prompt = self._stage, list(self._spec.prompt_ids)
+        stage.begin(len(prompt) + self._spec.num_new_tokens)
+        token = int(stage.logits(stage.run(0, stage.num_layers, prompt, 0)).argmax())
+        for position in itertools.takewhile(lambda _: not enough(), range(len(prompt), self._last_position())):
+            token = int(stage.logits(stage.run(0, stage.num_layers, [token], position)).argmax())
+
+    def _last_position(self) -> int:
+        return len(self._spec.prompt_ids) + self._spec.num_new_tokens - 1
+
+
+def main() -> None:
+    """Serve commands from standard input until it ends."""
+    spec = PartnerSpec(**json.loads(sys.argv[1]))
+    partner = Partner(spec)
+    _answer("ready")
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        commands: dict[str, Callable[..., object]] = {
+            "echo": partner.echo,
+            "work": partner.work,
+            "speed_up": partner.speed_up,
+        }
+        _answer(commands[name](*arguments))
+    partner.close()
+
+
+def _stay_on(cores: Sequence[int]) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _answer(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
