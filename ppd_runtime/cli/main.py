@@ -6,6 +6,7 @@ from ppd_runtime.cli.demo import demo
 from ppd_runtime.cli.errors import OneLineGroup
 from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.match_rate import match_rate
+from ppd_runtime.cli.plan import plan
 from ppd_runtime.cli.simulate import simulate
 from ppd_runtime.cli.tradeoff import tradeoff
 
@@ -21,6 +22,7 @@ app.command()(demo)
 app.command()(tradeoff)
 app.command("match-rate")(match_rate)
 app.command()(simulate)
+app.command()(plan)
 
 if __name__ == "__main__":
     app()

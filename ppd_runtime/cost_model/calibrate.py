@@ -36,8 +36,8 @@ from ppd_runtime.transport.zeromq import ZmqEndpoint
 _MOST_NEIGHBOURS = 3
 _ECHO, _REQUEST = 1, 1
 _ANSWER_DEADLINE_S = 5.0
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
-_BUDGET_S = 6.0
+_LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_S = 2, 12, 6.0
+_CONTENTION_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Calibrator:
         self._progress("measuring how processes slow each other down")
         ratios = []
         prompts = itertools.cycle(self._conditions.prompts)
-        for prompt in itertools.islice(prompts, _LEAST_ROUNDS + 1):
+        for prompt in itertools.islice(prompts, _CONTENTION_ROUNDS + 1):
             alone = self._whole_pass(prompt)
             seconds = 1.2 * alone * self._conditions.sampling.max_new_tokens + 0.2
             for partner in self._partners:

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,7 +20,7 @@ from ppd_runtime.models.stage import Stage
 from ppd_runtime.pipeline.messages import MAIN, ExitState, HeadStart, Shutdown
 from ppd_runtime.transport.zeromq import ZmqEndpoint
 
-_ROUNDS = 5
+_SPEED_UP_TOKENS, _SPEED_UP_ROUNDS, _SPEED_UP_S = 16, 5, 3.0
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,18 @@ class Partner:
         """Decode for so long."""
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            self._decode(lambda: time.perf_counter() > end)
+            self._decode(self._spec.num_new_tokens, iter(lambda: time.perf_counter() > end, None))
 
     def speed_up(self, threads: int, cores: Sequence[int]) -> float:
         """One thread group's time for a token over that of `threads` threads on `cores`, in turn."""
         _stay_on(cores)
-        ratios = []
-        for turn in range(_ROUNDS + 1):
+        ratios: list[float] = []
+        end = time.perf_counter() + _SPEED_UP_S
+        while len(ratios) < 2 or (len(ratios) <= _SPEED_UP_ROUNDS and time.perf_counter() < end):
             times = [self._timed(number) for number in (self._spec.threads, threads)]
-            ratios += [times[0] / times[1]] if turn else []
+            ratios.append(times[0] / times[1])
         torch.set_num_threads(self._spec.threads)
-        return statistics.median(ratios)
+        return statistics.median(ratios[1:])
 
     def close(self) -> None:
         """Release the sockets."""
@@ -85,18 +86,18 @@ class Partner:
     def _timed(self, threads: int) -> float:
         torch.set_num_threads(threads)
         began = time.perf_counter()
-        self._decode(lambda: False)
+        self._decode(self._spec.num_new_tokens, itertools.repeat(False, _SPEED_UP_TOKENS))
         return time.perf_counter() - began
 
-    def _decode(self, enough: Callable[[], bool]) -> None:
+    def _decode(self, most: int, enough: Iterable[bool]) -> None:
+        """At most `most` tokens after the prompt, until `enough` says so or ends."""
         stage, prompt = self._stage, list(self._spec.prompt_ids)
-        stage.begin(len(prompt) + self._spec.num_new_tokens)
+        stage.begin(len(prompt) + most)
         token = int(stage.logits(stage.run(0, stage.num_layers, prompt, 0)).argmax())
-        for position in itertools.takewhile(lambda _: not enough(), range(len(prompt), self._last_position())):
+        for position, stop in zip(range(len(prompt), len(prompt) + most), enough, strict=False):
+            if stop:
+                return
             token = int(stage.logits(stage.run(0, stage.num_layers, [token], position)).argmax())
-
-    def _last_position(self) -> int:
-        return len(self._spec.prompt_ids) + self._spec.num_new_tokens - 1
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ppd_runtime.cost_model.calibration import Calibration
-from ppd_runtime.cost_model.checks import check_layers, check_number, check_share, check_whole
+from ppd_runtime.cost_model.checks import check_layers, check_share, check_whole
 from ppd_runtime.cost_model.tradeoff import Rates
 
 WORTH_IT = 1.05
@@ -106,10 +106,7 @@ def rank(
     Raises:
         ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
     """
-    check_whole("devices", max_devices, 1)
-    if efficiency is not None:
-        check_share("tensor_parallel_efficiency", efficiency)
-        check_number("tensor_parallel_efficiency", efficiency, math.ulp(0.0))
+    check_request(max_devices, efficiency)
     plans = [
         plan(num_layers, exit_layer, k, rate, calibration)
         for (exit_layer, k), rate in rates.items()
@@ -122,6 +119,15 @@ def rank(
     gains = bool(plans) and plans[0].speedup >= WORTH_IT
     verdict = _verdict(plans, parallel, rates, max_devices, calibration)
     return Ranking(num_layers, max_devices, tuple(plans), ordinary, parallel, gains, verdict)
+
+
+def check_request(max_devices: int, efficiency: float | None) -> None:
+    """Raise ValueError for less than one device, or an efficiency outside (0, 1]."""
+    check_whole("devices", max_devices, 1)
+    if efficiency is not None:
+        check_share("tensor_parallel_efficiency", efficiency)
+        if not efficiency:
+            raise ValueError("tensor_parallel_efficiency=0: give a number above 0, at most 1")
 
 
 def plan(num_layers: int, exit_layer: int, k: int, match_rate: float, calibration: Calibration) -> Plan:
