@@ -30,12 +30,21 @@ def one_line_errors() -> Iterator[None]:
 class OneLineGroup(TyperGroup):
     """Commands whose mistaken options and arguments get one line too, in place of typer's box."""
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run a command; a mistake on the command line ends with exit code 2."""
+        names = (prog_name, complete_var)
         if not standalone_mode or not (sys.argv[1:] if args is None else args):  # without arguments there is help
-            return super().main(args, *rest, standalone_mode=standalone_mode, **extra)
+            return super().main(args, *names, standalone_mode, windows_expand_args, **extra)
         try:
-            sys.exit(super().main(args, *rest, standalone_mode=False, **extra))
+            sys.exit(super().main(args, *names, False, windows_expand_args, **extra))
         except typer.TyperException as error:
             _write_line(f"{_given(error)}{error.format_message()}")
             sys.exit(error.exit_code)
@@ -43,7 +52,7 @@ class OneLineGroup(TyperGroup):
 
 def _given(error: Exception) -> str:
     """The value that pydantic, which typer asks, found wrong."""
-    details = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
+    details: list[Any] = getattr(error.__cause__, "errors", list)()
     return f"{details[0]['input']!r}: " if details else ""
 
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +50,23 @@ class Conditions:
     """Candidates that the exit head names."""
     prompts: Sequence[Sequence[int]] = ((0,),)
     """Prompts to decode after, in turn, as token ids."""
-    sampling: SamplingParams = SamplingParams(ignore_eos=True)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are chosen, and how many: attention costs more behind longer texts."""
 
 
 class Calibrator:
     """Measures with the model of `ordinary`, whose device, dtype and threads a worker would have too.
 
-    Use it in a `with` block: it keeps this thread on the main process' core and starts the other processes. `measure`
-    may be called again, to follow a machine that changes.
+    Use it in a `with` block, which starts the other processes. `measure` keeps this thread on the main process' core
+    meanwhile, and may be called again, to follow a machine that changes.
 
     Raises:
         RuntimeError: when another process fails, with its last words.
     """
 
-    def __init__(self, ordinary: OrdinaryDecoding, conditions: Conditions, progress: Progress = lambda line: None):
+    def __init__(
+        self, ordinary: OrdinaryDecoding, conditions: Conditions, progress: Progress = lambda line: None
+    ) -> None:
         self._ordinary, self._conditions, self._progress = ordinary, conditions, progress
         self._threads = ordinary.config.threads_per_worker
         self._on_cpu = ordinary.stage.device.type == "cpu"
@@ -80,8 +82,9 @@ class Calibrator:
                 stack.enter_context(_PartnerProcess(self._spec(rank, cores, folder)))
                 for rank, cores in enumerate(other_cores, start=1)
             ]
-            stack.enter_context(_pinned(main_cores, self._threads))
-            self._endpoint = ZmqEndpoint(folder, MAIN)
+            self._main_cores = main_cores
+            with _pinned(main_cores, self._threads):  # its own thread stays there, as a worker's does
+                self._endpoint = ZmqEndpoint(folder, MAIN)
             stack.callback(self._endpoint.close)
             self._decoder = _TimedDecoder(self._ordinary, self._conditions, self._endpoint)
             for partner in self._partners:
@@ -94,12 +97,14 @@ class Calibrator:
 
     def measure(self) -> Calibration:
         """Measure every time once more."""
-        self._progress("measuring layers, heads and messages")
-        with self._echoing():
-            alone = self._texts(_TimedDecoder.all_steps)
+        with _pinned(self._main_cores, self._threads):
+            self._progress("measuring layers, heads and messages")
+            with self._echoing():
+                texts = self._texts()
+            contention = self._contention()
         return Calibration(
-            **self._decoder.times(alone),
-            contention=self._contention(),
+            **self._decoder.times(texts),
+            contention=contention,
             parallel_speedups=self._parallel_speedups(),
             machine=f"{platform.machine()}, {os.cpu_count()} cores, {self._ordinary.stage.device.type}",
         )
@@ -133,14 +138,13 @@ class Calibrator:
             self._endpoint.send(_ECHO, Shutdown(CLIENT, 0))
         self._partners[0].wait()
 
-    def _texts(self, steps: "Callable[[_TimedDecoder], list[_Step]]") -> list["_Times"]:
+    def _texts(self) -> list["_Times"]:
         """The times of several texts, after one to warm up, until the budget is spent."""
-        began, texts = time.perf_counter(), []
+        began = time.perf_counter()
+        texts: list[_Times] = []
         prompts = itertools.cycle(self._conditions.prompts)
-        while len(texts) <= _LEAST_ROUNDS or (
-            len(texts) <= _MOST_ROUNDS and time.perf_counter() - began < _BUDGET_S
-        ):
-            texts.append(self._decoder.text(next(prompts), steps(self._decoder)))
+        while len(texts) <= _LEAST_ROUNDS or (len(texts) <= _MOST_ROUNDS and time.perf_counter() - began < _BUDGET_S):
+            texts.append(self._decoder.text(next(prompts), self._decoder.all_steps()))
         return texts[1:]
 
     def _contention(self) -> float:
@@ -209,7 +213,16 @@ class _TimedDecoder:
 
     def all_steps(self) -> list[_Step]:
         """Every way of running a token."""
-        return [self.whole, self.split, self.exchange, self.round_trip, self.whole, self.split, self.exchange, self.entries]
+        return [
+            self.whole,
+            self.split,
+            self.exchange,
+            self.round_trip,
+            self.whole,
+            self.split,
+            self.exchange,
+            self.entries,
+        ]
 
     def whole(self, token: int, position: int) -> int:
         """All layers in one pass, as ordinary decoding runs them."""
@@ -260,9 +273,7 @@ class _TimedDecoder:
 
     def times(self, texts: Sequence[_Times]) -> dict[str, float]:
         """The times of a calibration, in milliseconds: medians over texts of means over tokens."""
-        mean = {
-            name: 1000 * statistics.median(statistics.fmean(text[name]) for text in texts) for name in texts[0]
-        }
+        mean = {name: 1000 * statistics.median(statistics.fmean(text[name]) for text in texts) for name in texts[0]}
         one_pass = max(0.0, mean["split"] - mean["whole"] - mean["head"])
         return {
             "layer_ms": (mean["whole"] - one_pass) / self._num_layers,
@@ -355,4 +366,3 @@ def _pinned(cores: Sequence[int], threads: int) -> Iterator[None]:
 
 def _cores_of_this_thread() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ppd_runtime.cost_model.checks import check_number, check_whole
 from ppd_runtime.cost_model.tradeoff import whole_file
@@ -36,7 +37,7 @@ class Calibration:
     contention: float = 1.0
     """Factor on a layer's time while the other processes work."""
     parallel_speedups: Mapping[int, float] = field(default_factory=dict)
-    """Ordinary decoding's measured speed-up on several devices, by their number; for those not measured see `planner`."""
+    """Ordinary decoding's measured speed-up on several devices, by their number."""
     machine: str = ""
     """Where the times are from, for people."""
 
@@ -52,7 +53,8 @@ class Calibration:
 
     def with_times(self, **given: float | None) -> "Calibration":
         """The same with the times that are given in place of its own; None leaves one as it is."""
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        times: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return replace(self, **times)
 
 
 def time_names() -> list[str]:

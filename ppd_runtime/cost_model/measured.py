@@ -27,13 +27,13 @@ class Measurement:
         prompts: str | Sequence[str] = "demo",
         *,
         limit: int | None = None,
-        sampling: SamplingParams = SamplingParams(),
+        sampling: SamplingParams | None = None,
         dtype: str = "auto",
         device: str = "auto",
         threads: int = 1,
     ) -> None:
         texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts
-        self.sampling = sampling
+        self.sampling = sampling or SamplingParams()
         self.ordinary = OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads)
         self.prompts = self._fitting(texts)
 
