@@ -38,6 +38,7 @@ _ECHO, _REQUEST = 1, 1
 _ANSWER_DEADLINE_S = 5.0
 _LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_S = 2, 12, 6.0
 _CONTENTION_ROUNDS = 3
+_BEGINNING_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,13 @@ class Calibrator:
             self._progress("measuring layers, heads and messages")
             with self._echoing():
                 texts = self._texts()
-            contention = self._contention()
+            half_ms, contention = self._half_pass()
+        times = self._decoder.times(texts)
+        half = self._decoder.upper_layers * times["layer_ms"]
         return Calibration(
-            **self._decoder.times(texts),
+            **times,
             contention=contention,
+            half_factor=max(0.0, half_ms - times["pass_ms"]) / half,
             parallel_speedups=self._parallel_speedups(),
             machine=f"{platform.machine()}, {os.cpu_count()} cores, {self._ordinary.stage.device.type}",
         )
@@ -147,26 +151,28 @@ class Calibrator:
             texts.append(self._decoder.text(next(prompts), self._decoder.all_steps()))
         return texts[1:]
 
-    def _contention(self) -> float:
-        """How much longer a pass takes while the partners work, by texts in turn; 1 where devices do not share."""
-        if not self._on_cpu or len(self._all_cores) < 2 * self._threads:
-            return 1.0
+    def _half_pass(self) -> tuple[float, float]:
+        """Milliseconds of the upper half of the layers alone, token after token, and the factor on them while the
+        partners work, by texts in turn; 1 where devices do not share anything."""
         self._progress("measuring how processes slow each other down")
-        ratios = []
-        prompts = itertools.cycle(self._conditions.prompts)
-        for prompt in itertools.islice(prompts, _CONTENTION_ROUNDS + 1):
-            alone = self._whole_pass(prompt)
-            seconds = 1.2 * alone * self._conditions.sampling.max_new_tokens + 0.2
-            for partner in self._partners:
-                partner.ask("work", seconds)
-            time.sleep(0.05)
-            ratios.append(self._whole_pass(prompt) / alone)
-            for partner in self._partners:
-                partner.wait()
-        return max(1.0, statistics.median(ratios[1:]))
+        shares = self._on_cpu and len(self._all_cores) >= 2 * self._threads
+        alone, ratios = [], []
+        for prompt in itertools.islice(itertools.cycle(self._conditions.prompts), _CONTENTION_ROUNDS + 1):
+            alone.append(self._decoder.upper_text(prompt))
+            if shares:
+                with self._working(alone[-1] * (1.2 * self._conditions.sampling.max_new_tokens) + 0.2):
+                    ratios.append(self._decoder.upper_text(prompt) / alone[-1])
+        return 1000 * statistics.median(alone[1:]), max(1.0, statistics.median(ratios[1:])) if shares else 1.0
 
-    def _whole_pass(self, prompt: Sequence[int]) -> float:
-        return statistics.fmean(self._decoder.text(prompt, [self._decoder.whole])["whole"])
+    @contextlib.contextmanager
+    def _working(self, seconds: float) -> Iterator[None]:
+        """Have every partner work for so long."""
+        for partner in self._partners:
+            partner.ask("work", seconds)
+        time.sleep(_BEGINNING_S)
+        yield
+        for partner in self._partners:
+            partner.wait()
 
     def _parallel_speedups(self) -> dict[int, float]:
         """Ordinary decoding with n times the threads on n times the cores, where there are so many."""
@@ -210,6 +216,21 @@ class _TimedDecoder:
         for _, step in zip(range(num_new - 1), itertools.cycle(steps), strict=False):
             token = step(token, len(self._history) - 1)
         return self._times
+
+    @property
+    def upper_layers(self) -> int:
+        """Layers that `upper_text` runs."""
+        return self._num_layers - self._num_layers // 2
+
+    def upper_text(self, prompt: Sequence[int]) -> float:
+        """Seconds of a pass over the upper half of the layers alone, where tokens follow each other so."""
+        half, num_new = self._num_layers // 2, self._conditions.sampling.max_new_tokens
+        self._stage.begin(len(prompt) + num_new)
+        hidden = self._stage.run(0, self._num_layers, list(prompt), 0)[:, -1:]
+        began = time.perf_counter()
+        for position in range(len(prompt), len(prompt) + num_new):
+            self._stage.run(half, self._num_layers, hidden, position)
+        return (time.perf_counter() - began) / num_new
 
     def all_steps(self) -> list[_Step]:
         """Every way of running a token."""

@@ -36,6 +36,8 @@ class Calibration:
     """Writing such entries into a cache."""
     contention: float = 1.0
     """Factor on a layer's time while the other processes work."""
+    half_factor: float = 1.0
+    """Factor on a layer's time where only half of the layers run, token after token: their weights stay in caches."""
     parallel_speedups: Mapping[int, float] = field(default_factory=dict)
     """Ordinary decoding's measured speed-up on several devices, by their number."""
     machine: str = ""
@@ -47,6 +49,7 @@ class Calibration:
         if not self.layer_ms:
             raise ValueError("layer_ms=0: a plan needs layers that take time; give a number above 0")
         check_number("contention", self.contention, 1.0)
+        check_number("half_factor", self.half_factor)
         for devices, speedup in self.parallel_speedups.items():
             check_whole("devices", devices, 2)
             check_number(f"speed-up on {devices} devices", speedup)

@@ -4,13 +4,12 @@ It holds the model as a worker does. It echoes hidden states, works so that its 
 or measures ordinary decoding on several cores, and answers each command with a JSON line when it is done.
 """
 
-import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -63,10 +62,14 @@ class Partner:
                 self._endpoint.send(MAIN, reply)
 
     def work(self, seconds: float) -> None:
-        """Decode for so long."""
-        end = time.perf_counter() + seconds
+        """Run the first half of the layers for so long, as a sub-process does."""
+        end, half = time.perf_counter() + seconds, self._stage.num_layers // 2
         while time.perf_counter() < end:
-            self._decode(self._spec.num_new_tokens, iter(lambda: time.perf_counter() > end, None))
+            self._stage.begin(self._spec.num_new_tokens)
+            for position in range(self._spec.num_new_tokens):
+                self._stage.run(0, half, [0], position)
+                if time.perf_counter() > end:
+                    return
 
     def speed_up(self, threads: int, cores: Sequence[int]) -> float:
         """One thread group's time for a token over that of `threads` threads on `cores`, in turn."""
@@ -86,17 +89,14 @@ class Partner:
     def _timed(self, threads: int) -> float:
         torch.set_num_threads(threads)
         began = time.perf_counter()
-        self._decode(self._spec.num_new_tokens, itertools.repeat(False, _SPEED_UP_TOKENS))
+        self._decode()
         return time.perf_counter() - began
 
-    def _decode(self, most: int, enough: Iterable[bool]) -> None:
-        """At most `most` tokens after the prompt, until `enough` says so or ends."""
+    def _decode(self) -> None:
         stage, prompt = self._stage, list(self._spec.prompt_ids)
-        stage.begin(len(prompt) + most)
+        stage.begin(len(prompt) + _SPEED_UP_TOKENS)
         token = int(stage.logits(stage.run(0, stage.num_layers, prompt, 0)).argmax())
-        for position, stop in zip(range(len(prompt), len(prompt) + most), enough, strict=False):
-            if stop:
-                return
+        for position in range(len(prompt), len(prompt) + _SPEED_UP_TOKENS):
             token = int(stage.logits(stage.run(0, stage.num_layers, [token], position)).argmax())
 
 

@@ -177,10 +177,12 @@ def token_time(num_layers: int, exit_layer: int, k: int, match_rate: float, cali
     check_share("match_rate", match_rate)
     early, between = num_layers - exit_layer, 2 * exit_layer - num_layers
     shared_layers = early * (2 - match_rate)
+    # Hits run the last d̄ layers only, which half_factor knows for d̄ = d/2.
+    hit_layers = exit_layer * (1 - (1 - calibration.half_factor) * 2 * early / num_layers)
     # A hit that begins at the exit layer has its hidden state sent with the token: one pass and k messages fewer.
     merged = match_rate if between == 0 else 0.0
     return TokenTime(
-        layers=(num_layers - early * match_rate) * calibration.layer_ms,
+        layers=(match_rate * hit_layers + (1 - match_rate) * num_layers) * calibration.layer_ms,
         head=calibration.head_ms,
         contention=shared_layers * calibration.layer_ms * (calibration.contention - 1),
         passes=(2 - merged) * calibration.pass_ms,
