@@ -1,5 +1,6 @@
 """`ppd plan`: whether pipelined decoding pays here, and with which exit layer and k."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,10 @@ def plan(
     prompts: Annotated[
         str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
     ] = "demo",
-    devices: Annotated[int, typer.Option(help="CPU cores or GPUs to plan for; each holds one process.")] = 4,
+    devices: Annotated[
+        int | None,
+        typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
+    ] = None,
     match_rates: Annotated[
         Path | None, typer.Option(help="What `ppd match-rate --json` wrote, instead of measuring rates.")
     ] = None,
@@ -66,14 +70,15 @@ def plan(
         for path in (json_file, html):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise ValueError(f"{path}: give a file in a folder that exists")
-        check_request(devices, tensor_parallel_efficiency)
+        max_devices = (os.cpu_count() or 1) if devices is None else devices
+        check_request(max_devices, tensor_parallel_efficiency)
         times = {"layer_ms": layer_ms, "head_ms": head_ms, "exit_head_ms": exit_head_ms, "hop_ms": hop_ms}
         ks = None if k is None else parse_list("--k", k, int)
         given = Given(match_rates, calibration, layers, ks, times)
         sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
         planned = plan_with(
             given,
-            devices,
+            max_devices,
             tensor_parallel_efficiency,
             Subject(model, prompts, limit, sampling, dtype, device, threads),
             show_progress,

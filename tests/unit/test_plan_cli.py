@@ -54,7 +54,7 @@ def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
     assert expected.verdict in again.stdout
     slower = invoke("--match-rates", out, "--calibration", out, "--devices", 4, "--hop-ms", 9)
     assert "don't" in slower.stdout
-    one = invoke("--match-rates", rates, *TIMES, "--k", 1)
+    one = invoke("--match-rates", rates, *TIMES, "--k", 1, "--devices", 4)
     assert "k=1 on 2 devices" in one.stdout
 
 
@@ -132,6 +132,8 @@ assert not slow, slow
         "--match-rates",
         str(rates),
         *TIMES,
+        "--devices",
+        "4",
         "--html",
         str(rates.with_name("a.html")),
     ]
