@@ -16,21 +16,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ppd_runtime.launching import START_DEADLINE_S, Progress
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.unix import UnixEndpoint
-from ppd_runtime.transport.zeromq import ZmqEndpoint
+from ppd_runtime.transport.sockets import open_endpoint
 from ppd_runtime.worker import Worker, WorkerSpec
 
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
-_SPIN_S = 0.002
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
 class _Actor:
     def __init__(self, spec: WorkerSpec, transport: str, folder: str) -> None:
         self._worker = Worker(spec)
-        self._endpoint = _open_endpoint(transport, folder, spec.rank, _SPIN_S if spec.cores else 0.0)
+        self._endpoint = open_endpoint(transport, folder, spec.rank, has_own_core=bool(spec.cores))
 
     def ready(self) -> int:
         """The worker's process number, once its layers are loaded."""
@@ -68,7 +66,7 @@ class RayWorkers:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
                 _start_ray(ray_address, len(specs), self._folder)
-            self.endpoint: Endpoint = _open_endpoint(transport, self._folder, CLIENT)
+            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
             self._start_actors(progress)
         except BaseException:
             self.close()
@@ -134,10 +132,6 @@ class RayWorkers:
             if self._owns_ray:
                 ray.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _open_endpoint(transport: str, folder: str, address: int, spin_s: float = 0.0) -> Endpoint:
-    return ZmqEndpoint(folder, address) if transport == "zeromq" else UnixEndpoint(folder, address, spin_s)
 
 
 def _start_ray(address: str | None, num_workers: int, folder: str) -> None:

@@ -3,13 +3,16 @@
 import typer
 
 from ppd_runtime.cli.demo import demo
+from ppd_runtime.cli.errors import OneLineGroup
 from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.match_rate import match_rate
+from ppd_runtime.cli.plan import plan
 from ppd_runtime.cli.simulate import simulate
 from ppd_runtime.cli.tradeoff import tradeoff
 from ppd_runtime.cli.train import train
 
 app = typer.Typer(
+    cls=OneLineGroup,
     help="Predictive pipelined decoding: the same tokens, sooner.",
     no_args_is_help=True,
     add_completion=False,
@@ -21,6 +24,7 @@ app.command()(tradeoff)
 app.command("match-rate")(match_rate)
 app.command()(simulate)
 app.add_typer(train, name="train")
+app.command()(plan)
 
 if __name__ == "__main__":
     app()

@@ -1,6 +1,7 @@
 """`ppd tradeoff`: what pipelined decoding saves and costs, by Theorem 4.1."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +13,14 @@ if TYPE_CHECKING:
     from ppd_runtime.cost_model.theory import Times
     from ppd_runtime.cost_model.tradeoff import Tradeoff
 
-_EXIT_LAYER, _K, _MATCH_RATE = "20", "3", "0.6837"
+_LAYERS, _EXIT_LAYER, _K, _MATCH_RATE = 40, "20", "3", "0.6837"
 
 
 def tradeoff(
-    layers: Annotated[int, typer.Option(help="Decoder layers of the model.")] = 40,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Decoder layers of the model; default: what --match-rates says.", show_default=str(_LAYERS)),
+    ] = None,
     exit_layer: Annotated[
         str | None, typer.Option(help="Predict early after this layer; several: 20,30.", show_default=_EXIT_LAYER)
     ] = None,
@@ -43,14 +47,15 @@ def tradeoff(
     """Predict latency and compute by Theorem 4.1; lists of values give a row for every combination.
 
     --match-rates FILE takes measured rates from a JSON file of the form
-    {"match_rates": {"<exit_layer>": {"<k>": rate}}}: all of them, or those of --exit-layer and --k.
+    {"match_rates": {"<exit_layer>": {"<k>": rate}}}: all that Theorem 4.1 covers, or those of --exit-layer and --k.
+    Where the file notes the model's num_layers, as `ppd match-rate` does, --layers is not needed.
     """
     with one_line_errors():
         from ppd_runtime.cost_model.tradeoff import predict, write_csv
 
         times = _times(layer_ms, head_ms, exit_head_ms, hop_ms)
-        settings = _settings(exit_layer, k, match_rate, match_rates)
-        rows = [predict(layers, *setting, tokens, times) for setting in settings]
+        num_layers, settings = _settings(layers, exit_layer, k, match_rate, match_rates)
+        rows = [predict(num_layers, *setting, tokens, times) for setting in settings]
         if plot is not None:
             from ppd_runtime.cost_model.plots import draw
 
@@ -74,23 +79,35 @@ def _times(layer: float | None, head: float | None, exit_head: float | None, hop
 
 
 def _settings(
-    exit_layer: str | None, k: str | None, match_rate: str | None, file: Path | None
-) -> list[tuple[int, int, float]]:
-    from ppd_runtime.cost_model.tradeoff import combine, parse_list, read_match_rates, select
+    layers: int | None, exit_layer: str | None, k: str | None, match_rate: str | None, file: Path | None
+) -> tuple[int, list[tuple[int, int, float]]]:
+    from ppd_runtime.cost_model.tradeoff import combine, parse_list
 
-    if file is None:
-        return combine(
-            parse_list("--exit-layer", _EXIT_LAYER if exit_layer is None else exit_layer, int),
-            parse_list("--k", _K if k is None else k, int),
-            parse_list("--match-rate", _MATCH_RATE if match_rate is None else match_rate, float),
-        )
-    if match_rate is not None:
-        raise ValueError(f"--match-rate {match_rate} and --match-rates {file}: give one of them")
-    return select(
-        read_match_rates(file),
-        None if exit_layer is None else parse_list("--exit-layer", exit_layer, int),
-        None if k is None else parse_list("--k", k, int),
+    if file is not None:
+        if match_rate is not None:
+            raise ValueError(f"--match-rate {match_rate} and --match-rates {file}: give one of them")
+        return _measured_settings(layers, exit_layer, k, file)
+    return _LAYERS if layers is None else layers, combine(
+        parse_list("--exit-layer", _EXIT_LAYER if exit_layer is None else exit_layer, int),
+        parse_list("--k", _K if k is None else k, int),
+        parse_list("--match-rate", _MATCH_RATE if match_rate is None else match_rate, float),
     )
+
+
+def _measured_settings(
+    layers: int | None, exit_layer: str | None, k: str | None, file: Path
+) -> tuple[int, list[tuple[int, int, float]]]:
+    from ppd_runtime.cost_model.tradeoff import parse_list, read_match_rates, select
+
+    measured = read_match_rates(file)
+    num_layers = measured.layers(layers, _LAYERS)
+    if exit_layer is None:
+        measured, left_out = measured.covered(num_layers)
+        if left_out:
+            names = ", ".join(map(str, left_out))
+            sys.stderr.write(f"ppd: left out exit layers {names} of {file}: Theorem 4.1 needs at least half depth\n")
+    exits = None if exit_layer is None else parse_list("--exit-layer", exit_layer, int)
+    return num_layers, select(measured.rates, exits, None if k is None else parse_list("--k", k, int))
 
 
 def _print_table(rows: "list[Tradeoff]") -> None:

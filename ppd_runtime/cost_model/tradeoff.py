@@ -11,11 +11,50 @@ from pathlib import Path
 from typing import TypeVar
 
 from ppd_runtime.cost_model import theory
-from ppd_runtime.cost_model.checks import check_share
+from ppd_runtime.cost_model.checks import check_share, check_whole
 
 T = TypeVar("T", int, float)
 Rates = dict[tuple[int, int], float]
 """Match rate by (exit layer, k)."""
+
+
+@dataclass(frozen=True)
+class MatchRates:
+    """Measured match rates of one model."""
+
+    source: str
+    """Where they are from, for messages to people."""
+    rates: Rates
+    num_layers: int | None = None
+    """The model's layers; None where nobody noted them."""
+
+    def layers(self, given: int | None, otherwise: int | None = None) -> int:
+        """The model's layers: these rates' own, else those `given`, else `otherwise`.
+
+        Raises:
+            ValueError: two of them contradict each other, or there is none.
+        """
+        if given is not None and self.num_layers not in (None, given):
+            raise ValueError(f"--layers {given}, but {self.source} is of {self.num_layers} layers: leave --layers out")
+        known = next((n for n in (self.num_layers, given, otherwise) if n is not None), None)
+        if known is None:
+            raise ValueError(f"{self.source} does not say how many layers the model has: give --layers")
+        return known
+
+    def covered(self, num_layers: int) -> "tuple[MatchRates, list[int]]":
+        """The rates that Theorem 4.1 covers, d/2 ≤ d̄ < d, and the exit layers left out.
+
+        Raises:
+            ValueError: where it covers none, or an exit layer is not before the last layer.
+        """
+        last = max(exit_layer for exit_layer, _ in self.rates)
+        if last >= num_layers:
+            raise ValueError(f"{self.source}: exit layer {last} is not before the last of {num_layers} layers")
+        shallow = sorted({exit_layer for exit_layer, _ in self.rates if 2 * exit_layer < num_layers})
+        kept = {setting: rate for setting, rate in self.rates.items() if setting[0] not in shallow}
+        if not kept:
+            raise ValueError(f"{self.source}: no exit layer at half depth or behind, which Theorem 4.1 needs")
+        return MatchRates(self.source, kept, self.num_layers), shallow
 
 
 @dataclass(frozen=True)
@@ -98,14 +137,17 @@ def select(rates: Rates, exit_layers: Sequence[int] | None, ks: Sequence[int] | 
     return [(exit_layer, k, rates[exit_layer, k]) for exit_layer, k in itertools.product(exits, counts)]
 
 
-def read_match_rates(path: Path) -> Rates:
-    """Measured rates from a JSON file `{"match_rates": {"<exit_layer>": {"<k>": rate}}}`; other keys are ignored.
+def read_match_rates(path: Path) -> MatchRates:
+    """Measured rates from a JSON file `{"match_rates": {"<exit_layer>": {"<k>": rate}}, "num_layers": d}`.
+
+    The number of layers may be missing; other keys are ignored.
 
     Raises:
         ValueError: for a file that cannot be read or has another form.
     """
     try:
-        by_exit = json.loads(path.read_text(encoding="utf-8"))["match_rates"]
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        by_exit, num_layers = whole["match_rates"], whole.get("num_layers")
         rates = {(int(exit_layer), int(k)): rate for exit_layer, by_k in by_exit.items() for k, rate in by_k.items()}
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file of match rates") from error
@@ -116,7 +158,10 @@ def read_match_rates(path: Path) -> Rates:
         raise ValueError(f"{path}: holds no match rates; measure some first")
     for (exit_layer, k), rate in rates.items():
         check_share(f"{path}: match_rates[{exit_layer}][{k}]", rate)
-    return rates
+        check_whole(f"{path}: k", k, 1)
+    if num_layers is not None:
+        check_whole(f"{path}: num_layers", num_layers, 2)
+    return MatchRates(str(path), rates, num_layers)
 
 
 def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:

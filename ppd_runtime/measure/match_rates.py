@@ -188,8 +188,8 @@ def teacher_forced_match_rates(
     noise = torch.zeros(())
     for number, chunk in enumerate(chunks):
         if seed is not None:
-            rows = [gumbel_noise(seed + number, position, model.config.vocab_size) for position in range(len(chunk))]
-            noise = torch.from_numpy(np.stack(rows))
+            sampler = Sampler(SamplingParams(temperature=1.0, seed=seed + number))
+            noise = sampler.noise(0, len(chunk), model.config.vocab_size)
         hidden_states = model.model(chunk[None], output_hidden_states=True, use_cache=False).hidden_states
         chosen = (model.lm_head(hidden_states[-1]) + noise).argmax(-1, keepdim=True)
         for layer, hidden in enumerate(hidden_states[1:-1], start=1):

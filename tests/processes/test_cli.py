@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.cli.errors import one_line_errors
 
 PPD = [sys.executable, "-m", "ppd_runtime.cli.main"]
 
@@ -94,3 +96,36 @@ def test_an_unknown_model_gets_one_line(tmp_path):
         assert shown.returncode == 2
         assert model in shown.stderr
         assert len(shown.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("simulate --layers abc", "'abc': Invalid value for '--layers'"),
+        ("tradeoff --layers 1.5", "'1.5': Invalid value for '--layers'"),
+        ("generate x --method fax", "'fax'"),
+        ("match-rate --limit", "'--limit' requires an argument"),
+        ("demo --fast", "No such option: --fast"),
+        ("plan --devices two", "'two': Invalid value for '--devices'"),
+        ("fly", "No such command 'fly'"),
+    ],
+)
+def test_a_mistaken_command_line_gets_one_line_and_exit_code_2(arguments, words):
+    shown = ppd(*arguments.split())
+    assert shown.returncode == 2
+    assert words in shown.stderr
+    assert shown.stderr.count("\n") == 1
+    assert shown.stdout == ""
+
+
+def test_no_arguments_show_the_help():
+    shown = ppd()
+    assert (shown.returncode, shown.stderr) == (2, "")
+    assert "Usage:" in shown.stdout
+
+
+def test_a_commands_own_exit_code_passes_unchanged():
+    for code in (0, 3):
+        with pytest.raises(typer.Exit) as caught, one_line_errors():
+            raise typer.Exit(code)
+        assert caught.value.exit_code == code

@@ -73,7 +73,7 @@ def test_a_greedy_measurement(model: str, prompts: str, tmp_path: Path) -> None:
     assert [row["positions"] for row in ranges] == [[first, first + 1] for first in range(1, 16, 2)]
     assert sum(row["comparisons"] for row in ranges) == 48
     assert report["cost"]["ratio_to_plain_generation"] > 1
-    assert read_match_rates(out)[2, 3] == report["match_rates"]["2"]["3"]
+    assert read_match_rates(out).rates[2, 3] == report["match_rates"]["2"]["3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "rates.json"]
 
 

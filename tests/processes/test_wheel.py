@@ -20,7 +20,8 @@ def test_wheel_holds_the_demo_model_and_runs_elsewhere(tmp_path):
     demo = elsewhere / "ppd_runtime" / "models" / "demo"
     for name in ("model.safetensors", "config.json", "tokenizer.json", "card.json"):
         assert (demo / name).read_bytes() == (ROOT / "ppd_runtime" / "models" / "demo" / name).read_bytes()
-    assert (elsewhere / "ppd_runtime" / "py.typed").exists()
+    for name in ("py.typed", "cost_model/report.html", "measure/prompts/demo.jsonl"):
+        assert (elsewhere / "ppd_runtime" / name).exists(), name
     assert wheel.stat().st_size < 25 * 2**20
 
     code = (

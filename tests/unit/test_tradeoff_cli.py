@@ -80,6 +80,18 @@ def test_measured_rates(measured: Path) -> None:
     assert [row["k"] for row in _json("--match-rates", str(measured), "--exit-layer", "20")] == [1, 3, 5]
 
 
+def test_a_file_of_every_exit_layer_says_how_deep_the_model_is(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    rates = {str(layer): {"1": layer / 10} for layer in range(1, 6)}
+    path.write_text(json.dumps({"match_rates": rates, "num_layers": 6}))
+    for arguments in ([], ["--layers", "6"]):
+        result = CliRunner().invoke(app, ["--match-rates", str(path), "--json", *arguments])
+        rows = json.loads(result.stdout)
+        assert [(row["num_layers"], row["exit_layer"]) for row in rows] == [(6, 3), (6, 4), (6, 5)]
+        assert result.stderr == f"ppd: left out exit layers 1, 2 of {path}: Theorem 4.1 needs at least half depth\n"
+    assert _json("--match-rates", str(path), "--exit-layer", "4")["match_rate"] == 0.4
+
+
 def test_table() -> None:
     output = _run("--k", "1,3,5", "--layer-ms", "2")
     assert "40 layers, 128 tokens" in output
@@ -143,18 +155,24 @@ def test_a_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: 
         ("--match-rates FOLDER/empty.json", "holds no match rates"),
         ("--match-rates FOLDER/good.json --k 4", "no match rate for exit layer 20 with k=4: choose among 20/3"),
         ("--match-rates FOLDER/good.json --match-rate 0.5", "give one of them"),
+        ("--match-rates FOLDER/deep.json --layers 40", "--layers 40, but FOLDER/deep.json is of 48 layers"),
+        ("--match-rates FOLDER/deep.json", "deep.json: no exit layer at half depth or behind"),
+        ("--match-rates FOLDER/good.json --layers 20", "exit layer 20 is not before the last of 20 layers"),
+        ("--match-rates FOLDER/odd.json", "num_layers='6': give a whole number of at least 2"),
         ("--csv FOLDER/none/rows.csv", "rows.csv: No such file or directory"),
     ],
 )
 def test_mistakes_are_named_in_one_line(tmp_path: Path, arguments: str, named: str) -> None:
     texts = {"bad": "[1]", "high": '{"match_rates": {"20": {"3": 1.5}}}', "empty": '{"match_rates": {}}'}
+    texts["deep"] = '{"match_rates": {"20": {"3": 0.5}}, "num_layers": 48}'
+    texts["odd"] = '{"match_rates": {"20": {"3": 0.5}}, "num_layers": "6"}'
     for name, text in {**texts, "good": '{"match_rates": {"20": {"3": 0.5}}}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
     before = sorted(tmp_path.iterdir())
     result = CliRunner().invoke(app, arguments.replace("FOLDER", str(tmp_path)).split())
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert named in result.stderr
+    assert named.replace("FOLDER", str(tmp_path)) in result.stderr
     assert result.stderr.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
 

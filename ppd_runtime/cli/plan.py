@@ -1,0 +1,122 @@
+"""`ppd plan`: whether pipelined decoding pays here, and with which exit layer and k."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.generate import show_progress
+
+if TYPE_CHECKING:
+    from ppd_runtime.cost_model.planner import Alternative, Plan, Ranking
+
+_MOST_ROWS = 12
+_TIME = "instead of measuring it."
+
+
+def plan(
+    model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
+    prompts: Annotated[
+        str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
+    ] = "demo",
+    devices: Annotated[
+        int | None,
+        typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
+    ] = None,
+    match_rates: Annotated[
+        Path | None, typer.Option(help="What `ppd match-rate --json` wrote, instead of measuring rates.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What `ppd plan --json` wrote, instead of measuring times.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Decoder layers, where the match rates' file lacks them.")] = None,
+    k: Annotated[str | None, typer.Option(help="Candidates to plan with, such as 1,3; default: all that fit.")] = None,
+    layer_ms: Annotated[float | None, typer.Option(help=f"Time of a layer, {_TIME}")] = None,
+    head_ms: Annotated[float | None, typer.Option(help=f"Time of the final head, {_TIME}")] = None,
+    exit_head_ms: Annotated[float | None, typer.Option(help=f"Time of an exit head, {_TIME}")] = None,
+    hop_ms: Annotated[float | None, typer.Option(help=f"Time of a message between two processes, {_TIME}")] = None,
+    tensor_parallel_efficiency: Annotated[
+        float | None,
+        typer.Option(
+            help="Speed-up over devices; default: measured on CPU cores, else gpt-fast's 0.80 at 2 and 0.61 at 4."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The first prompt's; the next prompt's is one more, and so on.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Take so many prompts from the file; default: all.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with sliders here; it needs no network.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads for each worker.")] = 1,
+) -> None:
+    """Rank exit layers and k by predicted time per token, beside ordinary decoding and tensor parallelism.
+
+    What is not given is measured here. With --match-rates and either --calibration or all four times nothing is, and
+    the answer comes at once.
+    """
+    with one_line_errors():
+        from ppd_runtime.config import SamplingParams
+        from ppd_runtime.cost_model.planner import check_request
+        from ppd_runtime.cost_model.planning import Given, Subject, plan_with
+        from ppd_runtime.cost_model.report import plan_data, write_page, write_plan
+        from ppd_runtime.cost_model.tradeoff import parse_list
+
+        for path in (json_file, html):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ValueError(f"{path}: give a file in a folder that exists")
+        max_devices = (os.cpu_count() or 1) if devices is None else devices
+        check_request(max_devices, tensor_parallel_efficiency)
+        times = {"layer_ms": layer_ms, "head_ms": head_ms, "exit_head_ms": exit_head_ms, "hop_ms": hop_ms}
+        ks = None if k is None else parse_list("--k", k, int)
+        given = Given(match_rates, calibration, layers, ks, times)
+        sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
+        planned = plan_with(
+            given,
+            max_devices,
+            tensor_parallel_efficiency,
+            Subject(model, prompts, limit, sampling, dtype, device, threads),
+            show_progress,
+        )
+        data = plan_data(model, planned.ranking, planned.calibration, planned.rates)
+        if html is not None:
+            write_page(data, html)
+        if json_file is not None:
+            write_plan(data, json_file)
+        _print(planned.ranking, model, planned.notes)
+
+
+def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for heading in ("exit", "k", "devices", "match", "ms/token", "speed-up", "compute"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows: list[Plan | Alternative] = [*ranking.plans[:_MOST_ROWS], ranking.ordinary, *ranking.parallel]
+    for row in sorted(rows, key=lambda row: row.ms_per_token):
+        table.add_row(*_cells(ranking, row))
+    summary = f"{model}, {ranking.num_layers} layers, at most {ranking.max_devices} devices"
+    console.print(f"{summary}: predicted for a token after the first", highlight=False, markup=False)
+    console.print(table, highlight=False)
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+    console.print(ranking.verdict, highlight=False, markup=False, soft_wrap=True)
+
+
+def _cells(ranking: "Ranking", row: "Plan | Alternative") -> list[str]:
+    from ppd_runtime.cost_model.planner import Plan
+
+    figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.compute_per_token:.2f}"]
+    if isinstance(row, Plan):
+        number = str(ranking.plans.index(row) + 1)
+        return [number, str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", *figures]
+    return [row.name, "", "", str(row.devices), "", *figures]

@@ -1,0 +1,290 @@
+"""Times and match rates → exit layer × k ranked by predicted time per token, beside the honest alternatives.
+
+Everything here is arithmetic: no torch, no clock. A device holds one process: the main process and k sub-processes
+need k + 1. Times are for a token after the first, whose pass over the prompt every way of decoding has in common.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from ppd_runtime.cost_model.calibration import Calibration
+from ppd_runtime.cost_model.checks import check_layers, check_share, check_whole
+from ppd_runtime.cost_model.tradeoff import Rates
+
+WORTH_IT = 1.05
+"""A speed-up below this is not worth a second device."""
+PUBLISHED_EFFICIENCY = {1: 1.0, 2: 0.80, 4: 0.61}
+"""Tensor parallelism's speed-up over its number of devices: gpt-fast's published figures."""
+
+
+@dataclass(frozen=True)
+class TokenTime:
+    """What a token takes, in milliseconds, by what it is spent on; expected values over hits and misses."""
+
+    layers: float
+    """Layers on the token's path, with nobody else at work."""
+    head: float
+    contention: float
+    """What the layers take longer because sub-processes work at the same time."""
+    passes: float
+    """Starting to run a range of layers."""
+    messages: float
+    """Sending messages and taking them in."""
+    entries: float
+    """Importing key/value entries after hits."""
+    waiting: float
+    """For early starts that are on their way."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One setting and what is predicted for it."""
+
+    exit_layer: int
+    k: int
+    workers: int
+    """Sub-processes: one for each candidate."""
+    devices: int
+    match_rate: float
+    time: TokenTime
+    ms_per_token: float
+    speedup: float
+    """Ordinary decoding's time per token over this one's."""
+    compute_per_token: float
+    """Full passes of all layers, by all processes; ordinary decoding's is 1. Unlike Theorem 4.1's it holds the
+    passes by which sub-processes follow a miss."""
+    ideal_speedup: float
+    """With nothing but layers taking time: Theorem 4.1's, for long texts."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way of decoding without pipelining."""
+
+    name: str
+    devices: int
+    ms_per_token: float
+    speedup: float
+    compute_per_token: float
+    source: str
+    """Where its speed is from: measured, given, published, interpolated or extrapolated."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What the planner found; the fastest plan comes first."""
+
+    num_layers: int
+    max_devices: int
+    plans: tuple[Plan, ...]
+    ordinary: Alternative
+    parallel: tuple[Alternative, ...]
+    """Tensor parallelism on as many devices as the plans have, and on all of them."""
+    gains: bool
+    """Whether a plan is at least 5 % faster than ordinary decoding."""
+    verdict: str
+
+
+def rank(
+    num_layers: int,
+    calibration: Calibration,
+    rates: Rates,
+    max_devices: int,
+    efficiency: float | None = None,
+) -> Ranking:
+    """Rank every (exit layer, k) of `rates` that fits within `max_devices`.
+
+    `efficiency` is tensor parallelism's speed-up over its number of devices, in (0, 1], whatever that is; None takes
+    what was measured, else the published figures.
+
+    Raises:
+        ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
+    """
+    check_request(max_devices, efficiency)
+    plans = [
+        plan(num_layers, exit_layer, k, rate, calibration)
+        for (exit_layer, k), rate in rates.items()
+        if k + 1 <= max_devices
+    ]
+    plans.sort(key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
+    counts = sorted({row.devices for row in plans} | ({max_devices} - {1}))
+    ordinary = _ordinary(num_layers, calibration)
+    parallel = tuple(_parallel(ordinary, devices, calibration.parallel_speedups, efficiency) for devices in counts)
+    gains = bool(plans) and plans[0].speedup >= WORTH_IT
+    verdict = _verdict(plans, parallel, rates, max_devices, calibration)
+    return Ranking(num_layers, max_devices, tuple(plans), ordinary, parallel, gains, verdict)
+
+
+def check_request(max_devices: int, efficiency: float | None) -> None:
+    """Raise ValueError for less than one device, or an efficiency outside (0, 1]."""
+    check_whole("devices", max_devices, 1)
+    if efficiency is not None:
+        check_share("tensor_parallel_efficiency", efficiency)
+        if not efficiency:
+            raise ValueError("tensor_parallel_efficiency=0: give a number above 0, at most 1")
+
+
+def plan(num_layers: int, exit_layer: int, k: int, match_rate: float, calibration: Calibration) -> Plan:
+    """What is predicted for one setting."""
+    time = token_time(num_layers, exit_layer, k, match_rate, calibration)
+    saved = (num_layers - exit_layer) * match_rate
+    return Plan(
+        exit_layer=exit_layer,
+        k=k,
+        workers=k,
+        devices=k + 1,
+        match_rate=match_rate,
+        time=time,
+        ms_per_token=time.total,
+        speedup=ordinary_ms(num_layers, calibration) / time.total,
+        compute_per_token=compute_per_token(num_layers, exit_layer, k, match_rate),
+        ideal_speedup=num_layers / (num_layers - saved),
+    )
+
+
+def ordinary_ms(num_layers: int, calibration: Calibration) -> float:
+    """Ordinary decoding's time for a token: one pass over all layers, and the head."""
+    check_whole("num_layers", num_layers, 2)
+    return calibration.pass_ms + num_layers * calibration.layer_ms + calibration.head_ms
+
+
+def compute_per_token(num_layers: int, exit_layer: int, k: int, match_rate: float) -> float:
+    """Full passes for a token: `(d − (d − d̄)p + k(d − d̄) + k(d − d̄)(1 − p)) / d`.
+
+    The first three terms are Theorem 4.1's for long texts; the last one is what the k sub-processes run after a miss
+    for their own caches.
+    """
+    early = num_layers - exit_layer
+    return 1 + early * (k - match_rate + k * (1 - match_rate)) / num_layers
+
+
+def token_time(num_layers: int, exit_layer: int, k: int, match_rate: float, calibration: Calibration) -> TokenTime:
+    """The expected time of a token after the first, by what it is spent on.
+
+    A hit and a miss differ in the layers that the main process runs: d̄ and d. The d − d̄ layers behind the exit run
+    beside the sub-processes' candidates, and after a miss the first d − d̄ layers run beside their catching up.
+    Without overheads this is Theorem 4.1's latency for long texts; with a hop, a head and an exit head alone it is
+    `theory.hit_time` and `theory.miss_time`.
+    """
+    check_layers(num_layers, exit_layer)
+    check_whole("k", k, 1)
+    check_share("match_rate", match_rate)
+    early, between = num_layers - exit_layer, 2 * exit_layer - num_layers
+    shared_layers = early * (2 - match_rate)
+    # Hits run the last d̄ layers only, which half_factor knows for d̄ = d/2.
+    hit_layers = exit_layer * (1 - (1 - calibration.half_factor) * 2 * early / num_layers)
+    # A hit that begins at the exit layer has its hidden state sent with the token: one pass and k messages fewer.
+    merged = match_rate if between == 0 else 0.0
+    return TokenTime(
+        layers=(match_rate * hit_layers + (1 - match_rate) * num_layers) * calibration.layer_ms,
+        head=calibration.head_ms,
+        contention=shared_layers * calibration.layer_ms * (calibration.contention - 1),
+        passes=(2 - merged) * calibration.pass_ms,
+        messages=(4 - merged) * k * calibration.message_ms,
+        entries=match_rate * (1 - match_rate) * calibration.import_ms,
+        waiting=match_rate * _waiting(k, merged, calibration),
+    )
+
+
+def _waiting(k: int, merged: float, times: Calibration) -> float:
+    """What the main process waits for an early start that is right: two hops and the exit head beside its own head.
+
+    At half depth, `merged` of the hits follow another hit: the winner's entries leave between the exit head and the
+    candidate's layers, and other sub-processes need them before those.
+    """
+    meanwhile = times.head_ms + 2 * k * times.message_ms
+    start = times.exit_head_ms + times.message_ms
+    shipping = times.export_ms + times.message_ms
+    after_hit = start + shipping if k == 1 else max(start + shipping, times.hop_ms + shipping)
+    waits = (max(0.0, 2 * times.hop_ms + work - meanwhile) for work in (start, after_hit))
+    alone, following = waits
+    return (1 - merged) * alone + merged * following
+
+
+def parallel_efficiency(devices: int) -> tuple[float, str]:
+    """Tensor parallelism's efficiency from gpt-fast's published figures, and how it follows from them.
+
+    Between the published numbers of devices, and behind them, it is linear in their logarithm; never worse than one.
+    """
+    check_whole("devices", devices, 1)
+    if devices in PUBLISHED_EFFICIENCY:
+        return PUBLISHED_EFFICIENCY[devices], "gpt-fast's published figure"
+    low, high = (2, 4) if devices > 2 else (1, 2)
+    share = math.log2(devices / low) / math.log2(high / low)
+    efficiency = PUBLISHED_EFFICIENCY[low] + share * (PUBLISHED_EFFICIENCY[high] - PUBLISHED_EFFICIENCY[low])
+    how = "interpolated between" if devices < 4 else "extrapolated from"
+    return max(efficiency, 1 / devices), f"{how} gpt-fast's published figures"
+
+
+def _ordinary(num_layers: int, calibration: Calibration) -> Alternative:
+    return Alternative("ordinary decoding", 1, ordinary_ms(num_layers, calibration), 1.0, 1.0, "from the layers' times")
+
+
+def _parallel(
+    ordinary: Alternative, devices: int, measured: Mapping[int, float], efficiency: float | None
+) -> Alternative:
+    if efficiency is not None:
+        speedup, source = efficiency * devices, "efficiency given"
+    elif devices in measured:
+        speedup, source = measured[devices], "measured here"
+    else:
+        published, source = parallel_efficiency(devices)
+        speedup = published * devices
+    return Alternative("tensor parallelism", devices, ordinary.ms_per_token / speedup, speedup, 1.0, source)
+
+
+def _verdict(
+    plans: Sequence[Plan],
+    parallel: Sequence[Alternative],
+    rates: Rates,
+    max_devices: int,
+    calibration: Calibration,
+) -> str:
+    if not plans:
+        least = 1 + min(k for _, k in rates)
+        return f"don't: a main process and its sub-processes need at least {least} devices, there is {max_devices}"
+    best = plans[0]
+    setting = f"exit layer {best.exit_layer} with k={best.k} on {best.devices} devices"
+    if best.speedup >= WORTH_IT:
+        text = f"{setting}: {best.ms_per_token:.3g} ms a token, {best.speedup:.2f} times ordinary decoding's speed"
+    else:
+        text = f"don't: the best, {setting}, reaches {best.speedup:.2f} times ordinary decoding's speed, less than 1.05"
+        text += f": {_reason(best, calibration)}"
+    return text + _beside(best, parallel)
+
+
+def _reason(best: Plan, calibration: Calibration) -> str:
+    if best.ideal_speedup < WORTH_IT:
+        return (
+            f"a match rate of {best.match_rate:.2f} allows {best.ideal_speedup:.2f} times at the most, "
+            "even if messages cost nothing"
+        )
+    time = best.time
+    costs = {
+        f"waiting for early starts (a hop takes {calibration.hop_ms:.3g} ms)": time.waiting,
+        f"sending and taking in messages ({calibration.message_ms:.3g} ms each)": time.messages,
+        f"the devices slowing each other down ({calibration.contention - 1:.0%})": time.contention,
+        "running the layers in two parts": time.passes - calibration.pass_ms,
+        "importing key/value entries": time.entries,
+    }
+    what = max(costs, key=costs.__getitem__)
+    return (
+        f"the match rate of {best.match_rate:.2f} would allow {best.ideal_speedup:.2f} times, but {what} "
+        f"costs {costs[what]:.3g} ms a token beside {calibration.layer_ms:.3g} ms a layer"
+    )
+
+
+def _beside(best: Plan, parallel: Sequence[Alternative]) -> str:
+    """What tensor parallelism does on as many devices, or on all of them, where it is faster."""
+    faster = [row for row in parallel if row.ms_per_token < best.ms_per_token and row.devices >= best.devices]
+    if not faster:
+        return ""
+    first = min(faster, key=lambda row: row.devices)
+    how = f"{first.ms_per_token:.3g} ms a token, {first.speedup:.2f} times ({first.source})"
+    return f"; tensor parallelism on {first.devices} devices is faster: {how}"

@@ -1,0 +1,140 @@
+"""A plan from what is given and, where something is missing, from what is measured here.
+
+Only measuring needs the model and torch: they are imported when it comes to that.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.calibration import Calibration, read_calibration
+from ppd_runtime.cost_model.checks import check_number, check_whole
+from ppd_runtime.cost_model.planner import Ranking, rank
+from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
+
+if TYPE_CHECKING:
+    from ppd_runtime.cost_model.measured import Measurement
+
+Progress = Callable[[str], None]
+_MOST_KS = 8
+
+
+@dataclass(frozen=True)
+class Given:
+    """What need not be measured."""
+
+    match_rates: Path | None
+    calibration: Path | None
+    num_layers: int | None
+    ks: Sequence[int] | None
+    """Numbers of candidates to plan with; None is all that there are rates for, or that fit."""
+    times_ms: Mapping[str, float | None]
+    """Times that take the place of measured ones, by their name in a `Calibration`; None gives none."""
+
+    def __post_init__(self) -> None:
+        for k in self.ks or ():
+            check_whole("k", k, 1)
+        for name, time in self.times_ms.items():
+            if time is not None:
+                check_number(name, time)
+        if self.times_ms.get("layer_ms") == 0:
+            raise ValueError("layer_ms=0: a plan needs layers that take time; give a number above 0")
+        if self.num_layers is not None:
+            check_whole("num_layers", self.num_layers, 2)
+
+    @property
+    def all_times(self) -> bool:
+        """Whether nothing is left to calibrate."""
+        return self.calibration is not None or None not in self.times_ms.values()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What to measure where something has to be measured; see `ppd_runtime.cost_model.measured`."""
+
+    model: str
+    prompts: str
+    limit: int | None
+    sampling: SamplingParams
+    dtype: str
+    device: str
+    threads: int
+
+    @cached_property
+    def measurement(self) -> "Measurement":
+        """The model, loaded, with its prompts."""
+        from ppd_runtime.cost_model.measured import Measurement
+
+        return Measurement(
+            self.model,
+            self.prompts,
+            limit=self.limit,
+            sampling=self.sampling,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A ranking and what it was made from."""
+
+    ranking: Ranking
+    calibration: Calibration
+    rates: MatchRates
+    notes: list[str]
+    """What a reader should know of how it was made."""
+
+
+def plan_with(
+    given: Given, max_devices: int, efficiency: float | None, subject: Subject, progress: Progress
+) -> Planned:
+    """Rank what fits within `max_devices`; `efficiency` is tensor parallelism's, see `planner.rank`.
+
+    Raises:
+        ValueError: for what was given and cannot be, before anything is measured.
+    """
+    known = None if given.match_rates is None else read_match_rates(given.match_rates)
+    times = None if given.calibration is None else read_calibration(given.calibration)
+    if times is None and given.all_times:
+        times = Calibration(layer_ms=1.0)
+    num_layers = _num_layers(known, given, subject, measures=times is None)
+    rates, notes = _chosen(known, num_layers, given.ks) if known else (None, [])
+    if rates is None:
+        ks = given.ks or range(1, min(max(2, max_devices) - 1, _MOST_KS) + 1)
+        rates = subject.measurement.match_rates(ks, progress)
+    else:
+        notes.append(f"match rates from {rates.source}, which may hold texts' first tokens too")
+    if times is None:
+        most = max((k for _, k in rates.rates if k < max_devices), default=1)
+        times = subject.measurement.calibrate(max_devices, most, progress)
+        if not times.machine.endswith("cuda") and max_devices > (os.cpu_count() or 1):
+            notes.append(f"this machine has {os.cpu_count()} cores: the plan is for {max_devices} devices like them")
+    progress("")
+    times = times.with_times(**given.times_ms)
+    return Planned(rank(num_layers, times, rates.rates, max_devices, efficiency), times, rates, notes)
+
+
+def _num_layers(known: MatchRates | None, given: Given, subject: Subject, measures: bool) -> int:
+    """The model's layers; the model is only asked where it is loaded anyway."""
+    if known is not None and not measures:
+        return known.layers(given.num_layers)
+    loaded = subject.measurement.num_layers
+    for source, number in (("--layers", given.num_layers), (given.match_rates, known and known.num_layers)):
+        if number not in (None, loaded):
+            raise ValueError(f"{source} says {number} layers, but model {subject.model!r} has {loaded}: give its own")
+    return loaded
+
+
+def _chosen(known: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tuple[MatchRates, list[str]]:
+    """The rates to plan with, and a note on what was left out."""
+    covered, left_out = known.covered(num_layers)
+    rows = select(covered.rates, None, ks)
+    names = ", ".join(map(str, left_out))
+    notes = [f"left out exit layers {names}: Theorem 4.1 needs at least half depth"] if left_out else []
+    return replace(covered, rates={(exit_layer, k): rate for exit_layer, k, rate in rows}), notes

@@ -1,0 +1,148 @@
+"""`ppd plan` where it measures, on a small model, and its page in a real browser."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from typer.testing import CliRunner
+
+from ppd_runtime.cli.plan import plan as command
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.calibration import Calibration, read_calibration
+from ppd_runtime.cost_model.measured import Measurement
+from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
+from ppd_runtime.cost_model.report import plan_data, write_page
+from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
+
+PROMPTS = ("The quick brown fox", "A model writes")
+BROWSER = ("chromium", "chromedriver")
+SWITCHES = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1000,1800",
+)
+MODEL = "</script><script>document.title = 'broken'</script>"
+CALIBRATION = Calibration(0.4, 0.3, 0.35, 0.12, 0.1, 0.03, 0.05, 0.08, 1.1, 0.9, {2: 1.3}, "a test")
+RATES = {(layer, k): 0.5 + 0.03 * layer + 0.02 * k for layer in range(6, 12) for k in (1, 3)}
+
+
+def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "plan.json"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    app = typer.Typer()
+    app.command()(command)
+    arguments = ["--model", model_folder("llama"), "--prompts", prompts, "--devices", 2, "--max-new-tokens", 17]
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json", str(out)])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    data, calibration = json.loads(out.read_text()), read_calibration(out)
+    assert [(row["exit_layer"], row["k"]) for row in data["plans"]] in ([(2, 1), (3, 1)], [(3, 1), (2, 1)])
+    for name in ("layer_ms", "head_ms", "exit_head_ms", "hop_ms", "export_ms", "import_ms"):
+        assert 0 < getattr(calibration, name) < 1000, name
+    assert ordinary_ms(4, calibration) == pytest.approx(data["ordinary"]["ms_per_token"])
+    rates = read_match_rates(out)
+    assert rates.source.endswith("plan.json")
+    assert data["match_rates_source"] == "2 prompts, 32 tokens"  # 16 of each text have candidates
+    assert all(abs(rate * 32 - round(rate * 32)) < 1e-9 for rate in rates.rates.values())
+    assert data["verdict"] in result.stdout
+
+
+def test_rates_are_those_that_the_runtime_finds(model_folder: Callable[..., Path]) -> None:
+    from ppd_runtime import PPDRuntime
+
+    folder = str(model_folder("llama"))
+    sampling = SamplingParams(max_new_tokens=25, ignore_eos=True)
+    rates = Measurement(folder, PROMPTS, sampling=sampling).match_rates([2]).rates
+    with PPDRuntime(folder, k=2, exit_layer=3, transport="local") as runtime:
+        results = [runtime.generate(prompt, max_new_tokens=25, ignore_eos=True) for prompt in PROMPTS]
+    assert all(result.stats.hits + result.stats.misses == 24 for result in results)
+    hits = sum(result.stats.hits for result in results)  # a late candidate is a miss there, a right one never wrong
+    assert hits <= round(rates[3, 2] * 48)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """The system's Chromium, headless, with a profile of its own."""
+    binary, driver = map(shutil.which, BROWSER)
+    if not binary or not driver:
+        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for switch in (*SWITCHES, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    running = webdriver.Chrome(options=options, service=Service(driver))
+    yield running
+    running.quit()
+
+
+@pytest.fixture(scope="module")
+def page(browser: webdriver.Chrome, tmp_path_factory: pytest.TempPathFactory) -> webdriver.Chrome:
+    """The page of a plan, open."""
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    ranking = rank(12, CALIBRATION, RATES, 4)
+    write_page(plan_data(MODEL, ranking, CALIBRATION, MatchRates("a test", RATES, 12)), path)
+    browser.get(path.as_uri())
+    return browser
+
+
+def test_the_page_opens_without_errors_or_requests(page: webdriver.Chrome) -> None:
+    assert page.get_log("browser") == []
+    assert page.title == "A plan for pipelined decoding"
+    assert page.find_element(By.ID, "model").text == MODEL
+    messages = [json.loads(row["message"])["message"] for row in page.get_log("performance")]
+    requests = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    own = [r["request"]["url"] for r in requests if r["documentURL"] == page.current_url]  # not the new tab's
+    assert [url for url in own if not url.startswith("data:")] == [page.current_url]
+
+
+def test_the_page_shows_the_ranking(page: webdriver.Chrome) -> None:
+    ranking = rank(12, CALIBRATION, RATES, 4)
+    assert page.find_element(By.ID, "verdict").text == ranking.verdict
+    rows = page.find_elements(By.CSS_SELECTOR, "#ranking tr.plan")
+    shown = [tuple(cell.text for cell in row.find_elements(By.TAG_NAME, "td"))[1:6] for row in rows]
+    assert shown == [
+        (str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", f"{row.ms_per_token:.3f}")
+        for row in ranking.plans
+    ]
+    assert len(page.find_elements(By.CSS_SELECTOR, "#heatmap td")) == len(RATES)
+
+
+@pytest.mark.parametrize("slider", ["k", "exit", "rate"])
+def test_a_slider_moves_the_curve(page: webdriver.Chrome, slider: str) -> None:
+    def drawing() -> tuple[str | None, ...]:
+        curves = [page.find_element(By.ID, name).get_attribute("d") for name in ("over-exits", "over-ks")]
+        dot = page.find_element(By.ID, "chosen")
+        return (*curves, dot.get_attribute("cx"), dot.get_attribute("cy"))
+
+    page.find_element(By.CSS_SELECTOR, "#ranking tr.plan").click()
+    before, handle = drawing(), page.find_element(By.ID, slider)
+    value = handle.get_attribute("value")
+    handle.send_keys(Keys.ARROW_LEFT if value == handle.get_attribute("max") else Keys.ARROW_RIGHT)
+    after = drawing()
+    assert handle.get_attribute("value") != value
+    assert after[2:] != before[2:]
+    moved = {"k": [True, False], "exit": [False, True], "rate": [True, True]}[slider]
+    assert [a != b for a, b in zip(after[:2], before[:2], strict=True)] == moved
+
+
+def test_the_pages_formulas_are_pythons(page: webdriver.Chrome) -> None:
+    settings = [(layer, k, rate) for layer in (6, 7, 11) for k in (1, 2, 5) for rate in (0, 0.37, 1)]
+    drawn = page.execute_script("return arguments[0].map(setting => predict(...setting))", settings)
+    for (layer, k, rate), figures in zip(settings, drawn, strict=True):
+        expected = plan(12, layer, k, rate, CALIBRATION)
+        assert figures["ms"] == pytest.approx(expected.ms_per_token, rel=1e-12)
+        assert figures["compute"] == pytest.approx(expected.compute_per_token, rel=1e-12)
+    assert page.execute_script("return ordinary") == pytest.approx(ordinary_ms(12, CALIBRATION), rel=1e-12)

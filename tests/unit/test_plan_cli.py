@@ -1,0 +1,142 @@
+"""`ppd plan` where everything is given: nothing is measured, no model is loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from ppd_runtime.cli.plan import plan
+from ppd_runtime.cost_model.calibration import Calibration, read_calibration
+from ppd_runtime.cost_model.planner import rank
+from ppd_runtime.cost_model.tradeoff import read_match_rates
+
+app = typer.Typer()
+app.command()(plan)
+TIMES = ("--layer-ms", "0.4", "--head-ms", "0.3", "--exit-head-ms", "0.3", "--hop-ms", "0.1")
+RATES = {"3": {"1": 0.3, "3": 0.4}, "4": {"1": 0.6, "3": 0.8}, "7": {"1": 0.9, "3": 0.95}}
+
+
+@pytest.fixture
+def rates(tmp_path: Path) -> Path:
+    """A file as `ppd match-rate` writes them."""
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"match_rates": RATES, "num_layers": 8}))
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    result = invoke("--match-rates", rates, *TIMES, "--devices", 4, "--json", out)
+    assert (result.exit_code, result.stderr) == (0, "")
+    given = {(4, 1): 0.6, (4, 3): 0.8, (7, 1): 0.9, (7, 3): 0.95}
+    expected = rank(8, Calibration(0.4, 0.3, 0.3, 0.1), given, 4)
+    assert expected.verdict in result.stdout
+    assert "left out exit layers 3: Theorem 4.1 needs at least half depth" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    best = expected.plans[0]
+    shown = [f"{best.ms_per_token:.3f}", f"{best.speedup:.2f}", f"{best.compute_per_token:.2f}"]
+    assert ["1", "4", "3", "4", "0.800", *shown] in lines
+    assert sum(line[:1] in (["ordinary"], ["tensor"]) for line in lines) == 3
+    data = json.loads(out.read_text())
+    assert (data["verdict"], len(data["plans"]), data["num_layers"]) == (expected.verdict, 4, 8)
+    assert read_calibration(out) == Calibration(0.4, 0.3, 0.3, 0.1)
+    assert read_match_rates(out).rates == given
+    again = invoke("--match-rates", out, "--calibration", out, "--devices", 4)
+    assert expected.verdict in again.stdout
+    slower = invoke("--match-rates", out, "--calibration", out, "--devices", 4, "--hop-ms", 9)
+    assert "don't" in slower.stdout
+    one = invoke("--match-rates", rates, *TIMES, "--k", 1, "--devices", 4)
+    assert "k=1 on 2 devices" in one.stdout
+
+
+def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    name = "</script><script>alert(1)</script>"
+    assert invoke("--match-rates", rates, *TIMES, "--html", page, "--model", name).exit_code == 0
+    text = page.read_text()
+    assert (text.count("<script"), text.count("</script>")) == (1, 1)
+    assert "http://" not in text
+    assert "https://" not in text
+    assert sorted(tmp_path.iterdir()) == sorted([page, rates])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--match-rates FOLDER/high.json TIMES", "match_rates[4][1]=1.5: give a number from 0 to 1"),
+        ("--match-rates FOLDER/deep.json TIMES", "deep.json: exit layer 8 is not before the last of 8 layers"),
+        ("--match-rates FOLDER/zero.json TIMES", "zero.json: num_layers=0: give a whole number of at least 2"),
+        ("--match-rates FOLDER/rates.json TIMES --layers 6", "--layers 6, but FOLDER/rates.json is of 8 layers"),
+        ("--match-rates FOLDER/rates.json TIMES --layers 0", "num_layers=0"),
+        ("--match-rates FOLDER/bare.json TIMES", "does not say how many layers the model has: give --layers"),
+        ("--match-rates FOLDER/rates.json TIMES --k 2", "no match rate for exit layer 4 with k=2"),
+        ("--match-rates FOLDER/rates.json TIMES --k 0", "k=0"),
+        ("--match-rates FOLDER/rates.json TIMES --hop-ms -1", "hop_ms=-1.0: give a finite number of at least 0"),
+        ("--layer-ms 0", "layer_ms=0"),
+        ("--match-rates FOLDER/none.json TIMES", "No such file"),
+        ("--calibration FOLDER/rates.json", "not a calibration"),
+        ("--calibration FOLDER/none.json", "No such file"),
+        ("--match-rates FOLDER/rates.json TIMES --devices 0", "devices=0"),
+        ("--tensor-parallel-efficiency 1.5", "tensor_parallel_efficiency=1.5"),
+        ("--html FOLDER/none/page.html", "give a file in a folder that exists"),
+        ("--json FOLDER", "give a file in a folder that exists"),
+        ("--prompts FOLDER/broken.jsonl --html FOLDER/page.html", "broken.jsonl, line 2: no JSON at column 11"),
+        ("--max-new-tokens 0", "max_new_tokens=0"),
+        ("--max-new-tokens 1", "max_new_tokens=1: a plan is for tokens after the first"),
+        ("--limit 0", "limit=0"),
+        ("--model FOLDER/none", "no such folder"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: str, named: str) -> None:
+    files = {
+        "high.json": '{"match_rates": {"4": {"1": 1.5}}, "num_layers": 8}',
+        "deep.json": '{"match_rates": {"8": {"1": 0.5}}, "num_layers": 8}',
+        "zero.json": '{"match_rates": {"4": {"1": 0.5}}, "num_layers": 0}',
+        "bare.json": '{"match_rates": {"4": {"1": 0.5}}}',
+        "broken.jsonl": '{"prompt": "a"}\n{"prompt": \n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    before = sorted(tmp_path.iterdir())
+    result = invoke(*arguments.replace("TIMES", " ".join(TIMES)).replace("FOLDER", str(tmp_path)).split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert named.replace("FOLDER", str(tmp_path)) in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_it_answers_without_importing_what_is_slow(rates: Path) -> None:
+    code = """
+import sys, typer
+from ppd_runtime.cli.plan import plan
+app = typer.Typer()
+app.command()(plan)
+app(sys.argv[1:], standalone_mode=False)
+slow = {"torch", "transformers", "numpy", "matplotlib", "ray", "zmq"} & set(sys.modules)
+assert not slow, slow
+"""
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--match-rates",
+        str(rates),
+        *TIMES,
+        "--devices",
+        "4",
+        "--html",
+        str(rates.with_name("a.html")),
+    ]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert output.returncode == 0, output.stderr
+    assert "on 4 devices" in output.stdout

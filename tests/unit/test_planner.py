@@ -1,0 +1,188 @@
+"""The planner's arithmetic: beside Theorem 4.1, beside the simulated machines, and what it says to people."""
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppd_runtime.cost_model import theory
+from ppd_runtime.cost_model.calibration import Calibration, read_calibration, write_calibration
+from ppd_runtime.cost_model.planner import (
+    compute_per_token,
+    ordinary_ms,
+    parallel_efficiency,
+    plan,
+    rank,
+    token_time,
+)
+from ppd_runtime.cost_model.simulate import Setting, draw_winners, simulate
+
+RATES = {(exit_layer, k): 0.6 + 0.05 * k for exit_layer in (6, 8, 11) for k in (1, 3, 5)}
+LAYERS_ONLY = Calibration(layer_ms=0.4)
+times = st.floats(0, 5)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, int, float]:
+    num_layers = draw(st.integers(2, 40))
+    return num_layers, draw(st.integers((num_layers + 1) // 2, num_layers - 1)), draw(st.floats(0, 1))
+
+
+@given(layouts(), st.integers(1, 5))
+def test_without_overheads_it_is_theorem_4_1(layout: tuple[int, int, float], k: int) -> None:
+    num_layers, exit_layer, p = layout
+    row = plan(num_layers, exit_layer, k, p, Calibration(layer_ms=1.0))
+    assert row.ms_per_token == pytest.approx(theory.expected_latency(num_layers, exit_layer, p, 10**9) / 10**9)
+    assert row.speedup == pytest.approx(row.ideal_speedup)
+
+
+@given(layouts(), times, times, times)
+def test_with_hops_and_heads_it_is_the_theorys_hit_and_miss(
+    layout: tuple[int, int, float], head: float, exit_head: float, hop: float
+) -> None:
+    num_layers, exit_layer, p = layout
+    calibration = Calibration(layer_ms=1.5, head_ms=head, exit_head_ms=exit_head, hop_ms=hop)
+    known = theory.Times(1.5, head, exit_head, hop)
+    expected = p * theory.hit_time(num_layers, exit_layer, known) + (1 - p) * theory.miss_time(num_layers, known)
+    assert token_time(num_layers, exit_layer, 1, p, calibration).total == pytest.approx(expected)
+
+
+def test_every_overhead_by_hand() -> None:
+    calibration = Calibration(10, 4, 5, 3, pass_ms=2, message_ms=0.5, export_ms=1, import_ms=6, contention=1.2)
+    deep = token_time(4, 3, 1, 0.5, calibration)
+    assert (deep.layers, deep.head, deep.passes, deep.messages) == (35, 4, 4, 2)
+    assert deep.contention == pytest.approx(
+        (0.5 * 1 + 0.5 * 2) * 10 * 0.2
+    )  # a hit runs one layer beside work, a miss two
+    assert deep.entries == 0.5 * 0.5 * 6
+    assert deep.waiting == 0.5 * (2 * 3 + 5 + 0.5 - 4 - 2 * 0.5)
+    half = token_time(4, 2, 1, 0.5, calibration)
+    assert half.passes == 0.5 * 2 + 0.5 * 4  # a hit begins behind the exit layer
+    assert half.waiting == 0.5 * (6.5 + 0.5 * (1 + 0.5))
+    assert half.total == pytest.approx(sum((30, 4, 6, 3, 1.75, half.waiting, half.entries)))
+
+
+def test_layers_that_stay_in_caches_are_faster_in_hits() -> None:
+    calibration = Calibration(10, half_factor=0.8)
+    assert token_time(4, 2, 1, 0.5, calibration).layers == pytest.approx(0.5 * 2 * 8 + 0.5 * 40)
+    assert token_time(4, 3, 1, 1.0, calibration).layers == pytest.approx(3 * 9)  # a quarter fewer layers: half as much
+
+
+@pytest.mark.parametrize(("exit_layer", "k", "p"), [(6, 1, 0.7), (9, 3, 0.4), (6, 3, 0.0), (8, 2, 1.0)])
+def test_compute_is_what_the_machines_run(exit_layer: int, k: int, p: float) -> None:
+    setting = Setting(12, exit_layer, k, 2000)
+    winners = draw_winners(setting, p, random.Random(1))
+    run = simulate(setting, winners)
+    passes = run.layer_passes + sum(run.sub_coherence_layer_passes) + run.main_recomputed_layer_passes
+    realised = run.hits / len(winners)
+    assert passes / (12 * 2000) == pytest.approx(compute_per_token(12, exit_layer, k, realised), rel=2e-3)
+
+
+@given(st.lists(st.tuples(st.integers(6, 11), st.integers(1, 5), st.floats(0, 1)), min_size=1), st.integers(1, 6))
+@settings(max_examples=50)
+def test_the_ranking_is_sorted_and_fits(rows: list[tuple[int, int, float]], devices: int) -> None:
+    rates = {(exit_layer, k): rate for exit_layer, k, rate in rows}
+    ranking = rank(12, replace(LAYERS_ONLY, hop_ms=0.3), rates, devices)
+    assert {(row.exit_layer, row.k) for row in ranking.plans} == {setting for setting in rates if setting[1] < devices}
+    assert list(ranking.plans) == sorted(ranking.plans, key=lambda row: row.ms_per_token)
+    assert ranking.gains == any(row.speedup >= 1.05 for row in ranking.plans)
+    assert ranking.verdict.startswith("don't") != ranking.gains
+
+
+def test_more_devices_than_one_are_named() -> None:
+    ranking = rank(12, LAYERS_ONLY, RATES, 1)
+    assert ranking.plans == ranking.parallel == ()
+    assert ranking.verdict == "don't: a main process and its sub-processes need at least 2 devices, there is 1"
+
+
+def test_low_match_rates_are_the_reason() -> None:
+    verdict = rank(12, LAYERS_ONLY, {(6, 1): 0.05}, 2, efficiency=0.5).verdict
+    assert "reaches 1.03 times ordinary decoding's speed, less than 1.05" in verdict
+    assert "a match rate of 0.05 allows 1.03 times at the most, even if messages cost nothing" in verdict
+    assert "tensor parallelism" not in verdict
+
+
+@pytest.mark.parametrize(
+    ("overhead", "words"),
+    [
+        ({"hop_ms": 2.0}, "but waiting for early starts (a hop takes 2 ms) costs 2.6 ms a token beside 0.4 ms a layer"),
+        ({"message_ms": 0.5}, "sending and taking in messages (0.5 ms each)"),
+        ({"contention": 2.0}, "the devices slowing each other down (100%)"),
+        ({"pass_ms": 9.0}, "running the layers in two parts"),
+    ],
+)
+def test_the_dearest_overhead_is_the_reason(overhead: dict[str, float], words: str) -> None:
+    ranking = rank(12, replace(LAYERS_ONLY, **overhead), {(6, 1): 0.65}, 2)
+    assert not ranking.gains
+    assert "the match rate of 0.65 would allow 1.48 times, but" in ranking.verdict
+    assert words in ranking.verdict
+
+
+def test_tensor_parallelism_is_named_where_it_is_faster() -> None:
+    ranking = rank(12, LAYERS_ONLY, RATES, 6)
+    assert ranking.gains
+    assert ranking.plans[0].devices == 6
+    assert "tensor parallelism on 6 devices is faster" in ranking.verdict
+    sources = {row.devices: row.source for row in ranking.parallel}
+    assert sources[2] == sources[4] == "gpt-fast's published figure"
+    assert sources[6] == "extrapolated from gpt-fast's published figures"
+    measured = rank(12, replace(LAYERS_ONLY, parallel_speedups={2: 1.25}), {(6, 1): 0.9}, 2)
+    assert "tensor parallelism" not in measured.verdict
+    assert (measured.parallel[0].speedup, measured.parallel[0].source) == (1.25, "measured here")
+    given_one = rank(12, LAYERS_ONLY, {(6, 1): 0.9}, 2, efficiency=0.9).parallel[0]
+    assert (given_one.speedup, given_one.source) == (1.8, "efficiency given")
+
+
+def test_published_efficiencies() -> None:
+    assert parallel_efficiency(2) == (0.80, "gpt-fast's published figure")
+    assert parallel_efficiency(4)[0] == 0.61
+    between, source = parallel_efficiency(3)
+    assert 0.61 < between < 0.80
+    assert source.startswith("interpolated")
+    assert [parallel_efficiency(n)[0] * n for n in (8, 64, 1024)] == pytest.approx([3.36, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((12, LAYERS_ONLY, {(6, 1): 1.2}, 2), "match_rate=1.2"),
+        ((12, LAYERS_ONLY, {(5, 1): 0.2}, 2), "exit_layer=5: with 12 layers choose 6 to 11"),
+        ((0, LAYERS_ONLY, {(5, 1): 0.2}, 2), "num_layers=0"),
+        ((12, LAYERS_ONLY, RATES, 0), "devices=0"),
+        ((12, LAYERS_ONLY, RATES, 2, 0.0), "tensor_parallel_efficiency=0"),
+        ((12, LAYERS_ONLY, RATES, 2, 1.5), "tensor_parallel_efficiency=1.5"),
+    ],
+)
+def test_mistakes(arguments: tuple[object, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        rank(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"layer_ms": 0}, "layer_ms=0"),
+        ({"layer_ms": 1, "hop_ms": -1}, "hop_ms=-1"),
+        ({"layer_ms": 1, "head_ms": float("nan")}, "head_ms=nan"),
+        ({"layer_ms": 1, "contention": 0.5}, "contention=0.5"),
+        ({"layer_ms": 1, "parallel_speedups": {2: -1}}, "speed-up on 2 devices=-1"),
+    ],
+)
+def test_impossible_times(values: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        Calibration(**values)
+
+
+def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
+    calibration = Calibration(1, 2, 3, 4, 5, 6, 7, 8, 1.5, 0.9, {2: 1.5, 4: 2.5}, "here")
+    write_calibration(calibration, tmp_path / "a.json")
+    assert read_calibration(tmp_path / "a.json") == calibration
+    (tmp_path / "b.json").write_text(json.dumps({"layer_ms": 1, "hops": 2}))
+    with pytest.raises(ValueError, match=r"b\.json: not a calibration"):
+        read_calibration(tmp_path / "b.json")
+    assert ordinary_ms(10, calibration.with_times(layer_ms=0.5, head_ms=None)) == 5 + 10 * 0.5 + 2
