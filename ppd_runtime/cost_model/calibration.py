@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ppd_runtime.cost_model.checks import check_number, check_whole
-from ppd_runtime.cost_model.tradeoff import whole_file
 
 
 @dataclass(frozen=True)
@@ -65,14 +64,8 @@ def time_names() -> list[str]:
     return [entry.name for entry in fields(Calibration) if entry.name.endswith("_ms")]
 
 
-def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Write a calibration as JSON; the file appears when it is whole."""
-    with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(asdict(calibration), indent=2) + "\n", encoding="utf-8")
-
-
 def read_calibration(path: Path) -> Calibration:
-    """A calibration as `write_calibration` writes it, or under "calibration" in what `ppd plan --json` writes.
+    """A calibration's fields in a JSON file, or under "calibration" in what `ppd plan --json` writes.
 
     Raises:
         ValueError: for a file that cannot be read or has another form.

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import torch
 
@@ -50,9 +51,14 @@ class Partner:
         self._spec = spec
         _stay_on(spec.cores)
         torch.set_num_threads(spec.threads)
-        info = describe(spec.model)
-        self._stage = Stage(load_layers(info, info.num_layers, getattr(torch, spec.dtype), spec.device))
         self._endpoint = open_endpoint("auto", spec.folder, spec.rank, has_own_core=bool(spec.cores))
+        if spec.device == "cpu":  # elsewhere it only echoes
+            self._stage.begin(1)
+
+    @cached_property
+    def _stage(self) -> Stage:
+        info = describe(self._spec.model)
+        return Stage(load_layers(info, info.num_layers, getattr(torch, self._spec.dtype), self._spec.device))
 
     def echo(self) -> None:
         """Send every hidden state back at once, until told to stop."""

@@ -188,21 +188,23 @@ def token_time(num_layers: int, exit_layer: int, k: int, match_rate: float, cali
         passes=(2 - merged) * calibration.pass_ms,
         messages=(4 - merged) * k * calibration.message_ms,
         entries=match_rate * (1 - match_rate) * calibration.import_ms,
-        waiting=match_rate * _waiting(k, merged, calibration),
+        waiting=match_rate * _waiting(k, merged, early, calibration),
     )
 
 
-def _waiting(k: int, merged: float, times: Calibration) -> float:
+def _waiting(k: int, merged: float, early: int, times: Calibration) -> float:
     """What the main process waits for an early start that is right: two hops and the exit head beside its own head.
 
     At half depth, `merged` of the hits follow another hit: the winner's entries leave between the exit head and the
-    candidate's layers, and other sub-processes need them before those.
+    candidate's layers, and other sub-processes need them before those. A start that comes later than the main process
+    would take for its `early` layers is a miss, and costs those.
     """
+    most = early * times.layer_ms * times.contention
     meanwhile = times.head_ms + 2 * k * times.message_ms
     start = times.exit_head_ms + times.message_ms
     shipping = times.export_ms + times.message_ms
     after_hit = start + shipping if k == 1 else max(start + shipping, times.hop_ms + shipping)
-    waits = (max(0.0, 2 * times.hop_ms + work - meanwhile) for work in (start, after_hit))
+    waits = (min(most, max(0.0, 2 * times.hop_ms + work - meanwhile)) for work in (start, after_hit))
     alone, following = waits
     return (1 - merged) * alone + merged * following
 
