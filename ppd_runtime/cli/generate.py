@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 
 if TYPE_CHECKING:
@@ -27,25 +28,23 @@ def generate(
         str | None, typer.Argument(help="The text to continue; left out: --prompt-file or stdin.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
+    model: options.Model = "demo",
     method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
     k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
     exit_layer: Annotated[int | None, typer.Option(help="Default: the trained exit head's, or half depth.")] = None,
-    exit_head: Annotated[
-        str, typer.Option(help='"shared" (the model\'s own), or the folder of a trained one.')
-    ] = "shared",
+    exit_head: options.ExitHead = "shared",
     workers: Annotated[int | None, typer.Option(help="Sub-processes; default: k.")] = None,
     transport: Annotated[str, typer.Option(help="local (threads), unix or zeromq (Ray actors), or auto.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="host:port of a running Ray cluster.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads for each worker.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at the most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is all.")] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,

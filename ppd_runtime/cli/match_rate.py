@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 
 if TYPE_CHECKING:
@@ -24,32 +25,28 @@ _RANKINGS = {"logits": "candidates by logits", "shared_noise": "candidates by lo
 
 
 def match_rate(
-    model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
-    prompts: Annotated[
-        str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
-    ] = "demo",
+    model: options.Model = "demo",
+    prompts: options.Prompts = "demo",
     exit_layers: Annotated[
         str | None,
         typer.Option(help='Layers to exit after, such as 10,20; default: the exit head\'s, or "all" but the last.'),
     ] = None,
-    exit_head: Annotated[
-        str, typer.Option(help='"shared" (the model\'s own), or the folder of a trained one.')
-    ] = "shared",
+    exit_head: options.ExitHead = "shared",
     k: Annotated[str, typer.Option(help="Numbers of candidates.")] = "1,3,5",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt at the most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="The first prompt's; the next prompt's is one more, and so on.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Take so many prompts from the file; default: all.")] = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = 0,
+    limit: options.Limit = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything here; results are kept beside it until then.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw heatmaps into this image.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
 ) -> None:
     """Measure how often a layer's k candidates hold the token that full depth generates.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 
@@ -17,10 +18,8 @@ _TIME = "instead of measuring it."
 
 
 def plan(
-    model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
-    prompts: Annotated[
-        str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
-    ] = "demo",
+    model: options.Model = "demo",
+    prompts: options.Prompts = "demo",
     devices: Annotated[
         int | None,
         typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
@@ -43,17 +42,17 @@ def plan(
             help="Speed-up over devices; default: measured on CPU cores, else gpt-fast's 0.80 at 2 and 0.61 at 4."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="The first prompt's; the next prompt's is one more, and so on.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Take so many prompts from the file; default: all.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = 0,
+    limit: options.Limit = None,
+    json_file: options.JsonFile = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with sliders here; it needs no network.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads for each worker.")] = 1,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
 ) -> None:
     """Rank exit layers and k by predicted time per token, beside ordinary decoding and tensor parallelism.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def _recipes() -> None:
 @train.command("exit-head")
 def exit_head(
     out: Annotated[Path, typer.Option(help="The head's folder; it appears when the head is whole.")],
-    model: Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')] = "demo",
+    model: options.Model = "demo",
     exit_layer: Annotated[int | None, typer.Option(help="The layer to train for; default: half depth.")] = None,
     data: Annotated[str, typer.Option(help='A .jsonl file of "text" or "prompt", a plain text, or "demo".')] = "demo",
     kind: Annotated[str, typer.Option(help="lm-head (the paper's), or affine: a map before the model's.")] = "lm-head",
@@ -49,7 +50,7 @@ def exit_head(
     max_steps: Annotated[int | None, typer.Option(help="Steps at the most; default: paper all, quick 200.")] = None,
     seed: Annotated[int, typer.Option(help="Decides the order of the rows.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto: the frozen model's.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: options.Device = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: as PyTorch chooses.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:

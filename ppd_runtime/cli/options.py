@@ -1,0 +1,22 @@
+"""Options that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')]
+Prompts = Annotated[
+    str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
+]
+Limit = Annotated[int | None, typer.Option(help="Take so many prompts from the file; default: all.")]
+ExitHead = Annotated[str, typer.Option(help='"shared" (the model\'s own), or the folder of a trained one.')]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt at the most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")]
+TopK = Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is all.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text; each further prompt has the next one.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+Threads = Annotated[int, typer.Option(help="CPU threads for each worker.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything here.")]
