@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -118,9 +118,11 @@ class TextGenerator(ABC):
 
     def _prompt_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt)
-        else:
+            token_ids = self.tokenizer.encode(_whole_characters(prompt))
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray):
             token_ids = [_token_id(token, self.info.vocab_size) for token in prompt]
+        else:
+            raise ValueError(f"prompt={prompt!r:.200}: give a text or a list of token ids")
         if not token_ids:
             raise ValueError("the prompt is empty: give some text, or at least one token id")
         most, wanted = self.info.max_positions, len(token_ids) + params.max_new_tokens
@@ -149,10 +151,9 @@ class Generation(Iterator[TokenEvent]):
     def __init__(
         self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
     ) -> None:
-        self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
-        self._live = live  # where nobody reads along, the text is made at the end
-        self._result: GenerationResult | None = None
-        self._events = self._run()
+        self._outcome: list[GenerationResult] = []
+        # The running generator knows nothing of this object: dropped in the middle, it ends at once.
+        self._events = _Request(generator, prompt_ids, params, live).events(self._outcome)
 
     def __next__(self) -> TokenEvent:
         return next(self._events)
@@ -160,15 +161,24 @@ class Generation(Iterator[TokenEvent]):
     @property
     def result(self) -> GenerationResult:
         """The finished generation; raises RuntimeError while events are left."""
-        if self._result is None:
+        if not self._outcome:
             raise RuntimeError("the generation has not finished: iterate over its events first")
-        return self._result
+        return self._outcome[0]
 
     def close(self) -> None:
         """Cancel the generation, if it has not finished, and give the runtime free for the next call."""
         self._events.close()
 
-    def _run(self) -> Generator[TokenEvent, None, None]:
+
+class _Request:
+    """What one generation is made from."""
+
+    def __init__(self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool) -> None:
+        self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
+        self._live = live  # where nobody reads along, the text is made at the end
+
+    def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
+        """Generate; the result joins `outcome` behind the last event."""
         self._generator._take_turn()
         steps = self._generator._steps(self._prompt_ids, self._params, self._live)
         try:
@@ -176,7 +186,7 @@ class Generation(Iterator[TokenEvent]):
             events: list[TokenEvent] = []
             for step in steps:
                 if isinstance(step, Totals):
-                    self._result = self._finish(events, step)
+                    outcome.append(self._finish(events, step))
                     return
                 piece = self._piece(text, step) if self._live else ""
                 position = len(self._prompt_ids) + len(events)
@@ -218,6 +228,12 @@ class Generation(Iterator[TokenEvent]):
             predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts)),
             **counted,
         )
+
+
+def _whole_characters(text: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"prompt={text!r:.200}: holds half a character (a lone surrogate), which is no text")
+    return text
 
 
 def _token_id(token: object, vocab_size: int) -> int:

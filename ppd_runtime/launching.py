@@ -36,6 +36,11 @@ class Workers(Protocol):
         """Stop all workers and release everything that was started for them."""
 
 
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
     """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -134,8 +135,15 @@ class RayWorkers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _silence_notices() -> None:
+    """Ray prints its notices of lost workers to stdout, among the user's text; `check` says the same in a line."""
+    with contextlib.suppress(AttributeError):
+        ray._private.worker.stdout_deduplicator.skip_re = re.compile("")
+
+
 def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _silence_notices()
     common = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
         ray.init(address=address, **common)
@@ -174,5 +182,7 @@ def _own_words(error: Exception) -> str:
     cause = getattr(error, "cause", None)
     if cause is not None:
         return f"{type(cause).__name__}: {cause}"
+    if "process has died" in str(error):
+        return "its process was killed or crashed"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,7 +1,6 @@
 """`PPDRuntime`: what users hold. Pipelined decoding with one main process and k sub-processes."""
 
 import logging
-import os
 import time
 import weakref
 from collections.abc import Generator
@@ -14,7 +13,7 @@ import torch
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, check_ray_address
+from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, available_cores, check_ray_address
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
@@ -84,6 +83,9 @@ class PPDRuntime(TextGenerator):
         self.config = RuntimeConfig(
             model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker
         )
+        if threads_per_worker > available_cores():
+            cores = f"{available_cores()} CPU cores"
+            raise ValueError(f"threads_per_worker={threads_per_worker}: there are {cores} here, choose at most so many")
         if ray_address is not None:
             check_ray_address(ray_address)
         info = describe(model)
@@ -189,6 +191,8 @@ class PPDRuntime(TextGenerator):
             message = workers.endpoint.receive(left)
             if isinstance(message, Report) and message.request == request:
                 reports[message.sender] = message
+        if len(reports) < self.config.k:
+            self._check(workers)
         return [reports[rank] for rank in sorted(reports)]
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
@@ -243,10 +247,10 @@ def _worker_specs(
 
 
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
-    available = os.cpu_count() or 1
-    needed = len(specs) * config.threads_per_worker
-    if specs[0].device == "cpu" and available < needed:
-        logger.warning("%d workers share %d CPU cores: expect less speed than a core for each gives", needed, available)
+    available, threads = available_cores(), config.threads_per_worker
+    if specs[0].device == "cpu" and available < len(specs) * threads:
+        workers = f"{len(specs)} workers" + (f" with {threads} threads each" if threads > 1 else "")
+        logger.warning("%s share %d CPU cores: expect less speed than a core for each gives", workers, available)
     if config.transport == "local":
         return LocalWorkers(specs, progress)
     from ppd_runtime.orchestration import RayWorkers  # only this transport needs Ray

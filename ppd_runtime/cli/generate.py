@@ -91,12 +91,21 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
-        return file.read_text(encoding="utf-8")
+        return _read_file(file)
     if prompt is not None:
         return prompt
     if sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --prompt-file, or on standard input")
     return sys.stdin.read()
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--prompt-file {file}: {error.strerror}; give a text file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file {file}: no UTF-8 text at byte {error.start}; give a text file") from error
 
 
 def show_progress(line: str) -> None:

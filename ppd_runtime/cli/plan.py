@@ -103,7 +103,9 @@ def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
     rows: list[Plan | Alternative] = [*ranking.plans[:_MOST_ROWS], ranking.ordinary, *ranking.parallel]
     for row in sorted(rows, key=lambda row: row.ms_per_token):
         table.add_row(*_cells(ranking, row))
-    summary = f"{model}, {ranking.num_layers} layers, at most {ranking.max_devices} devices"
+    summary = (
+        f"{model}, {ranking.num_layers} layers, at most {ranking.max_devices} device{'s' * (ranking.max_devices > 1)}"
+    )
     console.print(f"{summary}: predicted for a token after the first", highlight=False, markup=False)
     console.print(table, highlight=False)
     for note in notes:

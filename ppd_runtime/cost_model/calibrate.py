@@ -210,7 +210,7 @@ class _TimedDecoder:
     def text(self, prompt: Sequence[int], steps: Sequence[_Step]) -> _Times:
         """Decode one text, the steps in turn; what each part took, in seconds."""
         self._history, self._times = list(prompt), defaultdict(list)
-        num_new = self._conditions.sampling.max_new_tokens
+        num_new = max(self._conditions.sampling.max_new_tokens, 1 + len(steps))  # each step at least once
         self._stop = StopRule(self._conditions.sampling, frozenset(), None)
         self._stage.begin(len(prompt) + num_new)
         token = self._finish(self._stage.run(0, self._num_layers, self._history, 0))

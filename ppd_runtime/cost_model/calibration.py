@@ -77,7 +77,7 @@ def read_calibration(path: Path) -> Calibration:
         return Calibration(**row)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a calibration that `ppd plan --json` wrote") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a calibration; give one that `ppd plan --json` wrote") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -3,6 +3,8 @@
 import math
 from numbers import Integral, Real
 
+_MOST = 1e15  # far beyond any time or factor, far from overflow
+
 
 def check_whole(name: str, value: int, least: int) -> None:
     """A whole number of at least `least`."""
@@ -20,6 +22,8 @@ def check_number(name: str, value: float, least: float = 0.0) -> None:
     """A finite number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= value < math.inf:
         raise ValueError(f"{name}={value!r}: give a finite number of at least {least:g}")
+    if value > _MOST:
+        raise ValueError(f"{name}={value!r}: give a number of at most {_MOST:g}")
 
 
 def check_layers(num_layers: int, exit_layer: int) -> None:

@@ -151,7 +151,7 @@ def read_match_rates(path: Path) -> MatchRates:
         rates = {(int(exit_layer), int(k)): rate for exit_layer, by_k in by_exit.items() for k, rate in by_k.items()}
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file of match rates") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         wanted = '{"match_rates": {"<exit_layer>": {"<k>": rate}}}'
         raise ValueError(f"{path}: not a file of match rates; its form is {wanted}") from error
     if not rates:

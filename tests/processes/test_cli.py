@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import typer
 
@@ -57,6 +59,28 @@ def test_streams_prompt_and_text_over_ray(folder, tmp_path):
     assert shown.stdout == f"The quick{expected.text}\n"
 
 
+def test_a_lost_sub_process_leaves_standard_output_to_the_user():
+    command = [*PPD, "generate", "import os", "--k", "1", "--max-new-tokens", "1500", "--ignore-eos", "--json"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline, subs = time.monotonic() + 120, []
+    while not subs and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        children = psutil.Process(running.pid).children(recursive=True)
+        subs = [child for child in children if "PPDSub.serve" in _command_line(child)]
+    subs[0].kill()
+    output, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    assert json.loads(output)["stats"]["new_tokens"] == 1500
+    assert "sub-process 1 is lost" in errors
+
+
+def _command_line(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def test_standard_input_is_a_prompt(folder):
     shown = ppd(
         "generate", "--model", folder, "--method", "autoregressive", "--max-new-tokens", 2, "--json", input="fox"
@@ -80,6 +104,9 @@ def test_standard_input_is_a_prompt(folder):
         (["x", "--transport", "fax"], "transport='fax'"),
         (["x", "--ray-address", "127.0.0.1:9"], "nobody answers"),
         (["x", "--prompt-file", "y"], "not both"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+        (["--prompt-file", "/"], "--prompt-file /: "),
+        (["--prompt-file", sys.executable], "no UTF-8 text"),
     ],
 )
 def test_a_mistake_gets_one_line_and_exit_code_2(folder, arguments, words):

@@ -62,6 +62,15 @@ def test_a_cancelled_stream_leaves_the_runtime_usable(runtime, ordinary):
     assert runtime.generate(PROMPT, max_new_tokens=20).token_ids == expected
 
 
+def test_a_loop_left_early_leaves_the_runtime_usable(runtime, ordinary):
+    for _ in range(2):
+        for event in runtime.stream(PROMPT, max_new_tokens=400):
+            if event.position > len(PROMPT):
+                break
+    expected = ordinary.generate(PROMPT, max_new_tokens=20).token_ids
+    assert runtime.generate(PROMPT, max_new_tokens=20).token_ids == expected
+
+
 def test_a_second_call_waits_or_is_told(runtime, ordinary):
     stream = runtime.stream(PROMPT, max_new_tokens=40)
     next(stream)
@@ -96,7 +105,7 @@ def test_failed_calls_leave_the_runtime_usable(runtime, ordinary):
     for bad in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 5000}):
         with pytest.raises(ValueError, match="max_new_tokens|temperature|top_p"):
             runtime.generate(PROMPT, **bad)
-    for prompt in ("", [], [300], [-1], ["a"], [1.5], [True]):
+    for prompt in ("", [], [300], [-1], ["a"], [1.5], [True], None, 5, b"abc", "\ud800abc"):
         with pytest.raises(ValueError, match="prompt|token id"):
             runtime.generate(prompt, max_new_tokens=2)
     assert runtime.generate(PROMPT, max_new_tokens=3).token_ids == ordinary.generate(PROMPT, max_new_tokens=3).token_ids
@@ -124,6 +133,7 @@ def test_a_closed_runtime_says_so(folder):
         ({"device": "tpu"}, "device='tpu'"),
         ({"exit_head": "/nowhere"}, "exit_head='/nowhere'"),
         ({"threads_per_worker": 0}, "threads_per_worker=0"),
+        ({"threads_per_worker": 100_000}, "threads_per_worker=100000: .*CPU cores"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(folder, settings, words):
@@ -142,7 +152,7 @@ def test_an_address_that_nobody_answers_at(folder):
         PPDRuntime(folder, ray_address="somewhere")
 
 
-def test_a_killed_sub_process_costs_no_token(ray_node, folder, ordinary):
+def test_a_killed_sub_process_costs_no_token(ray_node, folder, ordinary, caplog):
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
     head = RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
     with PPDRuntime(folder, k=2, exit_head=head) as runtime:
@@ -154,6 +164,10 @@ def test_a_killed_sub_process_costs_no_token(ray_node, folder, ordinary):
         assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
         _kill("PPDSub", most=2)
         assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
+    lost = [message for message in caplog.messages if "is lost" in message]
+    assert sorted(lost) == [
+        f"sub-process {rank} is lost, decoding goes on without it: its process was killed or crashed" for rank in (1, 2)
+    ]
 
 
 def test_a_killed_main_process_is_an_error_with_its_name(ray_node, folder):
@@ -162,7 +176,7 @@ def test_a_killed_main_process_is_an_error_with_its_name(ray_node, folder):
         stream = runtime.stream(PROMPT, max_new_tokens=500)
         next(stream)
         _kill("PPDMain", most=1)
-        with pytest.raises(RuntimeError, match="main process"):
+        with pytest.raises(RuntimeError, match="the main process failed: its process was killed or crashed"):
             list(stream)
     with pytest.raises(RuntimeError, match="closed"):
         runtime.generate(PROMPT, max_new_tokens=2)

@@ -201,6 +201,8 @@ def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
         (lambda: Setting(8, 4, 0, 4), "k=0"),
         (lambda: Setting(8, 4, 1, 0), "num_new_tokens=0"),
         (lambda: Setting(8, 4, 1, 4, jitter=-1), "jitter=-1"),
+        (lambda: Setting(8, 4, 1, 4, jitter=1e300), "jitter=1e+300"),
+        (lambda: Setting(8, 4, 1, 4, Times(layer=1e308)), "layer=1e+308"),
         (lambda: Setting(8, 4, 1, 4, Times(layer=0)), "layer=0"),
         (lambda: Setting(8, 4, 1, 4, slow={2: 2.0}), "rank=2: with k=1 choose 0"),
         (lambda: Setting(8, 4, 1, 4, slow_links={1: 0.0}), "factor of rank 1=0"),
