@@ -16,7 +16,7 @@ from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, check_ray_address
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
-from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
+from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -60,6 +60,8 @@ class PPDRuntime(TextGenerator):
             no Ray) or "auto" (unix).
         ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
         threads_per_worker: CPU threads for one worker's matrix products.
+        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk. The
+            tokens are those of `OrdinaryDecoding` with `compile=True`.
         progress: is told in a line what the start-up waits for; None logs it.
 
     Raises:
@@ -79,10 +81,11 @@ class PPDRuntime(TextGenerator):
         transport: str = "auto",
         ray_address: str | None = None,
         threads_per_worker: int = 1,
+        compile: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.config = RuntimeConfig(
-            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker
+            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker, compile
         )
         if ray_address is not None:
             check_ray_address(ray_address)
@@ -104,6 +107,7 @@ class PPDRuntime(TextGenerator):
         """Start the workers and wait until they have loaded their layers; a second call does nothing.
 
         Raises:
+            ValueError: where the model cannot be compiled, or not on this machine.
             RuntimeError: when a worker fails to start, with the worker's own message, or the runtime is closed.
         """
         if self._stop is not None and not self._stop.alive:
@@ -237,12 +241,16 @@ def _worker_specs(
             threads=config.threads_per_worker,
             exit_head=exit_head,
             cores=cores[rank],
+            compile=config.compile,
         )
         for rank in range(config.k + 1)
     ]
 
 
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
+    if config.compile:
+        progress("compiling, unless an earlier run has")
+        compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device)
     available = os.cpu_count() or 1
     needed = len(specs) * config.threads_per_worker
     if specs[0].device == "cpu" and available < needed:

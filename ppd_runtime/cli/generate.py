@@ -40,6 +40,9 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads for each worker.")] = 1,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Run one-token passes in compiled code; the first time takes a while.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at the most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this share, in (0, 1].")] = 1.0,
@@ -61,7 +64,7 @@ def generate(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
         )
         generator = (
-            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads)
+            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, compile=compile_)
             if method is Method.autoregressive
             else PPDRuntime(
                 model,
@@ -74,6 +77,7 @@ def generate(
                 transport=transport,
                 ray_address=ray_address,
                 threads_per_worker=threads,
+                compile=compile_,
                 progress=show_progress,
             )
         )

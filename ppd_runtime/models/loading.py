@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ppd_runtime.models.stage import layer_range
+from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
 DEMO = "demo"
@@ -100,6 +100,31 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     model = model.to(device).eval()
     _check_cuts(info, model)
     return model
+
+
+def load_stage(info: ModelInfo, last: int, dtype: torch.dtype, device: str, compile: bool = False) -> Stage:
+    """`load_layers` as a stage; `compile`: with one-token passes in compiled code, made now if need be.
+
+    Raises:
+        ValueError: also where the model cannot be compiled, or not on this machine.
+    """
+    model = load_layers(info, last, dtype, device)
+    if not compile:
+        return Stage(model)
+    from ppd_runtime.models.compiled import CompiledLayers  # only compiled code needs all that it imports
+
+    return Stage(model, CompiledLayers(model))
+
+
+def compile_ahead(info: ModelInfo, dtype: torch.dtype, device: str) -> None:
+    """Compile the one-token passes of all layers, where that has not been done, so that later stages only load them.
+
+    Raises:
+        ValueError: where the model cannot be compiled, or not on this machine.
+    """
+    from ppd_runtime.models.compiled import compile_layers  # only compiled code needs all that it imports
+
+    compile_layers(AutoConfig.from_pretrained(info.folder), dtype, torch.device(device))
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
