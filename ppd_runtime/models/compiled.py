@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _GROUPED_ATTENTION = "ppd_grouped_sdpa"
 _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
+_NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
 _INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
 
 
@@ -253,7 +254,7 @@ def _kind(model: PreTrainedModel, index: int) -> dict[str, Any]:
 def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
     for path, module in piece.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, int | float | str) and name != "layer_idx":
+            if isinstance(value, int | float | str) and name not in _NOT_OF_THE_LAYER:
                 yield path, name, repr(value)
 
 

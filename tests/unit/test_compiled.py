@@ -14,6 +14,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from ppd_runtime.models.artifacts import artifact, cache_folder
 from ppd_runtime.models.compiled import CompiledLayers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
+from ppd_runtime.models.loading import compile_ahead, describe
 from ppd_runtime.models.stage import Stage
 
 PROMPT = [40, 7, 291, 65, 133]
@@ -125,8 +126,7 @@ def test_a_prompt_of_one_token_and_a_full_cache(model_folder: ModelFolder, kept:
 def test_layers_of_one_kind_are_compiled_once_and_kept(
     model_folder: ModelFolder, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_stage(model_folder("llama")).model
-    CompiledLayers(model)
+    compile_ahead(describe(str(model_folder("llama"))), torch.float32, "cpu")
     before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert all(path.suffix == ".pt2" for path in before), "nothing half-written is left"
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
