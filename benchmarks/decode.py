@@ -24,7 +24,7 @@ from transformers import __version__ as transformers_version
 
 from benchmarks.models import benchmark_model
 from benchmarks.pipeline import transformers_time_per_token
-from ppd_runtime.models.loading import choose_dtype, describe, load_stage
+from ppd_runtime.models.loading import choose_dtype, compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
 
 _PROMPT = list(range(20, 36))
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, object]:
     dtype = choose_dtype(options.dtype, "cpu", info)
     eager = load_stage(info, info.num_layers, dtype, "cpu")
     began = time.perf_counter()
-    compiled = load_stage(info, info.num_layers, dtype, "cpu", compile=True)
+    compiled = load_stage(info, info.num_layers, dtype, "cpu", compile_ahead(info, dtype, "cpu"))
     start_s = time.perf_counter() - began
     library = AutoModelForCausalLM.from_pretrained(info.folder, dtype=dtype).eval()
     runs: dict[str, Callable[[], float]] = {

@@ -8,7 +8,7 @@ import torch
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.decoding.autoregressive import autoregressive
 from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.models.loading import choose_device, choose_dtype, describe, load_stage, load_tokenizer
+from ppd_runtime.models.loading import choose_device, choose_dtype, compile_ahead, describe, load_stage, load_tokenizer
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -37,7 +37,9 @@ class OrdinaryDecoding(TextGenerator):
         info = describe(model)
         super().__init__(info, load_tokenizer(info))
         place = choose_device(device)
-        self.stage = load_stage(info, info.num_layers, choose_dtype(dtype, place, info), place, compile)
+        number = choose_dtype(dtype, place, info)
+        code = compile_ahead(info, number, place) if compile else ()
+        self.stage = load_stage(info, info.num_layers, number, place, code)
 
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         threads_before = torch.get_num_threads()

@@ -241,7 +241,6 @@ def _worker_specs(
             threads=config.threads_per_worker,
             exit_head=exit_head,
             cores=cores[rank],
-            compile=config.compile,
         )
         for rank in range(config.k + 1)
     ]
@@ -250,7 +249,8 @@ def _worker_specs(
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
     if config.compile:
         progress("compiling, unless an earlier run has")
-        compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device)
+        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device)
+        specs = [replace(spec, code=code) for spec in specs]
     available = os.cpu_count() or 1
     needed = len(specs) * config.threads_per_worker
     if specs[0].device == "cpu" and available < needed:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -47,8 +48,8 @@ class WorkerSpec:
     exit_head: str | HeadInfo | RehearsedHead = SHARED
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the system likes."""
-    compile: bool = False
-    """Run one-token passes in compiled code."""
+    code: tuple[Path, ...] = ()
+    """Files of compiled code for one-token passes, one a layer; empty: the library runs them."""
 
     @property
     def name(self) -> str:
@@ -82,7 +83,7 @@ class Worker:
         if spec.cores:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(spec.threads)
-        self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.compile)
+        self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code)
         head = None if spec.rank == MAIN else spec.exit_head
         self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
         self._subs = range(1, spec.k + 1)

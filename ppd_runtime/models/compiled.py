@@ -47,15 +47,15 @@ _INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the 
 
 
 class CompiledLayers:
-    """The layers of a model, each for one token at a time; compiles what no earlier run has compiled.
+    """The layers of a model, each for one token at a time, in the code of the files that `compile_layers` gave.
 
     Raises:
-        ValueError: where this model cannot be compiled, or not on this machine.
+        ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, files: Sequence[Path]) -> None:
         _check_embedding(model)
-        paths = compile_layers(model.config, model.dtype, model.device)
+        paths = files[: model.config.num_hidden_layers]
         codes = {path: _load(path, model.device) for path in set(paths)}
         self._codes = [codes[path] for path in paths]
         self._weights = [list(_weights(layer_range(model, i, i + 1)).values()) for i in range(len(paths))]

@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -102,29 +102,25 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     return model
 
 
-def load_stage(info: ModelInfo, last: int, dtype: torch.dtype, device: str, compile: bool = False) -> Stage:
-    """`load_layers` as a stage; `compile`: with one-token passes in compiled code, made now if need be.
-
-    Raises:
-        ValueError: also where the model cannot be compiled, or not on this machine.
-    """
+def load_stage(info: ModelInfo, last: int, dtype: torch.dtype, device: str, code: Sequence[Path] = ()) -> Stage:
+    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, one-token passes run that."""
     model = load_layers(info, last, dtype, device)
-    if not compile:
+    if not code:
         return Stage(model)
     from ppd_runtime.models.compiled import CompiledLayers  # only compiled code needs all that it imports
 
-    return Stage(model, CompiledLayers(model))
+    return Stage(model, CompiledLayers(model, code))
 
 
-def compile_ahead(info: ModelInfo, dtype: torch.dtype, device: str) -> None:
-    """Compile the one-token passes of all layers, where that has not been done, so that later stages only load them.
+def compile_ahead(info: ModelInfo, dtype: torch.dtype, device: str) -> tuple[Path, ...]:
+    """Each layer's file of compiled code for one-token passes; makes those that no earlier run has made.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.
     """
     from ppd_runtime.models.compiled import compile_layers  # only compiled code needs all that it imports
 
-    compile_layers(AutoConfig.from_pretrained(info.folder), dtype, torch.device(device))
+    return tuple(compile_layers(AutoConfig.from_pretrained(info.folder), dtype, torch.device(device)))
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:

@@ -3,6 +3,7 @@
 import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from models_for_tests import load_stage
 from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
+from transformers import PreTrainedModel
 
 from ppd_runtime.models.artifacts import artifact, cache_folder
-from ppd_runtime.models.compiled import CompiledLayers
+from ppd_runtime.models.compiled import CompiledLayers, compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
 from ppd_runtime.models.loading import compile_ahead, describe
 from ppd_runtime.models.stage import Stage
@@ -41,8 +43,16 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield cache_folder()
 
 
+def without_compiler() -> AbstractContextManager[None]:
+    return torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+
+
+def compiled_layers(model: PreTrainedModel) -> CompiledLayers:
+    return CompiledLayers(model, compile_layers(model.config, model.dtype, model.device))
+
+
 def compiled_twin(stage: Stage) -> Stage:
-    return Stage(stage.model, CompiledLayers(stage.model))
+    return Stage(stage.model, compiled_layers(stage.model))
 
 
 def forced(stage: Stage, bounds: Sequence[int], prompt: Sequence[int] = PROMPT) -> list[Tensor]:
@@ -123,15 +133,15 @@ def test_a_prompt_of_one_token_and_a_full_cache(model_folder: ModelFolder, kept:
 
 
 @needs_compiler
-def test_layers_of_one_kind_are_compiled_once_and_kept(
-    model_folder: ModelFolder, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compile_ahead(describe(str(model_folder("llama"))), torch.float32, "cpu")
+def test_layers_of_one_kind_are_compiled_once_and_kept(model_folder: ModelFolder, kept: Path) -> None:
+    files = compile_ahead(describe(str(model_folder("llama"))), torch.float32, "cpu")
+    assert len(files) == 4
+    assert len(set(files)) == 1
     before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert all(path.suffix == ".pt2" for path in before), "nothing half-written is left"
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    CompiledLayers(load_stage(model_folder("llama", seed=5)).model)
-    CompiledLayers(load_stage(model_folder("llama"), last=1).model)
+    with without_compiler():
+        compiled_layers(load_stage(model_folder("llama", seed=5)).model)
+        compiled_layers(load_stage(model_folder("llama"), last=1).model)
     assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == before
 
 
@@ -147,9 +157,8 @@ def test_without_a_compiler_there_is_one_clear_line(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler here; install g\\+\\+"):
-        CompiledLayers(load_stage(model_folder("llama")).model)
+    with without_compiler(), pytest.raises(ValueError, match="compile: no C\\+\\+ compiler here; install g\\+\\+"):
+        compiled_layers(load_stage(model_folder("llama")).model)
     assert list(cache_folder().iterdir()) == []
 
 
@@ -190,4 +199,4 @@ def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ppd_runtime.models.compiled._compile", lambda *args: args[-1].write_bytes(b"no zip"))
     with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
-        CompiledLayers(load_stage(model_folder("llama")).model)
+        compiled_layers(load_stage(model_folder("llama")).model)
