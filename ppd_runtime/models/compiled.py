@@ -262,7 +262,7 @@ def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> di
     sources = [__file__, kv_cache.__file__, inspect.getfile(model_class)]
     return {
         "dtype": str(dtype),
-        "machine": [platform.machine(), *_capabilities(device)],
+        "machine": [device.type, platform.machine(), *_capabilities(device)],
         "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
         "versions": [torch.__version__, transformers.__version__, platform.python_version()],
         "inductor": _INDUCTOR,

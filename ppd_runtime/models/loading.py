@@ -155,13 +155,18 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str, device: str, info: ModelInfo) -> torch.dtype:
-    """The dtype that "auto" stands for: float32 on CPUs (fastest for one-token passes), the model's own on GPUs."""
+    """The dtype that "auto" stands for: float32 on CPUs, the model's own on GPUs.
+
+    Not measured at each start: two starts on a busy machine could differ, and with them the tokens.
+    """
     if dtype != "auto":
         return getattr(torch, dtype)
-    if device == "cpu":
-        return torch.float32
-    stored = AutoConfig.from_pretrained(info.folder).dtype
-    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    chosen = torch.float32
+    if device != "cpu":
+        stored = AutoConfig.from_pretrained(info.folder).dtype
+        chosen = stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
+    return chosen
 
 
 def _find(model: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models_for_tests import load_stage
+from models_for_tests import load_stage as load_eager
 from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.artifacts import artifact, cache_folder
 from ppd_runtime.models.compiled import CompiledLayers, compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
-from ppd_runtime.models.loading import compile_ahead, describe
+from ppd_runtime.models.loading import compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
 
 PROMPT = [40, 7, 291, 65, 133]
@@ -32,6 +32,7 @@ def _no_compiler() -> str:
     return ""
 
 
+on_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 needs_compiler = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 
 
@@ -73,13 +74,16 @@ def all_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, kept: Path, dtype: str) -> None:
-    stage = compiled_twin(load_stage(model_folder("llama"), dtype))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, kept: Path, dtype: str, device: str) -> None:
+    info = describe(str(model_folder("llama")))
+    code = compile_ahead(info, getattr(torch, dtype), device)
+    stage = load_stage(info, 4, getattr(torch, dtype), device, code)
     whole = forced(stage, [0, 4])
     assert len({tuple(state.flatten().tolist()) for state in whole}) == len(whole)
     for bounds in ([0, 1, 4], [0, 2, 4], [0, 3, 4], [0, 1, 2, 3, 4]):
         assert all_equal(forced(stage, bounds), whole), bounds
-    sub = compiled_twin(load_stage(model_folder("llama"), dtype, last=2))
+    sub = load_stage(info, 2, getattr(torch, dtype), device, code)
     assert all_equal(forced(sub, [0, 2]), forced(stage, [0, 2])), "a model with the first layers only"
 
 
@@ -87,14 +91,14 @@ def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, kept: Path, dt
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_layers_compute_what_the_librarys_do(model_folder: ModelFolder, kept: Path, family: str) -> None:
     """In float32, with windows that roll and without; the rounding differs, so does how far it grows from here."""
-    stage = load_stage(model_folder(family))
+    stage = load_eager(model_folder(family))
     for ours, theirs in zip(forced(compiled_twin(stage), [0, 4]), forced(stage, [0, 4]), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
 
 
 @needs_compiler
 def test_bits_depend_neither_on_the_capacity_nor_on_dropped_tokens(model_folder: ModelFolder, kept: Path) -> None:
-    stage = compiled_twin(load_stage(model_folder("llama")))
+    stage = compiled_twin(load_eager(model_folder("llama")))
     expected = forced(stage, [0, 4])[1:4]
     stage.begin(400)
     stage.run(0, 4, PROMPT, 0)
@@ -107,7 +111,7 @@ def test_bits_depend_neither_on_the_capacity_nor_on_dropped_tokens(model_folder:
 
 @needs_compiler
 def test_entries_of_compiled_passes_travel(model_folder: ModelFolder, kept: Path) -> None:
-    winner, loser = (compiled_twin(load_stage(model_folder("llama"), last=2)) for _ in range(2))
+    winner, loser = (compiled_twin(load_eager(model_folder("llama"), last=2)) for _ in range(2))
     for stage in (winner, loser):
         stage.begin(LENGTH)
         stage.run(0, 2, PROMPT, 0)
@@ -122,7 +126,7 @@ def test_entries_of_compiled_passes_travel(model_folder: ModelFolder, kept: Path
 
 @needs_compiler
 def test_a_prompt_of_one_token_and_a_full_cache(model_folder: ModelFolder, kept: Path) -> None:
-    stage = load_stage(model_folder("llama"))
+    stage = load_eager(model_folder("llama"))
     ours, theirs = forced(compiled_twin(stage), [0, 4], [3]), forced(stage, [0, 4], [3])
     assert torch.equal(ours[0], theirs[0]), "the library runs prompts"
     assert torch.allclose(ours[1], theirs[1], rtol=1e-3, atol=1e-3 * float(theirs[1].abs().max()))
@@ -140,14 +144,14 @@ def test_layers_of_one_kind_are_compiled_once_and_kept(model_folder: ModelFolder
     before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert all(path.suffix == ".pt2" for path in before), "nothing half-written is left"
     with without_compiler():
-        compiled_layers(load_stage(model_folder("llama", seed=5)).model)
-        compiled_layers(load_stage(model_folder("llama"), last=1).model)
+        compiled_layers(load_eager(model_folder("llama", seed=5)).model)
+        compiled_layers(load_eager(model_folder("llama"), last=1).model)
     assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == before
 
 
 @needs_compiler
 def test_weights_are_the_models_own(model_folder: ModelFolder, kept: Path) -> None:
-    one, other = (compiled_twin(load_stage(model_folder("llama", seed=seed))) for seed in (0, 5))
+    one, other = (compiled_twin(load_eager(model_folder("llama", seed=seed))) for seed in (0, 5))
     expected = forced(one, [0, 4])
     assert not all_equal(forced(other, [0, 4]), expected)
     assert all_equal(forced(one, [0, 4]), expected), "code is shared, weights are not"
@@ -158,7 +162,7 @@ def test_without_a_compiler_there_is_one_clear_line(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with without_compiler(), pytest.raises(ValueError, match="compile: no C\\+\\+ compiler here; install g\\+\\+"):
-        compiled_layers(load_stage(model_folder("llama")).model)
+        compiled_layers(load_eager(model_folder("llama")).model)
     assert list(cache_folder().iterdir()) == []
 
 
@@ -199,4 +203,4 @@ def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ppd_runtime.models.compiled._compile", lambda *args: args[-1].write_bytes(b"no zip"))
     with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
-        compiled_layers(load_stage(model_folder("llama")).model)
+        compiled_layers(load_eager(model_folder("llama")).model)
