@@ -44,7 +44,7 @@ def transformers_time_per_token(model: PreTrainedModel, prompt: Sequence[int], n
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
     """Run everything; the figures by name."""
-    ordinary = OrdinaryDecoding(options.model, dtype=options.dtype)
+    ordinary = OrdinaryDecoding(options.model, dtype=options.dtype, compile=options.compile)
     prompts = [ordinary.tokenizer.encode(prompt) for prompt in PROMPTS]
     reference = AutoModelForCausalLM.from_pretrained(ordinary.info.folder, dtype=ordinary.stage.model.dtype).eval()
     torch.set_num_threads(1)
@@ -54,6 +54,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         k=options.k,
         exit_layer=options.exit_layer,
         dtype=options.dtype,
+        compile=options.compile,
         exit_head=_exit_head(options, ordinary, prompts),
     ) as runtime:
         for turn in range(options.rounds + 1):
@@ -80,6 +81,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "identical": summary.identical,
         "pairs": len(pairs),
         "k": options.k,
+        "compiled": options.compile,
         "pinned": bool(runtime.main_cores),
         "stall_share": statistics.median(got.stats.stall_s / got.stats.latency_s for _, got in pairs),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=1)
     parser.add_argument("--exit-layer", type=int)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true", help="ordinary and pipelined decoding in compiled code")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens for each prompt")
     parser.add_argument("--rounds", type=int, default=7, help="paired runs of every prompt")
     parser.add_argument("--match-rate", type=float, help="an exit head that is right with this probability")

@@ -89,6 +89,8 @@ class RuntimeConfig:
     """A running Ray cluster; None starts one on this machine, for this runtime alone."""
     threads_per_worker: int = 1
     """CPU threads for one worker's matrix products."""
+    compile: bool = False
+    """Run one-token passes in compiled code; the first time takes a while, then it is kept on disk."""
 
     def __post_init__(self) -> None:
         _check_int("k", self.k, 1)
@@ -99,6 +101,8 @@ class RuntimeConfig:
         _check_choice("transport", self.transport, TRANSPORTS)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile={self.compile!r}: give True or False")
         if self.workers is not None:
             _check_int("workers", self.workers, 1)
         if self.workers is not None and self.workers != self.k:

@@ -15,7 +15,7 @@ from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, available_cores, check_ray_address
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
-from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
+from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -59,6 +59,8 @@ class PPDRuntime(TextGenerator):
             no Ray) or "auto" (unix).
         ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
         threads_per_worker: CPU threads for one worker's matrix products.
+        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk. The
+            tokens are those of `OrdinaryDecoding` with `compile=True`.
         progress: is told in a line what the start-up waits for; None logs it.
 
     Raises:
@@ -78,10 +80,11 @@ class PPDRuntime(TextGenerator):
         transport: str = "auto",
         ray_address: str | None = None,
         threads_per_worker: int = 1,
+        compile: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.config = RuntimeConfig(
-            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker
+            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker, compile
         )
         if threads_per_worker > available_cores():
             cores = f"{available_cores()} CPU cores"
@@ -106,6 +109,7 @@ class PPDRuntime(TextGenerator):
         """Start the workers and wait until they have loaded their layers; a second call does nothing.
 
         Raises:
+            ValueError: where the model cannot be compiled, or not on this machine.
             RuntimeError: when a worker fails to start, with the worker's own message, or the runtime is closed.
         """
         if self._stop is not None and not self._stop.alive:
@@ -247,6 +251,10 @@ def _worker_specs(
 
 
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
+    if config.compile:
+        progress("compiling, unless an earlier run has")
+        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device)
+        specs = [replace(spec, code=code) for spec in specs]
     available, threads = available_cores(), config.threads_per_worker
     if specs[0].device == "cpu" and available < len(specs) * threads:
         workers = f"{len(specs)} workers" + (f" with {threads} threads each" if threads > 1 else "")
