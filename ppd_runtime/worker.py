@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ppd_runtime.config import SamplingParams
+from ppd_runtime.models.emulation import EmulatedDevice, make_stage
 from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
 from ppd_runtime.models.loading import ModelInfo, load_layers, load_tokenizer
-from ppd_runtime.models.stage import Stage
 from ppd_runtime.models.trained_heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Machine, Receive
 from ppd_runtime.pipeline.main_process import MainProcess
@@ -48,6 +48,8 @@ class WorkerSpec:
     exit_head: str | HeadInfo | RehearsedHead = SHARED
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the system likes."""
+    emulate: EmulatedDevice | None = None
+    """A slower device whose times to keep to; None: as fast as it goes."""
 
     @property
     def name(self) -> str:
@@ -81,7 +83,7 @@ class Worker:
         if spec.cores:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(spec.threads)
-        self.stage = Stage(load_layers(spec.info, spec.num_layers, spec.dtype, spec.device))
+        self.stage = make_stage(load_layers(spec.info, spec.num_layers, spec.dtype, spec.device), spec.emulate)
         head = None if spec.rank == MAIN else spec.exit_head
         self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
         self._subs = range(1, spec.k + 1)
