@@ -8,6 +8,7 @@ model's configuration and tokenizer), workers (which load their layers), and the
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -26,7 +27,7 @@ _PHASES = ("python", "imports", "settings", "workers", "first token")
 _LAYOUTS = ("ordinary", "threads-1", "processes-1", "ray-1", "ray-3")
 _COMMANDS = {
     "ppd --help": ["--help"],
-    "ppd tradeoff": ["tradeoff", *"--layers 40 --exit-layer 20 --k 1,3,5 --match-rate 0.68 --tokens 128".split()],
+    "ppd tradeoff": ["tradeoff", "--layers=40", "--exit-layer=20", "--k=1,3,5", "--match-rate=0.68", "--tokens=128"],
 }
 _DEADLINE_S = 300
 
@@ -79,16 +80,12 @@ def first_token(layout: str) -> None:
         generator = OrdinaryDecoding()
         moments["settings"] = time.perf_counter()
     else:
-        layouts = {
-            "threads": {"transport": "local"},
-            "processes": {"launcher": launcher},
-            "ray": {"launcher": launcher},
-        }
-        generator = PPDRuntime(k=int(k), **layouts[launcher])
+        layout_settings = {"transport": "local"} if launcher == "threads" else {"launcher": launcher}
+        generator = PPDRuntime(k=int(k), **layout_settings)
         moments["settings"] = time.perf_counter()
         generator.start()
         moments["workers"] = time.perf_counter()
-    with generator, generator.stream(_PROMPT, max_new_tokens=8) as stream:
+    with generator, contextlib.closing(generator.stream(_PROMPT, max_new_tokens=8)) as stream:
         next(stream)
         moments["first token"] = time.perf_counter()
         print(json.dumps(moments), flush=True)
@@ -102,7 +99,12 @@ def _phases(name: str) -> dict[str, float]:
         script = f"from benchmarks.startup import first_token; first_token({name!r})"
     began = time.perf_counter()
     outcome = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=False,
     )
     ended = time.perf_counter()
     if outcome.returncode:
