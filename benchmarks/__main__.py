@@ -21,7 +21,7 @@ from benchmarks.recording import Figures, environment, slug, write_whole
 _RESULTS = Path(__file__).parent / "results"
 _EMULATED = "Emulated devices: stages compute their real results and then sleep until a layer's time has passed"
 _PLAN = (
-    ("Start-up", "startup --rounds 3"),
+    ("Start-up", "startup --rounds 2"),
     ("Hops between two processes", "hop --count 300"),
     ("The demo model", "pipeline --rounds 7"),
     ("A wider model with a set match rate", "pipeline --model random:512x12 --match-rate 0 --tokens 64 --rounds 3"),

@@ -49,11 +49,11 @@ def test_equal_devices(tmp_path):
 
 
 def test_startup(tmp_path):
-    rows = figures(tmp_path, "benchmarks.startup --rounds 1 --layouts ordinary,processes-1")["rows"]
+    rows = figures(tmp_path, "benchmarks.startup --rounds 1 --layouts ordinary,threads-1")["rows"]
     for row in rows:
         phases = {name: values[0] for name, values in row["seconds"].items()}
         assert sum(phases.values()) == pytest.approx(2 * phases["whole"])
-        assert ("workers" in phases) == (row["layout"] == "processes-1")
+        assert ("workers" in phases) == (row["layout"] == "threads-1")
 
 
 def test_the_report_names_commands_and_commit():
