@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from benchmarks.models import benchmark_model
+from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
 from ppd_runtime.models.loading import choose_dtype, compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
@@ -108,7 +108,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    with benchmark_model(options.model) as model:
+    with model_folder(options.model) as model:
         figures = json.dumps(measure(options, model), indent=2)
     print(figures)
     if options.json:

@@ -8,6 +8,7 @@ import torch
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.decoding.autoregressive import autoregressive
 from ppd_runtime.generation import Step, TextGenerator, Totals
+from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.loading import choose_device, choose_dtype, compile_ahead, describe, load_stage, load_tokenizer
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
@@ -22,6 +23,7 @@ class OrdinaryDecoding(TextGenerator):
         device: cpu, cuda or auto.
         threads: CPU threads for matrix products; set for the whole process while a generation runs.
         compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk.
+        emulate: a slower device whose times to keep to, to compare with a runtime that does.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class OrdinaryDecoding(TextGenerator):
         device: str = "auto",
         threads: int = 1,
         compile: bool = False,
+        emulate: EmulatedDevice | None = None,
     ) -> None:
         self.config = RuntimeConfig(model, dtype=dtype, device=device, threads_per_worker=threads, compile=compile)
         info = describe(model)
@@ -39,7 +42,7 @@ class OrdinaryDecoding(TextGenerator):
         place = choose_device(device)
         number = choose_dtype(dtype, place, info)
         code = compile_ahead(info, number, place) if compile else ()
-        self.stage = load_stage(info, info.num_layers, number, place, code)
+        self.stage = load_stage(info, info.num_layers, number, place, code, emulate)
 
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         threads_before = torch.get_num_threads()

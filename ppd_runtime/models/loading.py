@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
@@ -102,14 +103,22 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     return model
 
 
-def load_stage(info: ModelInfo, last: int, dtype: torch.dtype, device: str, code: Sequence[Path] = ()) -> Stage:
+def load_stage(
+    info: ModelInfo,
+    last: int,
+    dtype: torch.dtype,
+    device: str,
+    code: Sequence[Path] = (),
+    emulate: EmulatedDevice | None = None,
+) -> Stage:
     """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, one-token passes run that."""
     model = load_layers(info, last, dtype, device)
-    if not code:
-        return Stage(model)
-    from ppd_runtime.models.compiled import CompiledLayers  # only compiled code needs all that it imports
+    compiled = None
+    if code:
+        from ppd_runtime.models.compiled import CompiledLayers  # only compiled code needs all that it imports
 
-    return Stage(model, CompiledLayers(model, code))
+        compiled = CompiledLayers(model, code)
+    return EmulatedStage(model, compiled, emulate) if emulate else Stage(model, compiled)
 
 
 def compile_ahead(info: ModelInfo, dtype: torch.dtype, device: str) -> tuple[Path, ...]:
