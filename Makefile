@@ -19,7 +19,7 @@ unit: .venv/test.stamp
 	$(BIN)/pytest -n auto tests/unit
 
 processes: .venv/test.stamp
-	$(BIN)/pytest tests/processes
+	$(BIN)/pytest -n auto --dist loadfile tests/processes
 
 figures: .venv/test.stamp
 	$(BIN)/python docs/token_clock.py docs/token_clock.svg
