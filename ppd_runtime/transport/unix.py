@@ -25,7 +25,7 @@ _FIRST_BUFFER_BYTES = 2**16
 _KERNEL_BUFFER_BYTES = 4 * 2**20  # asked for; the system may grant less
 _MOST_WAITING = 10_000  # messages to a peer that does not take them, before newer ones are dropped …
 _MOST_WAITING_BYTES = 64 * 2**20  # … or so many bytes
-_DRAIN_MS = 20  # how long a send waits for a full pipe to move: a long prompt should not stay behind a long pass
+_DRAIN_MS = 50  # how long a send waits for a full pipe to move: a long prompt should not stay behind a long pass
 _RETRY_S = 0.01
 _LINGER_S = 0.5
 

@@ -375,7 +375,7 @@ def test_a_message_larger_than_the_pipe_leaves_while_its_sender_is_busy(unix: Ca
     thread = threading.Thread(target=wait_for_it)
     thread.start()
     ready.wait()
-    tensor = torch.arange(8_000_000)[None].float()
+    tensor = torch.arange(1_250_000)[None].float()  # 5 MB, as a prompt of a million tokens is
     unix(MAIN).send(1, ExitState(MAIN, 1, 0, tensor))
     thread.join()
     assert torch.equal(received[0].hidden, tensor)
