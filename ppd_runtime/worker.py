@@ -49,10 +49,10 @@ class WorkerSpec:
     exit_head: str | HeadInfo | RehearsedHead = SHARED
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the system likes."""
-    code: tuple[Path, ...] = ()
-    """Files of compiled code for one-token passes, one a layer; empty: the library runs them."""
     emulate: EmulatedDevice | None = None
     """A slower device whose times to keep to; None: as fast as it goes."""
+    code: tuple[Path, ...] = ()
+    """Files of compiled code for one-token passes, one a layer; empty: the library runs them."""
 
     @property
     def name(self) -> str:
