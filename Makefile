@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check unit processes wheel clean
+.PHONY: demo test check unit processes bench figures clean
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -20,6 +20,9 @@ unit: .venv/test.stamp
 
 processes: .venv/test.stamp
 	$(BIN)/pytest -n auto --dist loadfile tests/processes
+
+bench: .venv/test.stamp
+	$(BIN)/python -m benchmarks
 
 figures: .venv/test.stamp
 	$(BIN)/python docs/token_clock.py docs/token_clock.svg

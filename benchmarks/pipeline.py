@@ -1,38 +1,72 @@
 """Ordinary decoding, pipelined decoding and transformers' `generate` on the same prompts, in turn, in one run.
 
     python -m benchmarks.pipeline --k 1 --rounds 7 --json figures.json
+    python -m benchmarks.pipeline --model random:512x12 --match-rate 0.7 --launcher processes
+    python -m benchmarks.pipeline --k 7 --emulate-layer-ms 3
 
 Every process stays on a core of its own where there are enough; ordinary decoding and transformers run on the main
-process' core. Times are for a token after the first; the first round is dropped.
+process' core. Times are for a token after the first; the first round is dropped. With --emulate-layer-ms every stage
+computes its real result and then sleeps until that time per layer has passed, in ordinary decoding too: protocol and
+scheduling are real, the devices are not.
 """
 
 import argparse
-import json
-import os
-import platform
+import contextlib
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers import __version__ as transformers_version
 
+from benchmarks.models import model_folder
+from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.config import LAUNCHERS
 from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
+from ppd_runtime.results import GenerationResult
 
 PROMPTS = (
     "def read_lines(path):",
     "class Reader:",
     "    def __init__(self, name, value=None):",
 )
+Pair = tuple[GenerationResult, GenerationResult]
+"""Ordinary decoding's and the pipeline's result for one prompt."""
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """Run everything; the figures by name."""
+    if options.tokens < 2:
+        raise ValueError(f"--tokens {options.tokens}: times are for tokens after the first, give at least 2")
+    device = None
+    if options.emulate_layer_ms is not None:
+        device = EmulatedDevice(options.emulate_layer_ms, options.emulate_head_ms)
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(model_folder(options.model))
+        ordinary = OrdinaryDecoding(model, dtype=options.dtype, compile=options.compile, emulate=device)
+        prompts = [ordinary.tokenizer.encode(prompt) for prompt in PROMPTS]
+        runtime = PPDRuntime(
+            model,
+            k=options.k,
+            exit_layer=options.exit_layer,
+            dtype=options.dtype,
+            launcher=options.launcher,
+            compile=options.compile,
+            exit_head=exit_head(options, ordinary, prompts),
+            emulate=device,
+        )
+        stack.enter_context(runtime)
+        library = None if device else _library_model(ordinary)
+        pairs, library_times = _paired_runs(options, ordinary, runtime, prompts, library)
+        return _figures(options, runtime, pairs, library_times)
 
 
 def transformers_time_per_token(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> float:
     """Seconds for a token after the first: the difference of a long and a one-token `generate`."""
-    inputs = torch.tensor([prompt])
+    inputs = torch.tensor([prompt], device=model.device)
 
     def spent(tokens: int) -> float:
         began = time.perf_counter()
@@ -42,78 +76,103 @@ def transformers_time_per_token(model: PreTrainedModel, prompt: Sequence[int], n
     return (spent(num_tokens) - spent(1)) / (num_tokens - 1)
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
-    """Run everything; the figures by name."""
-    ordinary = OrdinaryDecoding(options.model, dtype=options.dtype)
-    prompts = [ordinary.tokenizer.encode(prompt) for prompt in PROMPTS]
-    reference = AutoModelForCausalLM.from_pretrained(ordinary.info.folder, dtype=ordinary.stage.model.dtype).eval()
-    torch.set_num_threads(1)
+def table(figures: Figures) -> str:
+    """The figures in Markdown, as an emulation's where they are."""
+    emulated = figures["emulated_layer_ms"]
+    columns = ["model", "k", "ordinary, ms a token", "transformers `generate`", "PPD", "ratio", "quartiles"]
+    columns += ["Theorem 4.1", "realised saving", "match rate", "tokens identical", "pairs"]
+    row = [
+        figures["model"]
+        + (", compiled" if figures["compiled"] else "")
+        + (f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""),
+        figures["k"],
+        *(figures[name] for name in ("autoregressive_ms", "transformers_ms", "ppd_ms", "ratio")),
+        f"{figures['ratio_quartiles'][0]:.3f} to {figures['ratio_quartiles'][2]:.3f}",
+        *(figures[name] for name in ("predicted_ratio", "realised_saving", "match_rate", "identical", "pairs")),
+    ]
+    return markdown(columns, [row])
+
+
+def _paired_runs(
+    options: argparse.Namespace,
+    ordinary: OrdinaryDecoding,
+    runtime: PPDRuntime,
+    prompts: list[list[int]],
+    library: PreTrainedModel | None,
+) -> tuple[list[Pair], list[float]]:
     pairs, library_times = [], []
-    with PPDRuntime(
-        options.model,
-        k=options.k,
-        exit_layer=options.exit_layer,
-        dtype=options.dtype,
-        exit_head=_exit_head(options, ordinary, prompts),
-    ) as runtime:
-        for turn in range(options.rounds + 1):
-            for prompt in prompts:
-                with on_core_of(runtime):
-                    expected = ordinary.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
-                    library = transformers_time_per_token(reference, prompt, options.tokens)
-                got = runtime.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
-                if turn:
-                    pairs.append((expected, got))
-                    library_times.append(library)
-        summary = summarise(runtime, pairs, options.tokens)
-        ratios = [got.stats.time_per_token_s / expected.stats.time_per_token_s for expected, got in pairs]
-        predicted = predicted_ratio_after_first(runtime, summary.match_rate, options.tokens)
+    for turn in range(options.rounds + 1):
+        for prompt in prompts:
+            with on_core_of(runtime):
+                expected = ordinary.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
+                if library:
+                    library_times += [transformers_time_per_token(library, prompt, options.tokens)] if turn else []
+            got = runtime.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
+            pairs += [(expected, got)] if turn else []
+    return pairs, library_times
+
+
+def _figures(
+    options: argparse.Namespace, runtime: PPDRuntime, pairs: list[Pair], library_times: list[float]
+) -> Figures:
+    summary = summarise(runtime, pairs, options.tokens)
+    ratios = [got.stats.time_per_token_s / expected.stats.time_per_token_s for expected, got in pairs]
     return {
+        "model": options.model,
+        "launcher": options.launcher,
+        "emulated_layer_ms": options.emulate_layer_ms,
         "autoregressive_ms": summary.ordinary_time_per_token_s * 1000,
         "ppd_ms": summary.ppd_time_per_token_s * 1000,
-        "transformers_ms": statistics.median(library_times) * 1000,
+        "transformers_ms": statistics.median(library_times) * 1000 if library_times else None,
         "ratio": summary.ratio,
         "ratio_quartiles": statistics.quantiles(ratios, n=4),
-        "predicted_ratio": predicted,
+        "predicted_ratio": predicted_ratio_after_first(runtime, summary.match_rate, options.tokens),
         "realised_saving": summary.realised_saving,
         "match_rate": summary.match_rate,
         "identical": summary.identical,
         "pairs": len(pairs),
         "k": options.k,
+        "exit_layer": runtime.exit_layer,
+        "compiled": options.compile,
         "pinned": bool(runtime.main_cores),
         "stall_share": statistics.median(got.stats.stall_s / got.stats.latency_s for _, got in pairs),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"torch": torch.__version__, "transformers": transformers_version},
     }
 
 
-def _exit_head(
-    options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: list[list[int]]
-) -> str | RehearsedHead:
+def _library_model(ordinary: OrdinaryDecoding) -> PreTrainedModel:
+    dtype = ordinary.stage.model.dtype
+    model = AutoModelForCausalLM.from_pretrained(ordinary.info.folder, dtype=dtype).eval().to(ordinary.stage.device)
+    torch.set_num_threads(ordinary.config.threads_per_worker)
+    return model
+
+
+def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: list[list[int]]) -> str | RehearsedHead:
+    """The model's own head, or one that is right about these prompts' texts with the set probability."""
     if options.match_rate is None:
-        return "shared"
+        return SHARED
+    if not 0 <= options.match_rate <= 1:
+        raise ValueError(f"--match-rate {options.match_rate}: give a share from 0 to 1")
     texts = [ordinary.generate(p, max_new_tokens=options.tokens, ignore_eos=True) for p in prompts]
     known = tuple((*text.prompt_ids, *text.token_ids) for text in texts)
     return RehearsedHead(known, options.match_rate, ordinary.info.vocab_size)
 
 
-def main() -> None:
-    """Measure and print, or write, the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--k", type=int, default=1)
-    parser.add_argument("--exit-layer", type=int)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens for each prompt")
-    parser.add_argument("--rounds", type=int, default=7, help="paired runs of every prompt")
-    parser.add_argument("--match-rate", type=float, help="an exit head that is right with this probability")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    figures = json.dumps(measure(options), indent=2)
-    print(figures)
-    if options.json:
-        options.json.write_text(figures + "\n")
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = new_parser(__doc__)
+    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--k", type=positive, default=1)
+    options.add_argument("--exit-layer", type=positive)
+    options.add_argument("--dtype", default="auto")
+    options.add_argument("--tokens", type=positive, default=128, help="new tokens for each prompt")
+    options.add_argument("--rounds", type=positive, default=7, help="paired runs of every prompt")
+    options.add_argument("--match-rate", type=float, help="an exit head that is right with this probability")
+    options.add_argument("--compile", action="store_true", help="ordinary and pipelined decoding in compiled code")
+    options.add_argument("--launcher", choices=LAUNCHERS, default="processes")
+    options.add_argument("--emulate-layer-ms", type=float, help="devices that take so long for a layer")
+    options.add_argument("--emulate-head-ms", type=float, default=0.0, help="and for a head")
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    run(parser(), measure, table)

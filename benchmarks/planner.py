@@ -9,26 +9,20 @@ times are for a token after the first, medians over rounds and prompts. Settings
 
 import argparse
 import contextlib
-import json
-import os
-import platform
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-
-import torch
-from transformers import __version__ as transformers_version
 
 from benchmarks.pipeline import PROMPTS
+from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
 from ppd_runtime import PPDRuntime
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.calibrate import Calibrator
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.measured import Measurement
 from ppd_runtime.cost_model.planner import ordinary_ms, plan
-from ppd_runtime.cost_model.tradeoff import Rates, parse_list
+from ppd_runtime.cost_model.tradeoff import Rates
 from ppd_runtime.measure.against_ordinary import on_core_of
 
 ORDINARY = "ordinary"
@@ -36,9 +30,9 @@ Setting = tuple[int, int]
 """Exit layer and k."""
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
-    settings = [(layer, k) for layer in parse_list("--exit-layers", options.exit_layers, int) for k in options.ks]
+    settings = [(layer, k) for layer in options.exit_layers for k in options.ks]
     sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
     measurement = Measurement(options.model, PROMPTS, sampling=sampling)
     rates = measurement.match_rates(options.ks).rates
@@ -48,7 +42,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     conditions = measurement.conditions(1 + max(options.ks), max(options.ks))
     with contextlib.ExitStack() as stack:
         runtimes = {
-            (layer, k): stack.enter_context(PPDRuntime(options.model, exit_layer=layer, k=k)) for layer, k in settings
+            (layer, k): stack.enter_context(PPDRuntime(options.model, exit_layer=layer, k=k, launcher="processes"))
+            for layer, k in settings
         }
         calibrator = stack.enter_context(Calibrator(measurement.ordinary, conditions))
         for turn in range(options.rounds + 1):
@@ -71,8 +66,6 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "tokens": options.tokens,
         "pinned": bool(runtime.main_cores),
         "calibrations": [asdict(calibration) for calibration in calibrations],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"torch": torch.__version__, "transformers": transformers_version},
     }
 
 
@@ -102,35 +95,25 @@ def _rows(
     return rows
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def table(figures: Figures) -> str:
     """The rows in Markdown."""
-    lines = [
-        "| exit layer, k | match rate, measured | hits in the timed runs | predicted, ms a token | measured | error |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        shares = [f"{row[name]:.3f}" if name in row else "-" for name in ("match_rate", "match_rate_in_time")]
-        figures = f"{row['predicted_ms']:.2f} | {row['measured_ms']:.2f} | {row['error']:+.1%}"
-        lines.append(f"| {row['setting']} | {' | '.join(shares)} | {figures} |")
-    return "\n".join(lines)
+    columns = ["exit layer, k", "match rate, measured", "hits in the timed runs"]
+    columns += ["predicted, ms a token", "measured", "error"]
+    names = ("setting", "match_rate", "match_rate_in_time", "predicted_ms", "measured_ms")
+    rows = [[*(row.get(name) for name in names), f"{row['error']:+.1%}"] for row in figures["rows"]]
+    return markdown(columns, rows)
 
 
-def main() -> None:
-    """Measure and print, or write, the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--exit-layers", default="6,7,8,9,10,11")
-    parser.add_argument("--k", default="1", help="numbers of candidates, with commas between them")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens for each prompt")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    options.ks = parse_list("--k", options.k, int)
-    figures = measure(options)
-    print(table(figures["rows"]))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = new_parser(__doc__)
+    options.add_argument("--model", default="demo")
+    options.add_argument("--exit-layers", type=whole_numbers, default=[6, 7, 8, 9, 10, 11], help="with commas")
+    options.add_argument("--k", dest="ks", type=whole_numbers, default=[1], help="numbers of candidates, with commas")
+    options.add_argument("--tokens", type=positive, default=128, help="new tokens for each prompt")
+    options.add_argument("--rounds", type=positive, default=5)
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    run(parser(), measure, table)

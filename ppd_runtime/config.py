@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "local", "unix", "zeromq")
+LAUNCHERS = ("ray", "processes")
 MOST_STOP_CHARACTERS = 2**16
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
@@ -84,11 +85,15 @@ class RuntimeConfig:
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any."""
     transport: str = "auto"
-    """local (threads, no Ray), unix or zeromq (Ray actors and their sockets), or auto: unix."""
+    """local (threads of one process), unix or zeromq (sockets between processes), or auto: unix."""
     ray_address: str | None = None
     """A running Ray cluster; None starts one on this machine, for this runtime alone."""
     threads_per_worker: int = 1
     """CPU threads for one worker's matrix products."""
+    compile: bool = False
+    """Run one-token passes in compiled code; the first time takes a while, then it is kept on disk."""
+    launcher: str = "ray"
+    """ray (actors, on a node of our own or a cluster's) or processes (plain ones of this host, without Ray)."""
 
     def __post_init__(self) -> None:
         _check_int("k", self.k, 1)
@@ -97,8 +102,11 @@ class RuntimeConfig:
             raise ValueError(f"model={self.model!r}: give a folder, a hub name or 'demo'")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("transport", self.transport, TRANSPORTS)
+        _check_choice("launcher", self.launcher, LAUNCHERS)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile={self.compile!r}: give True or False")
         if self.workers is not None:
             _check_int("workers", self.workers, 1)
         if self.workers is not None and self.workers != self.k:
@@ -108,6 +116,10 @@ class RuntimeConfig:
             )
         if self.ray_address is not None and self.transport == "local":
             raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
+        if self.ray_address is not None and self.launcher == "processes":
+            raise ValueError(f"ray_address={self.ray_address!r} with launcher='processes', without Ray: drop one")
+        if self.launcher == "processes" and self.transport == "local":
+            raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
 
     def check_against(self, num_layers: int, vocab_size: int) -> int:
         """The exit layer for a model of `num_layers` layers; raises ValueError for a k or exit layer it lacks."""

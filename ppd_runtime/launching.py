@@ -3,9 +3,11 @@
 import contextlib
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +23,7 @@ Progress = Callable[[str], None]
 START_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 10.0
 _CONNECT_DEADLINE_S = 5.0
+_LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
 class Workers(Protocol):
@@ -47,6 +50,18 @@ def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
     if len(cores) < num_workers * threads:
         return [()] * num_workers
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
+
+
+def socket_folder() -> str:
+    """A new folder that only this user may enter, with a path short enough for the sockets in it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+
+
+def import_environment() -> dict[str, str]:
+    """Environment variables with which another Python finds this very package."""
+    paths = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def check_ray_address(address: str) -> None:

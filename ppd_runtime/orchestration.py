@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ppd_runtime.launching import START_DEADLINE_S, Progress
+from ppd_runtime.launching import START_DEADLINE_S, Progress, socket_folder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint
@@ -23,7 +22,6 @@ from ppd_runtime.worker import Worker, WorkerSpec
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
-_LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
 class _Actor:
@@ -60,7 +58,7 @@ class RayWorkers:
         self._specs, self._transport = list(specs), transport
         self._actors: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
-        self._folder = _socket_folder()
+        self._folder = socket_folder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
         try:
@@ -157,12 +155,6 @@ def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
         _temp_dir=f"{folder}/ray",
         **common,
     )
-
-
-def _socket_folder() -> str:
-    """A new folder that only this user may enter, with a path short enough for the sockets in it."""
-    base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
 
 
 def _shares(specs: Sequence[WorkerSpec]) -> tuple[int, float]:

@@ -8,8 +8,8 @@ import torch
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.decoding.autoregressive import autoregressive
 from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.models.loading import choose_device, choose_dtype, describe, load_layers, load_tokenizer
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.loading import choose_device, choose_dtype, compile_ahead, describe, load_stage, load_tokenizer
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -22,14 +22,27 @@ class OrdinaryDecoding(TextGenerator):
         dtype: float32, bfloat16, float16 or auto.
         device: cpu, cuda or auto.
         threads: CPU threads for matrix products; set for the whole process while a generation runs.
+        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk.
+        emulate: a slower device whose times to keep to, to compare with a runtime that does.
     """
 
-    def __init__(self, model: str = "demo", *, dtype: str = "auto", device: str = "auto", threads: int = 1) -> None:
-        self.config = RuntimeConfig(model, dtype=dtype, device=device, threads_per_worker=threads)
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int = 1,
+        compile: bool = False,
+        emulate: EmulatedDevice | None = None,
+    ) -> None:
+        self.config = RuntimeConfig(model, dtype=dtype, device=device, threads_per_worker=threads, compile=compile)
         info = describe(model)
         super().__init__(info, load_tokenizer(info))
         place = choose_device(device)
-        self.stage = Stage(load_layers(info, info.num_layers, choose_dtype(dtype, place, info), place))
+        number = choose_dtype(dtype, place, info)
+        code = compile_ahead(info, number, place) if compile else ()
+        self.stage = load_stage(info, info.num_layers, number, place, code, emulate)
 
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         threads_before = torch.get_num_threads()

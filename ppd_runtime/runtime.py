@@ -14,8 +14,9 @@ from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, available_cores, check_ray_address
+from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
-from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
+from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -30,6 +31,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
+from ppd_runtime.processes import ProcessWorkers
 from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -55,10 +57,15 @@ class PPDRuntime(TextGenerator):
             a `RehearsedHead` for tests and benchmarks.
         dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).
         device: cpu, cuda or auto.
-        transport: "unix" or "zeromq" (Ray actors, with these sockets between them), "local" (threads of this process,
-            no Ray) or "auto" (unix).
+        transport: "unix" or "zeromq" (processes, with these sockets between them), "local" (threads of this process)
+            or "auto" (unix).
+        launcher: what starts the processes: "ray", or "processes" for plain ones on this host, which need no Ray.
         ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
         threads_per_worker: CPU threads for one worker's matrix products.
+        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk. The
+            tokens are those of `OrdinaryDecoding` with `compile=True`.
+        emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
+            workers than there are devices; figures from it are an emulation's.
         progress: is told in a line what the start-up waits for; None logs it.
 
     Raises:
@@ -76,12 +83,15 @@ class PPDRuntime(TextGenerator):
         dtype: str = "auto",
         device: str = "auto",
         transport: str = "auto",
+        launcher: str = "ray",
         ray_address: str | None = None,
         threads_per_worker: int = 1,
+        compile: bool = False,
+        emulate: EmulatedDevice | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.config = RuntimeConfig(
-            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker
+            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker, compile, launcher
         )
         if threads_per_worker > available_cores():
             cores = f"{available_cores()} CPU cores"
@@ -96,7 +106,7 @@ class PPDRuntime(TextGenerator):
         if isinstance(head, HeadInfo):
             head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
-        self._specs = _worker_specs(self.config, info, self.exit_layer, head)
+        self._specs = _worker_specs(self.config, info, self.exit_layer, head, emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
         self._stop: weakref.finalize | None = None
@@ -106,6 +116,7 @@ class PPDRuntime(TextGenerator):
         """Start the workers and wait until they have loaded their layers; a second call does nothing.
 
         Raises:
+            ValueError: where the model cannot be compiled, or not on this machine.
             RuntimeError: when a worker fails to start, with the worker's own message, or the runtime is closed.
         """
         if self._stop is not None and not self._stop.alive:
@@ -221,14 +232,19 @@ def _find_head(exit_head: str | Path | RehearsedHead, info: ModelInfo) -> str | 
 
 
 def _worker_specs(
-    config: RuntimeConfig, info: ModelInfo, exit_layer: int, exit_head: str | HeadInfo | RehearsedHead
+    config: RuntimeConfig,
+    info: ModelInfo,
+    exit_layer: int,
+    exit_head: str | HeadInfo | RehearsedHead,
+    emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
     device = choose_device(config.device)
     cores = assign_cores(config.k + 1, config.threads_per_worker)
     if config.transport == "local":
         cores = [()] * (config.k + 1)  # threads of a process whose placement is its owner's business
     devices = [device] * (config.k + 1)
-    if device == "cuda" and config.transport == "local":  # Ray shows each actor a GPU of its own, threads see them all
+    by_ray = config.transport != "local" and config.launcher == "ray"
+    if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(config.k + 1)]
     return [
         WorkerSpec(
@@ -241,19 +257,26 @@ def _worker_specs(
             threads=config.threads_per_worker,
             exit_head=exit_head,
             cores=cores[rank],
+            emulate=emulate,
         )
         for rank in range(config.k + 1)
     ]
 
 
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
+    if config.compile:
+        progress("compiling, unless an earlier run has")
+        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device)
+        specs = [replace(spec, code=code) for spec in specs]
     available, threads = available_cores(), config.threads_per_worker
     if specs[0].device == "cpu" and available < len(specs) * threads:
         workers = f"{len(specs)} workers" + (f" with {threads} threads each" if threads > 1 else "")
         logger.warning("%s share %d CPU cores: expect less speed than a core for each gives", workers, available)
     if config.transport == "local":
         return LocalWorkers(specs, progress)
-    from ppd_runtime.orchestration import RayWorkers  # only this transport needs Ray
+    if config.launcher == "processes":
+        return ProcessWorkers(specs, config.transport, progress)
+    from ppd_runtime.orchestration import RayWorkers  # only this launcher needs Ray
 
     return RayWorkers(specs, config.transport, config.ray_address, progress)
 

@@ -4,13 +4,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from ppd_runtime.config import SamplingParams
+from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
-from ppd_runtime.models.loading import ModelInfo, load_layers, load_tokenizer
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.loading import ModelInfo, load_stage, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Machine, Receive
 from ppd_runtime.pipeline.main_process import MainProcess
@@ -48,6 +49,10 @@ class WorkerSpec:
     exit_head: str | HeadInfo | RehearsedHead = SHARED
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the system likes."""
+    emulate: EmulatedDevice | None = None
+    """A slower device whose times to keep to; None: as fast as it goes."""
+    code: tuple[Path, ...] = ()
+    """Files of compiled code for one-token passes, one a layer; empty: the library runs them."""
 
     @property
     def name(self) -> str:
@@ -81,7 +86,7 @@ class Worker:
         if spec.cores:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(spec.threads)
-        self.stage = Stage(load_layers(spec.info, spec.num_layers, spec.dtype, spec.device))
+        self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
         head = None if spec.rank == MAIN else spec.exit_head
         self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
         self._subs = range(1, spec.k + 1)

@@ -39,6 +39,9 @@ def generate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = 1,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Run one-token passes in compiled code; the first time takes a while.")
+    ] = False,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -60,7 +63,7 @@ def generate(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
         )
         generator = (
-            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads)
+            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, compile=compile_)
             if method is Method.autoregressive
             else PPDRuntime(
                 model,
@@ -73,6 +76,7 @@ def generate(
                 transport=transport,
                 ray_address=ray_address,
                 threads_per_worker=threads,
+                compile=compile_,
                 progress=show_progress,
             )
         )

@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ import torch
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.partner import PartnerSpec
-from ppd_runtime.launching import Progress, assign_cores
+from ppd_runtime.launching import Progress, assign_cores, import_environment
 from ppd_runtime.models.exit_heads import SharedHead
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, ExitState, HeadStart, Shutdown, Token
@@ -346,15 +345,13 @@ class _PartnerProcess:
     def __init__(self, spec: PartnerSpec) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
         command = [sys.executable, "-m", "ppd_runtime.cost_model.partner", spec.to_json()]
-        root = str(Path(__file__).parents[2])
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=import_environment(),
         )
 
     def __enter__(self) -> "_PartnerProcess":

@@ -7,12 +7,18 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+ATTENDED_ROWS = 64
+"""Compiled passes attend to a multiple of so many rows of a cache; a mask hides those without a token."""
+
 
 class PreallocatedLayer(CacheLayerMixin):
     """One layer's keys and values, `[1, num_key_value_heads, capacity, head_dim]` each, `length` of them valid.
 
     A layer with a sliding window stores every position too and hands out the newest `sliding_window - 1` and the
     tokens of the pass, as transformers' own cache does; so any layer can drop its newest entries at any time.
+
+    In memory a token's entries lie together, `[rows, heads, head_dim]`, so that the first rows are a tensor like any
+    other, whatever the capacity. All rows hold finite numbers: what a mask hides is multiplied by 0.
     """
 
     is_croppable = True
@@ -22,6 +28,8 @@ class PreallocatedLayer(CacheLayerMixin):
         self.capacity = capacity
         self.sliding_window = sliding_window
         self.length = 0
+        self._rows: tuple[Tensor, ...] = ()
+        self._first_rows: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_sliding(self) -> bool:
@@ -30,9 +38,10 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the shapes, dtype and device of the first entries."""
-        batch, heads, _, key_dim = key_states.shape
-        self.keys = key_states.new_empty(batch, heads, self.capacity, key_dim)
-        self.values = value_states.new_empty(batch, heads, self.capacity, value_states.shape[-1])
+        size = _whole_rows(self.capacity)
+        heads = key_states.shape[1]
+        self._rows = tuple(t.new_zeros(size, heads, t.shape[-1]) for t in (key_states, value_states))
+        self.keys, self.values = (rows[: self.capacity].transpose(0, 1)[None] for rows in self._rows)
         self.is_initialized = True
 
     def update(
@@ -53,6 +62,20 @@ class PreallocatedLayer(CacheLayerMixin):
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
+
+    def next_rows(self) -> tuple[Tensor, Tensor]:
+        """Count one more token, whose entries the caller writes: the first rows, `[rows, heads, head_dim]` each.
+
+        There are as many as the next multiple of `ATTENDED_ROWS`: that depends on the token's position alone.
+        """
+        if self.length >= self.capacity:
+            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {self.length + 1}")
+        self.length += 1
+        size = _whole_rows(self.length)
+        if self._first_rows is None or self._first_rows[0].shape[0] != size:
+            keys, values = self._rows
+            self._first_rows = keys[:size], values[:size]
+        return self._first_rows
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the entries that a pass of `query_length` tokens attends to."""
@@ -110,6 +133,10 @@ class StageCache:
         stacked = torch.stack(list(entries), dim=3)  # [layers, 2, heads, tokens, head_dim]
         for layer, (keys, values) in zip(self.layers, stacked.unbind(), strict=False):
             layer.write(keys[None], values[None])
+
+
+def _whole_rows(length: int) -> int:
+    return -(-length // ATTENDED_ROWS) * ATTENDED_ROWS
 
 
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:

@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,7 +24,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ppd_runtime.models.stage import layer_range
+from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
 DEMO = "demo"
@@ -102,6 +103,35 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     return model
 
 
+def load_stage(
+    info: ModelInfo,
+    last: int,
+    dtype: torch.dtype,
+    device: str,
+    code: Sequence[Path] = (),
+    emulate: EmulatedDevice | None = None,
+) -> Stage:
+    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, one-token passes run that."""
+    model = load_layers(info, last, dtype, device)
+    compiled = None
+    if code:
+        from ppd_runtime.models.compiled import CompiledLayers  # only compiled code needs all that it imports
+
+        compiled = CompiledLayers(model, code)
+    return EmulatedStage(model, compiled, emulate) if emulate else Stage(model, compiled)
+
+
+def compile_ahead(info: ModelInfo, dtype: torch.dtype, device: str) -> tuple[Path, ...]:
+    """Each layer's file of compiled code for one-token passes; makes those that no earlier run has made.
+
+    Raises:
+        ValueError: where the model cannot be compiled, or not on this machine.
+    """
+    from ppd_runtime.models.compiled import compile_layers  # only compiled code needs all that it imports
+
+    return tuple(compile_layers(AutoConfig.from_pretrained(info.folder), dtype, torch.device(device)))
+
+
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
     """The configuration of the same model cut off after layer `last`."""
     config = copy.deepcopy(config)
@@ -134,13 +164,18 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str, device: str, info: ModelInfo) -> torch.dtype:
-    """The dtype that "auto" stands for: float32 on CPUs (fastest for one-token passes), the model's own on GPUs."""
+    """The dtype that "auto" stands for: float32 on CPUs, the model's own on GPUs.
+
+    Not measured at each start: two starts on a busy machine could differ, and with them the tokens.
+    """
     if dtype != "auto":
         return getattr(torch, dtype)
-    if device == "cpu":
-        return torch.float32
-    stored = AutoConfig.from_pretrained(info.folder).dtype
-    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    chosen = torch.float32
+    if device != "cpu":
+        stored = AutoConfig.from_pretrained(info.folder).dtype
+        chosen = stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
+    return chosen
 
 
 def _find(model: str) -> Path:

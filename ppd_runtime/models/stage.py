@@ -8,6 +8,7 @@ import copy
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,23 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
 
+if TYPE_CHECKING:
+    from ppd_runtime.models.compiled import CompiledLayers
+
 
 class Stage:
     """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
 
     Hidden states are `[1, tokens, hidden_size]`; positions count from 0; layer ranges are half-open and count from 0.
+
+    Args:
+        model: its layers are the stage's.
+        compiled: runs every one-token pass but the first one of a sequence; the others, prompts, are run by the
+            library over the same caches.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None" = None) -> None:
+        self.model, self._compiled = model, compiled
         self.num_layers: int = model.config.num_hidden_layers
         self.layer_passes = 0
         """One-sequence layer passes run so far: a pass over any number of tokens through one layer counts one."""
@@ -90,6 +99,15 @@ class Stage:
         length = self.cache.layers[first].length
         if length != position:
             raise RuntimeError(f"layer {first} holds {length} tokens, the pass starts at position {position}")
+        if self._compiled and position and len(inputs if isinstance(inputs, list) else inputs[0]) == 1:
+            hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
+            return self._compiled.run(first, last, hidden, self.cache.layers)
+        return self._run_library(first, last, inputs)
+
+    def _embed(self, token_ids: list[int]) -> Tensor:
+        return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
+
+    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor) -> Tensor:
         if isinstance(inputs, Tensor):
             feed = {"inputs_embeds": inputs.to(self.device)}
         else:

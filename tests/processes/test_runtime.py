@@ -30,12 +30,13 @@ def ordinary(folder):
     return OrdinaryDecoding(folder)
 
 
-@pytest.fixture(params=["local", "unix"])
+@pytest.fixture(params=["threads", "ray", "processes"])
 def runtime(request, folder):
-    """A runtime on threads, and one on processes."""
-    if request.param == "unix":
+    """A runtime on threads, one on Ray's actors, and one on plain processes."""
+    if request.param == "ray":
         request.getfixturevalue("ray_node")
-    with PPDRuntime(folder, k=2, transport=request.param) as runtime:
+    layout = {"transport": "local"} if request.param == "threads" else {"launcher": request.param}
+    with PPDRuntime(folder, k=2, **layout) as runtime:
         yield runtime
 
 
@@ -129,6 +130,9 @@ def test_a_closed_runtime_says_so(folder):
         ({"exit_layer": 4}, "exit_layer=4: .*2 to 3"),
         ({"workers": 2, "k": 3}, "workers=2 .*come later"),
         ({"transport": "pigeon"}, "transport='pigeon'"),
+        ({"launcher": "mpi"}, "launcher='mpi': choose one of ray, processes"),
+        ({"launcher": "processes", "transport": "local"}, "launcher='processes' with transport='local'.*drop one"),
+        ({"launcher": "processes", "ray_address": "h:1"}, "ray_address='h:1' with launcher='processes'.*drop one"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"exit_head": "/nowhere"}, "exit_head='/nowhere'"),

@@ -116,6 +116,7 @@ def test_stop_texts(given_stop: object, expected: tuple[str, ...]) -> None:
         ("k", None),
         ("threads_per_worker", 0),
         ("threads_per_worker", 1.0),
+        ("compile", 1),
         ("dtype", "float64"),
         ("dtype", "fp16"),
         ("dtype", None),

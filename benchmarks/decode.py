@@ -1,0 +1,119 @@
+"""The time of one ordinary decoding step against its floor, eager and compiled, and transformers' `generate`.
+
+    python -m benchmarks.decode --model random:512x12 --json figures.json
+
+The floor is the time of the step's matrix products alone: every linear layer's product with a one-token vector. All
+run in turn, in one process on one core, over the same positions; the first round is dropped. Ratios are medians of the
+rounds' own ratios.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import __version__ as transformers_version
+
+from benchmarks.models import model_folder
+from benchmarks.pipeline import transformers_time_per_token
+from ppd_runtime.models.loading import choose_dtype, compile_ahead, describe, load_stage
+from ppd_runtime.models.stage import Stage
+
+_PROMPT = list(range(20, 36))
+
+
+def stage_time(stage: Stage, num_tokens: int) -> float:
+    """Seconds for a greedy token after the first: layers, final norm, head and the choice."""
+    stage.begin(len(_PROMPT) + num_tokens)
+    token = int(stage.logits(stage.run(0, stage.num_layers, _PROMPT, 0)).argmax())
+    began = time.perf_counter()
+    for position in range(len(_PROMPT), len(_PROMPT) + num_tokens - 1):
+        token = int(stage.logits(stage.run(0, stage.num_layers, [token], position)).argmax())
+    return (time.perf_counter() - began) / (num_tokens - 1)
+
+
+@torch.inference_mode()
+def floor_time(model: PreTrainedModel, num_tokens: int) -> float:
+    """Seconds for the matrix products of one token."""
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    vectors = [torch.randn(1, 1, weight.shape[1], dtype=weight.dtype) for weight in weights]
+    began = time.perf_counter()
+    for _ in range(num_tokens - 1):
+        for weight, vector in zip(weights, vectors, strict=True):
+            linear(vector, weight)
+    return (time.perf_counter() - began) / (num_tokens - 1)
+
+
+def measure(options: argparse.Namespace, model: str) -> dict[str, object]:
+    """Run everything in turn; the figures by name."""
+    info = describe(model)
+    dtype = choose_dtype(options.dtype, "cpu", info)
+    eager = load_stage(info, info.num_layers, dtype, "cpu")
+    began = time.perf_counter()
+    compiled = load_stage(info, info.num_layers, dtype, "cpu", compile_ahead(info, dtype, "cpu"))
+    start_s = time.perf_counter() - began
+    library = AutoModelForCausalLM.from_pretrained(info.folder, dtype=dtype).eval()
+    runs: dict[str, Callable[[], float]] = {
+        "floor": lambda: floor_time(eager.model, options.tokens),
+        "eager": lambda: stage_time(eager, options.tokens),
+        "compiled": lambda: stage_time(compiled, options.tokens),
+        "transformers": lambda: transformers_time_per_token(library, _PROMPT, options.tokens),
+    }
+    rounds = [{name: run() for name, run in runs.items()} for _ in range(options.rounds + 1)][1:]
+    figures = {way: _figures(rounds, way) for way in ("eager", "compiled")}
+    return {
+        "model": options.model,
+        "dtype": str(dtype).removeprefix("torch."),
+        **figures,
+        "compiled_start_s": start_s,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one used",
+        "versions": {"torch": torch.__version__, "transformers": transformers_version},
+    }
+
+
+def _figures(rounds: list[dict[str, float]], way: str) -> dict[str, object]:
+    def median_ms(name: str) -> float:
+        return statistics.median(times[name] for times in rounds) * 1000
+
+    to_floor = [times[way] / times["floor"] for times in rounds]
+    return {
+        "step_ms": median_ms(way),
+        "floor_ms": median_ms("floor"),
+        "ratio_to_floor": statistics.median(to_floor),
+        "ratio_quartiles": statistics.quantiles(to_floor, n=4),
+        "hf_ms": median_ms("transformers"),
+        "ratio_to_hf": statistics.median(times[way] / times["transformers"] for times in rounds),
+    }
+
+
+def main() -> None:
+    """Measure and print, or write, the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help='"demo", a folder, or random:HIDDENxLAYERS')
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens in each run")
+    parser.add_argument("--rounds", type=int, default=15, help="paired runs, two at least")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with model_folder(options.model) as model:
+        figures = json.dumps(measure(options, model), indent=2)
+    print(figures)
+    if options.json:
+        options.json.write_text(figures + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""One-way latency of a message between two processes, by size and transport, and what sending costs the sender.
+
+    python -m benchmarks.hop --count 300 --json figures.json
+
+Each process stays on a core of its own where there are two. Both read the same clock, so a latency is one way: from
+before the send to when the receiver holds the decoded message. Between two messages the sender pauses: a receiver that
+looks for messages for a while before it sleeps is found awake after the short pause and asleep after the long one.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, whole_numbers
+from ppd_runtime.launching import assign_cores, socket_folder
+from ppd_runtime.pipeline.messages import MAIN, ExitState
+from ppd_runtime.transport.sockets import open_endpoint
+
+_RECEIVER, _WARM_UP, _DEADLINE_S = 1, 20, 30.0
+
+
+@dataclass(frozen=True)
+class Series:
+    """Messages of one kind, sent one after the other."""
+
+    transport: str
+    num_bytes: int
+    pause_ms: int
+    count: int
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """A row for each transport, size and pause."""
+    kinds = [
+        Series(transport, num_bytes, pause, options.count)
+        for transport in ("unix", "zeromq")
+        for num_bytes in options.sizes
+        for pause in options.pauses_ms
+    ]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return {"rows": [_row(series, pool) for series in kinds], "pinned": bool(assign_cores(2, 1)[0])}
+
+
+def table(figures: Figures) -> str:
+    """The rows in Markdown."""
+    columns = ["transport", "bytes", "pause, ms", "one way, µs: median", "p99", "sender's own time, µs", "messages"]
+    names = ("transport", "num_bytes", "pause_ms", "median_us", "p99_us", "sender_us", "count")
+    rows = [[f"{v:.1f}" if isinstance(v := row[name], float) else v for name in names] for row in figures["rows"]]
+    return markdown(columns, rows)
+
+
+def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
+    here, there = assign_cores(2, 1)
+    with _temporary_socket_folder() as folder:
+        arriving = pool.submit(arrivals, series, folder, there)
+        began, ended = departures(series, folder, here)
+        arrived = arriving.result()
+    latencies = [1e6 * (a - b) for a, b in zip(arrived, began, strict=True)][_WARM_UP:]
+    own = [1e6 * (e - b) for e, b in zip(ended, began, strict=True)][_WARM_UP:]
+    return {
+        "transport": series.transport,
+        "num_bytes": series.num_bytes,
+        "pause_ms": series.pause_ms,
+        "count": series.count,
+        "median_us": statistics.median(latencies),
+        "p99_us": statistics.quantiles(latencies, n=100)[-1],
+        "sender_us": statistics.median(own),
+    }
+
+
+def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Send a series; the moments before and after each send."""
+    began, ended = [], []
+    with pinned(cores), contextlib.closing(open_endpoint(series.transport, folder, MAIN, bool(cores))) as endpoint:
+        _await_receiver(endpoint.receive(_DEADLINE_S))
+        for number in range(series.count + _WARM_UP):
+            message = ExitState(MAIN, 1, number, torch.zeros(1, 1, series.num_bytes // 4))
+            began.append(time.perf_counter())
+            endpoint.send(_RECEIVER, message)
+            ended.append(time.perf_counter())
+            time.sleep(series.pause_ms / 1000)
+        _await_receiver(endpoint.receive(_DEADLINE_S))  # what still waits to leave leaves here
+    return began, ended
+
+
+def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
+    """Receive a series in this process; the moment of each message, by position."""
+    moments: dict[int, float] = {}
+    with pinned(cores), contextlib.closing(open_endpoint(series.transport, folder, _RECEIVER, bool(cores))) as endpoint:
+        hello = ExitState(_RECEIVER, 1, 0, torch.zeros(1, 1, 1))
+        endpoint.send(MAIN, hello)
+        while len(moments) < series.count + _WARM_UP:
+            message = endpoint.receive(_DEADLINE_S)
+            now = time.perf_counter()
+            if not isinstance(message, ExitState):
+                raise TimeoutError(f"{series}: the sender has said nothing for {_DEADLINE_S:.0f} s")
+            moments[message.position] = now
+        endpoint.send(MAIN, hello)
+    return [moments[number] for number in sorted(moments)]
+
+
+def _await_receiver(message: object) -> None:
+    if message is None:
+        raise TimeoutError(f"the receiver has said nothing for {_DEADLINE_S:.0f} s")
+
+
+@contextlib.contextmanager
+def _temporary_socket_folder() -> Iterator[str]:
+    """A folder of sockets that is gone afterwards."""
+    folder = socket_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = new_parser(__doc__)
+    options.add_argument("--sizes", type=whole_numbers, default=[1024, 10240, 65536, 409600], help="bytes, with commas")
+    options.add_argument("--pauses-ms", type=whole_numbers, default=[1, 5], help="with commas")
+    options.add_argument("--count", type=positive, default=300, help="messages of each kind")
+    return options
+
+
+if __name__ == "__main__":
+    run(parser(), measure, table)

@@ -1,0 +1,117 @@
+"""What every benchmark has in common: options, the machine and versions it ran on, tables, and files written whole."""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+_RECORDED = ("torch", "transformers", "ray", "pyzmq")
+
+
+def new_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, measure: Callable[[Any], Figures], table: Callable[[Figures], str]) -> None:
+    """Measure as the command line says; print the table, write the figures. A mistaken value ends with exit code 2."""
+    options = parser.parse_args()
+    try:
+        figures = measure(options)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {' '.join(str(error).split())}\n")
+    print(table(figures))
+    if options.json:
+        write_whole(options.json, json.dumps(figures | environment(), indent=2) + "\n")
+
+
+def environment() -> Figures:
+    """The machine, the versions and the commit."""
+    return {
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in _RECORDED},
+        "commit": _commit(),
+    }
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; fractions get three decimals, what is None a dash."""
+    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return f"{values[0]:.3g}"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def pinned(cores: Sequence[int]) -> Iterator[None]:
+    """Keep this thread on `cores`; none: where it is."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def positive(text: str) -> int:
+    """An option's whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least 1")
+    return int(text)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """An option's whole numbers above 0, with commas between them."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+def slug(environment: Mapping[str, Any]) -> str:
+    """The machine's name as part of a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", environment["machine"].lower()).strip("-")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit that ran, with a mark where files differ from it; None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

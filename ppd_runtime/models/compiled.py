@@ -1,0 +1,292 @@
+"""One-token passes in compiled code: the library's own layers, exported and compiled ahead of time, kept on disk.
+
+A layer is compiled once for each kind of layer, with its weights as inputs: the layers of a kind share the code, so
+their bits cannot depend on where a stage is cut, and files hold no weights. How many rows of the caches a pass attends
+to is an input too: the next multiple of `ATTENDED_ROWS`, a function of the position alone.
+"""
+
+import copy
+import hashlib
+import inspect
+import logging
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ppd_runtime.models import kv_cache
+from ppd_runtime.models.artifacts import artifact
+from ppd_runtime.models.kv_cache import ATTENDED_ROWS, LayerRangeCache, PreallocatedLayer, sliding_windows
+from ppd_runtime.models.stage import layer_range
+
+logger = logging.getLogger(__name__)
+_GROUPED_ATTENTION = "ppd_grouped_sdpa"
+_MOST_ROWS = 2**24
+_IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
+_NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
+_INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
+
+
+class CompiledLayers:
+    """The layers of a model, each for one token at a time, in the code of the files that `compile_layers` gave.
+
+    Raises:
+        ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
+    """
+
+    def __init__(self, model: PreTrainedModel, files: Sequence[Path]) -> None:
+        _check_embedding(model)
+        paths = files[: model.config.num_hidden_layers]
+        codes = {path: _load(path, model.device) for path in set(paths)}
+        self._codes = [codes[path] for path in paths]
+        self._weights = [list(_weights(layer_range(model, i, i + 1)).values()) for i in range(len(paths))]
+        self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
+
+    def run(self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
+        """Run one token's `[1, 1, hidden_size]` through layers `first` to `last` (half-open); append to their caches.
+
+        `caches` are all layers' caches; those of the range have been written before.
+        """
+        self._position.fill_(caches[first].length)
+        for i in range(first, last):
+            keys, values = caches[i].next_rows()
+            (hidden,) = self._codes[i].run([hidden, self._position, keys, values, *self._weights[i]])
+        return hidden
+
+
+def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Path]:
+    """The file of compiled code for each layer of a model; layers of one kind have one file.
+
+    Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
+
+    Raises:
+        ValueError: where the model cannot be compiled, or not on this machine.
+    """
+    with torch.device("meta"):
+        skeleton = _model(config, dtype)
+    versions = _versions(type(skeleton), dtype, device)
+    paths = []
+    for i in range(config.num_hidden_layers):
+        ingredients = versions | _kind(skeleton, i)
+        paths.append(artifact(ingredients, partial(_compile, config, i, dtype, device)))
+    return paths
+
+
+class OneTokenLayer(nn.Module):
+    """One layer of the library's decoder over preallocated caches, as it is exported."""
+
+    def __init__(self, piece: nn.Module, index: int, window: int | None) -> None:
+        super().__init__()
+        self._piece, self._index, self._window = [piece], index, window  # in a list: its weights are no constants
+
+    def forward(
+        self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
+    ) -> Tensor:
+        """The hidden state `[1, 1, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, position `[1]`."""
+        cache: Cache = LayerRangeCache([_OneTokenCache(keys, values, position, self._window)], self._index)
+        feed: dict[str, Any] = {"inputs_embeds": hidden, "past_key_values": cache, "use_cache": True}
+        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
+
+
+class _OneTokenCache(CacheLayerMixin):
+    """Writes one token's entries in place at a position known only when it runs; attends to every row up to it."""
+
+    is_compileable = True
+
+    def __init__(self, keys: Tensor, values: Tensor, position: Tensor, window: int | None) -> None:
+        super().__init__()
+        self.keys, self.values, self._position = keys, values, position
+        self.is_sliding = window is not None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write `[1, heads, 1, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
+        for rows, states in ((self.keys, key_states), (self.values, value_states)):
+            rows.index_copy_(0, self._position, states[0].transpose(0, 1))
+        return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All rows, from the first."""
+        return self.keys.shape[0], 0
+
+    def get_seq_length(self) -> Tensor:
+        """The position, a tensor as in the library's own static cache."""
+        return self._position[0]
+
+    def get_max_length(self) -> int:
+        """Rows that there are."""
+        return self.keys.shape[0]
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention for one query token without copies of the key/value heads that queries share.
+
+    Its own does the same (`pack_gqa`), but not in code that is being exported. `query` is `[1, heads, 1, dim]`.
+    """
+    if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    heads, dim = query.shape[1], query.shape[3]
+    groups = query.reshape(1, key.shape[1], -1, dim)
+    output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(1, 1, heads, -1), None
+
+
+def _check_embedding(model: PreTrainedModel) -> None:
+    """Refuse a decoder that does more to a token than look it up."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        embedded = layer_range(model, 0, 0)(input_ids=token, use_cache=False).last_hidden_state
+        if not torch.equal(embedded, model.model.embed_tokens(token)):
+            raise ValueError(f"compile: a {model.config.model_type} model changes its embeddings; leave compile out")
+
+
+def _compile(config: PretrainedConfig, index: int, dtype: torch.dtype, device: torch.device, path: Path) -> None:
+    _check_compiler()
+    logger.info("compiling layer %d for one-token passes", index)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = _export(config, index, dtype, device)
+            torch._inductor.aoti_compile_and_package(
+                program,
+                package_path=str(path),
+                inductor_configs=dict(_INDUCTOR),  # a copy: it is written to
+            )
+    except Exception as error:  # exporting and compiling raise whatever an architecture provokes
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"compile: layer {index} of this {config.model_type} model cannot be: {reason}") from error
+
+
+def _check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import, only compiling needs it
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        raise ValueError("compile: no C++ compiler here; install g++, set CXX, or leave compile out") from error
+
+
+def _export(
+    config: PretrainedConfig, index: int, dtype: torch.dtype, device: torch.device
+) -> torch.export.ExportedProgram:
+    """The one-token pass of a layer as a graph; everything is made of fake tensors."""
+    with FakeTensorMode(), torch.device(device):
+        model = _model(config, dtype)
+        _use_grouped_attention(model.config)
+        piece = layer_range(model, index, index + 1)
+        weights = _weights(piece)
+        hidden = torch.zeros(1, 1, config.hidden_size, dtype=dtype)
+        position = torch.zeros(1, dtype=torch.int64)
+        keys, values = _example_rows(piece, index, hidden)
+    rows = {0: torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)}
+    shapes = (None, None, rows, rows, dict.fromkeys(weights))
+    layer = OneTokenLayer(piece, index, sliding_windows(config)[index])
+    return torch.export.export(layer, (hidden, position, keys, values, weights), dynamic_shapes=shapes, strict=False)
+
+
+def _example_rows(piece: nn.Module, index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the shapes that the layer writes."""
+    cache = PreallocatedLayer(2 * ATTENDED_ROWS, None)
+    piece(inputs_embeds=hidden, past_key_values=LayerRangeCache([cache], index), use_cache=True)
+    cache.length = ATTENDED_ROWS
+    return cache.next_rows()
+
+
+def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without weights worth keeping; `config` stays as it is."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype).eval()
+
+
+def _use_grouped_attention(config: PretrainedConfig) -> None:
+    if config._attn_implementation == "sdpa":
+        AttentionInterface.register(_GROUPED_ATTENTION, grouped_attention)
+        AttentionMaskInterface.register(_GROUPED_ATTENTION, sdpa_mask)
+        config._attn_implementation = _GROUPED_ATTENTION
+
+
+def _weights(piece: nn.Module) -> dict[str, Tensor]:
+    """All that a piece of one layer computes with, by name; the embedding is not part of it."""
+    tensors = {**dict(piece.named_parameters()), **dict(piece.named_buffers())}
+    return {name: tensor.detach() for name, tensor in tensors.items() if not name.startswith("embed_tokens.")}
+
+
+def _kind(model: PreTrainedModel, index: int) -> dict[str, Any]:
+    """All that tells what a layer computes, apart from the numbers in its weights."""
+    piece = layer_range(model, index, index + 1)
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
+    of_layer = {k: v[index] for k, v in config.items() if "layer" in k and isinstance(v, list)}
+    return {
+        "config": config | of_layer,
+        "window": sliding_windows(model.config)[index],
+        "constants": sorted(_constants(piece)),
+        "weights": [(name, str(t.dtype), list(t.shape)) for name, t in _weights(piece).items()],
+    }
+
+
+def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
+    for path, module in piece.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float | str) and name not in _NOT_OF_THE_LAYER:
+                yield path, name, repr(value)
+
+
+def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    sources = [__file__, kv_cache.__file__, inspect.getfile(model_class)]
+    return {
+        "dtype": str(dtype),
+        "machine": [device.type, platform.machine(), *_capabilities(device)],
+        "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
+        "versions": [torch.__version__, transformers.__version__, platform.python_version()],
+        "inductor": _INDUCTOR,
+    }
+
+
+def _capabilities(device: torch.device) -> list[str]:
+    """The instructions that code made here may use."""
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device)]
+    return sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+
+
+def _load(path: Path, device: torch.device) -> Any:
+    """Compiled code, without what `torch._inductor` would take seconds to import."""
+    from torch._C._aoti import AOTIModelPackageLoader
+
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    try:
+        return AOTIModelPackageLoader(str(path), "model", False, 1, -1 if index is None else index)
+    except (RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made anew") from error

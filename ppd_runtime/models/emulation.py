@@ -1,0 +1,75 @@
+"""A stage that takes as long as it would on a slower device of its own: for more devices than this machine has.
+
+It computes its real result, then sleeps until a given time per layer has passed. What is measured then is protocol and
+scheduling, with real messages and real candidates; figures from it are an emulation's and have to say so.
+"""
+
+import ctypes
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage import Stage
+
+if TYPE_CHECKING:
+    from ppd_runtime.models.compiled import CompiledLayers
+
+_SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
+_PR_SET_TIMERSLACK = 29
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """Least times of a pass, in milliseconds; a pass over several tokens takes no longer than one over one."""
+
+    layer_ms: float
+    head_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("layer_ms", self.layer_ms), ("head_ms", self.head_ms)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value}: an emulated device's times are finite and not negative")
+
+
+class EmulatedStage(Stage):
+    """A stage whose passes take at least as long as on the emulated device."""
+
+    def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None", device: EmulatedDevice) -> None:
+        super().__init__(model, compiled)
+        self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
+        _wake_in_time()
+
+    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """As `Stage.run`, and not sooner than the layers' time after its call."""
+        began = time.perf_counter()
+        hidden = super().run(first, last, inputs, position)
+        _wait_until(began + (last - first) * self._layer_s)
+        self.layer_seconds = max(self.layer_seconds, self._layer_s)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Stage.logits`, and not sooner than the head's time after its call."""
+        began = time.perf_counter()
+        logits = super().logits(hidden)
+        _wait_until(began + self._head_s)
+        return logits
+
+
+def _wait_until(moment: float) -> None:
+    """Sleep until shortly before the moment, then watch the clock."""
+    left = moment - time.perf_counter()
+    if left > _SPIN_S:
+        time.sleep(left - _SPIN_S)
+    while time.perf_counter() < moment:
+        pass
+
+
+def _wake_in_time() -> None:
+    """Ask Linux not to put this thread's wake-ups off, as it otherwise may by 50 microseconds."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

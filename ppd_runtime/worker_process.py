@@ -1,0 +1,91 @@
+"""One worker as a process of its own: `python -m ppd_runtime.worker_process NAME`, its specification on standard input.
+
+It says on standard output, in one JSON line, that it has loaded its layers or why it could not. Standard input stays
+open for as long as the process that started it lives: when it ends, the worker ends too.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.models.trained_heads import HeadInfo
+from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.worker import Worker, WorkerSpec
+
+
+def start_order(spec: WorkerSpec, transport: str, folder: str) -> str:
+    """What a worker process is told, as one line of JSON; sockets are in `folder`."""
+    return json.dumps({"spec": asdict(spec), "transport": transport, "folder": folder}, default=_as_json)
+
+
+def read_spec(fields: dict[str, Any]) -> WorkerSpec:
+    """The specification that `start_order` wrote."""
+    info = fields["info"] | {
+        "folder": Path(fields["info"]["folder"]),
+        "eos_token_ids": frozenset(fields["info"]["eos_token_ids"]),
+    }
+    return WorkerSpec(
+        **fields
+        | {
+            "info": ModelInfo(**info),
+            "dtype": getattr(torch, fields["dtype"]),
+            "exit_head": _read_head(fields["exit_head"]),
+            "cores": tuple(fields["cores"]),
+            "code": tuple(map(Path, fields["code"])),
+            "emulate": fields["emulate"] and EmulatedDevice(**fields["emulate"]),
+        }
+    )
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return sorted(value) if isinstance(value, frozenset) else str(value)
+
+
+def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | RehearsedHead:
+    if isinstance(head, str):
+        return head
+    if "texts" in head:
+        return RehearsedHead(**head | {"texts": tuple(map(tuple, head["texts"]))})
+    return HeadInfo(**head | {"folder": Path(head["folder"])})
+
+
+def main() -> None:
+    """Load the layers, say so, and serve until told to shut down or left alone."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, args=(order["folder"],), daemon=True).start()
+    spec = read_spec(order["spec"])
+    try:
+        worker = Worker(spec)
+        endpoint = open_endpoint(order["transport"], order["folder"], spec.rank, has_own_core=bool(spec.cores))
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        raise
+    print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
+    with contextlib.closing(endpoint):
+        worker.serve(endpoint)
+
+
+def _end_with_parent(folder: str) -> None:
+    """Wait until nobody holds the other end of standard input, then leave without finishing anything."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do so
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

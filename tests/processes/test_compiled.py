@@ -1,0 +1,206 @@
+"""Compiled one-token passes: bits that do not depend on the cut, numbers that are the library's, files kept on disk."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import load_stage as load_eager
+from torch import Tensor
+from torch._inductor.cpp_builder import get_cpp_compiler
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.artifacts import artifact, cache_folder
+from ppd_runtime.models.compiled import CompiledLayers, compile_layers
+from ppd_runtime.models.kv_cache import ATTENDED_ROWS
+from ppd_runtime.models.loading import compile_ahead, describe, load_stage
+from ppd_runtime.models.stage import Stage
+
+PROMPT = [40, 7, 291, 65, 133]
+LENGTH = ATTENDED_ROWS + 8
+ModelFolder = Callable[..., Path]
+
+
+def _no_compiler() -> str:
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        return f"no C++ compiler here: {error}"
+    return ""
+
+
+on_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+needs_compiler = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield cache_folder()
+
+
+def without_compiler() -> AbstractContextManager[None]:
+    return torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+
+
+def compiled_layers(model: PreTrainedModel) -> CompiledLayers:
+    return CompiledLayers(model, compile_layers(model.config, model.dtype, model.device))
+
+
+def compiled_twin(stage: Stage) -> Stage:
+    return Stage(stage.model, compiled_layers(stage.model))
+
+
+def forced(stage: Stage, bounds: Sequence[int], prompt: Sequence[int] = PROMPT) -> list[Tensor]:
+    """Hidden states of the prompt's pass and of one pass for each later token, past a step of the attended rows."""
+    stage.begin(LENGTH)
+    states = []
+    for position in [0, *range(len(prompt), LENGTH)]:
+        hidden: list[int] | Tensor = [position] if position else list(prompt)
+        for first, last in itertools.pairwise(bounds):
+            hidden = stage.run(first, last, hidden, position)
+        states.append(hidden.clone())
+    return states
+
+
+def all_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, kept: Path, dtype: str, device: str) -> None:
+    info = describe(str(model_folder("llama")))
+    code = compile_ahead(info, getattr(torch, dtype), device)
+    stage = load_stage(info, 4, getattr(torch, dtype), device, code)
+    whole = forced(stage, [0, 4])
+    assert len({tuple(state.flatten().tolist()) for state in whole}) == len(whole)
+    for bounds in ([0, 1, 4], [0, 2, 4], [0, 3, 4], [0, 1, 2, 3, 4]):
+        assert all_equal(forced(stage, bounds), whole), bounds
+    sub = load_stage(info, 2, getattr(torch, dtype), device, code)
+    assert all_equal(forced(sub, [0, 2]), forced(stage, [0, 2])), "a model with the first layers only"
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_layers_compute_what_the_librarys_do(model_folder: ModelFolder, kept: Path, family: str) -> None:
+    """In float32, with windows that roll and without; the rounding differs, so does how far it grows from here."""
+    stage = load_eager(model_folder(family))
+    for ours, theirs in zip(forced(compiled_twin(stage), [0, 4]), forced(stage, [0, 4]), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+@needs_compiler
+def test_bits_depend_neither_on_the_capacity_nor_on_dropped_tokens(model_folder: ModelFolder, kept: Path) -> None:
+    stage = compiled_twin(load_eager(model_folder("llama")))
+    expected = forced(stage, [0, 4])[1:4]
+    stage.begin(400)
+    stage.run(0, 4, PROMPT, 0)
+    for position in range(len(PROMPT), 3 * ATTENDED_ROWS):
+        stage.run(0, 4, [position + 1], position)
+    stage.truncate(len(PROMPT))
+    again = [stage.run(0, 4, [position], position) for position in range(len(PROMPT), len(PROMPT) + 3)]
+    assert all_equal(again, expected)
+
+
+@needs_compiler
+def test_entries_of_compiled_passes_travel(model_folder: ModelFolder, kept: Path) -> None:
+    winner, loser = (compiled_twin(load_eager(model_folder("llama"), last=2)) for _ in range(2))
+    for stage in (winner, loser):
+        stage.begin(LENGTH)
+        stage.run(0, 2, PROMPT, 0)
+    for position in range(len(PROMPT), len(PROMPT) + 4):
+        winner.run(0, 2, [position], position)
+        loser.run(0, 2, [position + 1], position)
+        loser.truncate(position)
+        loser.import_entries([winner.export_entry(position, 2)])
+    last = len(PROMPT) + 4
+    assert torch.equal(winner.run(0, 2, [9], last), loser.run(0, 2, [9], last))
+
+
+@needs_compiler
+def test_a_prompt_of_one_token_and_a_full_cache(model_folder: ModelFolder, kept: Path) -> None:
+    stage = load_eager(model_folder("llama"))
+    ours, theirs = forced(compiled_twin(stage), [0, 4], [3]), forced(stage, [0, 4], [3])
+    assert torch.equal(ours[0], theirs[0]), "the library runs prompts"
+    assert torch.allclose(ours[1], theirs[1], rtol=1e-3, atol=1e-3 * float(theirs[1].abs().max()))
+    full = compiled_twin(stage)
+    forced(full, [0, 4])
+    with pytest.raises(IndexError, match=f"a cache for {LENGTH} tokens cannot hold {LENGTH + 1}"):
+        full.run(0, 4, [1], LENGTH)
+
+
+@needs_compiler
+def test_layers_of_one_kind_are_compiled_once_and_kept(model_folder: ModelFolder, kept: Path) -> None:
+    files = compile_ahead(describe(str(model_folder("llama"))), torch.float32, "cpu")
+    assert len(files) == 4
+    assert len(set(files)) == 1
+    before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert all(path.suffix == ".pt2" for path in before), "nothing half-written is left"
+    with without_compiler():
+        compiled_layers(load_eager(model_folder("llama", seed=5)).model)
+        compiled_layers(load_eager(model_folder("llama"), last=1).model)
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == before
+
+
+@needs_compiler
+def test_weights_are_the_models_own(model_folder: ModelFolder, kept: Path) -> None:
+    one, other = (compiled_twin(load_eager(model_folder("llama", seed=seed))) for seed in (0, 5))
+    expected = forced(one, [0, 4])
+    assert not all_equal(forced(other, [0, 4]), expected)
+    assert all_equal(forced(one, [0, 4]), expected), "code is shared, weights are not"
+
+
+def test_without_a_compiler_there_is_one_clear_line(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with without_compiler(), pytest.raises(ValueError, match="compile: no C\\+\\+ compiler here; install g\\+\\+"):
+        compiled_layers(load_eager(model_folder("llama")).model)
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "ppd_runtime"
+    assert cache_folder().stat().st_mode & 0o777 == 0o700
+    cache_folder().chmod(0o770)
+    with pytest.raises(ValueError, match=f"{tmp_path}/ppd_runtime holds code to run and others may write there.*chmod"):
+        cache_folder()
+    shutil.rmtree(tmp_path / "ppd_runtime")
+    (tmp_path / "ppd_runtime").write_text("")
+    with pytest.raises(ValueError, match="File exists.*XDG_CACHE_HOME"):
+        cache_folder()
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise RuntimeError("in the middle")
+
+    def by_two(path: Path) -> None:
+        artifact({"x": 1}, lambda inner: inner.write_text("the other process'"))
+        path.write_text("ours")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        artifact({"x": 1}, fail)
+    assert list(cache_folder().iterdir()) == []
+    path = artifact({"x": 1}, by_two)
+    assert path.read_text() == "ours"
+    assert artifact({"x": 1}, fail) == path
+    assert artifact({"x": 2}, lambda other: other.write_text("2")) != path
+
+
+def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ppd_runtime.models.compiled._compile", lambda *args: args[-1].write_bytes(b"no zip"))
+    with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
+        compiled_layers(load_eager(model_folder("llama")).model)

@@ -1,0 +1,73 @@
+"""Compiled pipelined decoding gives compiled ordinary decoding's tokens; what is compiled is compiled once."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from torch._inductor.cpp_builder import get_cpp_compiler
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.artifacts import cache_folder
+from ppd_runtime.models.exit_heads import RehearsedHead
+
+NEW_TOKENS = 70  # past a step of the attended rows
+
+
+def _no_compiler() -> str:
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        return f"no C++ compiler here: {error}"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def check(ordinary: OrdinaryDecoding, **layout: object) -> None:
+    """Greedy and sampled tokens, with candidates that are right at seven positions in ten."""
+    folder, dtype = ordinary.config.model, ordinary.config.dtype
+    prompts = [[5], [40, 7, 291, 65, 133]]
+    settings = [{}, {"temperature": 0.8, "seed": 3}]
+    for extra in settings:
+        texts = [ordinary.generate(p, max_new_tokens=NEW_TOKENS, **extra) for p in prompts]
+        known = tuple((*text.prompt_ids, *text.token_ids) for text in texts)
+        head = RehearsedHead(known, 0.7, ordinary.info.vocab_size)
+        with PPDRuntime(folder, dtype=dtype, compile=True, exit_head=head, **layout) as runtime:
+            got = [runtime.generate(p, max_new_tokens=NEW_TOKENS, **extra) for p in prompts]
+        assert [r.token_ids for r in got] == [text.token_ids for text in texts]
+        assert all(r.stats.hits and r.stats.misses for r in got)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads(model_folder, dtype):
+    folder = str(model_folder("llama", num_layers=5))
+    ordinary = OrdinaryDecoding(folder, dtype=dtype, compile=True)
+    made = set(cache_folder().iterdir())
+    for k, exit_layer in ((1, 3), (3, 4)):
+        check(ordinary, k=k, exit_layer=exit_layer, transport="local")
+    assert set(cache_folder().iterdir()) == made, "the stages share the code that ordinary decoding had compiled"
+
+
+def test_ray(ray_node, model_folder):
+    folder = str(model_folder("llama", num_layers=5))
+    check(OrdinaryDecoding(folder, compile=True, dtype="float32"), k=2, exit_layer=3)
+
+
+def test_the_command_line_compiles_once(model_folder):
+    folder = str(model_folder("llama", num_layers=5))
+    command = [sys.executable, "-m", "ppd_runtime.cli.main", "generate", "a fox", "--model", folder, "--compile"]
+    command += ["--method", "autoregressive", "--max-new-tokens", "8", "--json"]
+    ordinary = OrdinaryDecoding(folder, compile=True)
+    before = {path: path.stat().st_mtime_ns for path in cache_folder().iterdir()}
+    texts = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["text"] for _ in range(2)]
+    assert {path: path.stat().st_mtime_ns for path in cache_folder().iterdir()} == before
+    assert texts == [ordinary.generate("a fox", max_new_tokens=8).text] * 2

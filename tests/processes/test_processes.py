@@ -1,0 +1,158 @@
+"""Workers as plain processes, without Ray: exact tokens, lost workers, start-up errors, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.loading import describe
+from ppd_runtime.models.trained_heads import HeadInfo
+from ppd_runtime.worker import WorkerSpec
+from ppd_runtime.worker_process import read_spec, start_order
+
+PROMPT = [5, 9, 200, 31]
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The oracle's text."""
+    return OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=300).token_ids
+
+
+@pytest.fixture
+def rehearsed(expected):
+    """A head that is always right."""
+    return RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
+
+
+@pytest.mark.parametrize("head", ["shared", RehearsedHead(((1, 2, 3),), 0.5, 300), "trained"])
+@pytest.mark.parametrize("emulate", [None, EmulatedDevice(3.0)])
+def test_a_specification_survives_its_journey(folder, head, emulate):
+    info = replace(describe(folder), eos_token_ids=frozenset({3, 1}))
+    if head == "trained":
+        head = HeadInfo(Path("/somewhere"), "affine", "m", "abc", 2, 32, 300, "def")
+    spec = WorkerSpec(1, 2, info, 2, torch.bfloat16, "cpu", 1, head, (0, 1), emulate)
+    assert read_spec(json.loads(start_order(spec, "auto", "/x"))["spec"]) == spec
+
+
+@pytest.mark.parametrize(("transport", "dtype"), [("unix", "float32"), ("zeromq", "bfloat16")])
+def test_tokens_are_ordinary_decodings(folder, transport, dtype):
+    ordinary = OrdinaryDecoding(folder, dtype=dtype)
+    with PPDRuntime(folder, k=2, launcher="processes", transport=transport, dtype=dtype) as runtime:
+        for length in (1, 2, 40):
+            expected = ordinary.generate(PROMPT, max_new_tokens=length).token_ids
+            assert runtime.generate(PROMPT, max_new_tokens=length).token_ids == expected
+
+
+def test_early_starts_are_used(folder, expected, rehearsed):
+    slow = EmulatedDevice(layer_ms=5.0)  # the least time in which a hit can come, however busy the machine
+    with PPDRuntime(folder, k=2, launcher="processes", exit_head=rehearsed, emulate=slow) as runtime:
+        result = runtime.generate(PROMPT, max_new_tokens=40)
+    assert result.token_ids == expected[:40]
+    assert result.stats.hits > 20
+    assert result.stats.latency_s > result.stats.main_layer_passes * 0.005
+
+
+def test_a_killed_sub_process_costs_no_token(folder, expected, rehearsed):
+    with PPDRuntime(folder, k=2, launcher="processes", exit_head=rehearsed) as runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=300)
+        got = [next(stream).token_id for _ in range(5)]
+        _kill("sub-1")
+        got += [event.token_id for event in stream]
+        assert tuple(got) == expected
+        _kill("sub-2")
+        assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
+
+
+def test_a_killed_main_process_is_an_error_with_its_name(folder):
+    runtime = PPDRuntime(folder, k=1, launcher="processes")
+    with runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=500)
+        next(stream)
+        _kill("main")
+        with pytest.raises(RuntimeError, match="main process failed: signal 9 ended it"):
+            list(stream)
+    with pytest.raises(RuntimeError, match="closed"):
+        runtime.generate(PROMPT, max_new_tokens=2)
+    assert not _workers()
+
+
+def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
+    for file in Path(folder).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(RuntimeError, match="failed to start: ValueError: .*cannot be read"):
+        PPDRuntime(str(tmp_path), k=1, launcher="processes").start()
+    assert not _workers()
+
+
+SCRIPT = """
+import sys, time
+from ppd_runtime import PPDRuntime
+if __name__ == "__main__":
+    with PPDRuntime({folder!r}, k=2, launcher="processes") as runtime:
+        stream = runtime.stream([5, 9, 200, 31], max_new_tokens=400)
+        next(stream)
+        print("running", "ray" in sys.modules, flush=True)
+        if {hang}:
+            time.sleep(60)
+        raise KeyError("an exception of the user's")
+"""
+
+
+@pytest.mark.parametrize("ending", ["exception", "interrupt", "kill"])
+def test_nothing_is_left_behind(folder, ending):
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT.format(folder=folder, hang=ending != "exception")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": temporary},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        assert process.stdout.readline().strip() == "running False", "Ray was imported"
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == 3
+        if ending != "exception":
+            process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        words = {"exception": "an exception of the user's", "interrupt": "KeyboardInterrupt", "kill": ""}
+        assert words[ending] in errors
+        _, alive = psutil.wait_procs(family, timeout=15)
+        assert not alive
+        deadline = time.monotonic() + 5
+        while list(Path(temporary).iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not list(Path(temporary).iterdir()), "a folder of sockets was left"
+
+
+def _workers() -> list[psutil.Process]:
+    """This process' workers that run."""
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if "ppd_runtime.worker_process" in child.cmdline()]
+
+
+def _kill(name: str) -> None:
+    victims = [worker for worker in _workers() if worker.cmdline()[-1] == name]
+    assert len(victims) == 1
+    victims[0].kill()

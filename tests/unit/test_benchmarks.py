@@ -1,0 +1,118 @@
+"""Benchmarks' options, tables and files."""
+
+import argparse
+import json
+
+import pytest
+
+from benchmarks import equal_devices, hop, pipeline, planner, startup
+from benchmarks.models import model_folder, random_shape
+from benchmarks.recording import environment, markdown, run, slug, spread, write_whole
+from ppd_runtime.models.loading import describe, load_tokenizer
+
+MODULES = (equal_devices, hop, pipeline, planner, startup)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_benchmark_has_defaults_and_writes_json(module, tmp_path):
+    options = module.parser().parse_args(["--json", str(tmp_path / "x.json")])
+    assert options.json == tmp_path / "x.json"
+    assert "python -m " + module.__name__ in module.__doc__
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (pipeline, ["--k", "0"]),
+        (pipeline, ["--rounds", "many"]),
+        (pipeline, ["--launcher", "mpi"]),
+        (hop, ["--sizes", "10,x"]),
+        (planner, ["--exit-layers", "6,,7"]),
+        (startup, ["--rounds", "-1"]),
+    ],
+)
+def test_options_that_are_refused(module, arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        module.parser().parse_args(arguments)
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        (pipeline, ["--tokens", "1"], "--tokens 1: "),
+        (pipeline, ["--emulate-layer-ms", "-3"], "layer_ms=-3.0: "),
+        (pipeline, ["--model", "random:100x4"], "--model random:100x4: give random:HIDDENxLAYERS"),
+        (equal_devices, ["--devices", "1"], "--devices 1: "),
+        (equal_devices, ["--devices", "9999"], "--devices 9999: "),
+        (startup, ["--layouts", "ordinary,dask"], "--layouts dask: choose from "),
+    ],
+)
+def test_mistakes_end_with_one_line(module, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmark", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run(module.parser(), module.measure, module.table)
+    assert ended.value.code == 2
+    written = capsys.readouterr().err
+    assert words in written
+    assert written.count("\n") == 1
+
+
+def test_figures_are_written_with_machine_versions_and_commit(monkeypatch, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=type(tmp_path))
+    monkeypatch.setattr("sys.argv", ["benchmark", "--json", str(tmp_path / "figures.json")])
+    run(parser, lambda options: {"ratio": 0.5}, lambda figures: f"ratio {figures['ratio']}")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["ratio"] == 0.5
+    assert {"machine", "versions", "commit"} <= set(figures)
+    assert "torch" in figures["versions"]
+    assert capsys.readouterr().out == "ratio 0.5\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_tables():
+    text = markdown(["a", "b"], [[1, 0.12345], [None, True]])
+    assert text == "| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| - | yes |"
+    assert spread([1.0, 2.0, 3.0]) == "2 (1 to 3)"
+    assert spread([1.5]) == "1.5"
+
+
+def test_an_emulation_says_so_in_its_table():
+    figures = dict.fromkeys(
+        ("autoregressive_ms", "transformers_ms", "ppd_ms", "ratio", "predicted_ratio", "realised_saving"), 0.5
+    )
+    figures |= {"model": "demo", "k": 3, "match_rate": 1.0, "identical": True, "pairs": 3, "compiled": False}
+    figures |= {"ratio_quartiles": [0.4, 0.5, 0.6], "emulated_layer_ms": 3.0}
+    assert "EMULATED devices of 3 ms a layer" in pipeline.table(figures)
+    assert "EMULATED" not in pipeline.table(figures | {"emulated_layer_ms": None})
+
+
+def test_a_machines_name_fits_in_a_files():
+    assert slug({"machine": "AMD EPYC (TM), 2 cores"}) == "amd-epyc-tm-2-cores"
+    assert environment()["machine"].endswith("cores")
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "x"
+    for text in ("one", "two"):
+        write_whole(path, text)
+        assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", ["random:", "random:512", "random:0x4", "random:100x4", "random:64x1", "random:64xb"])
+def test_random_models_of_no_shape(name):
+    with pytest.raises(ValueError, match=f"--model {name}: give random:HIDDENxLAYERS"):
+        random_shape(name)
+
+
+def test_a_random_model_is_there_for_a_while():
+    with model_folder("random:64x3") as folder:
+        info = describe(folder)
+        assert info.num_layers == 3
+        assert len(load_tokenizer(info)) <= info.vocab_size
+    with pytest.raises(ValueError, match="no such folder"):
+        describe(folder)
+    with model_folder("demo") as name:
+        assert name == "demo"

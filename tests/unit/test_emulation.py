@@ -1,0 +1,63 @@
+"""An emulated device changes how long a pass takes, and nothing else."""
+
+import time
+
+import pytest
+import torch
+from models_for_tests import build_model
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage import Stage
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("llama", num_layers=4)
+
+
+def test_bits_are_the_plain_stages(model):
+    plain, emulated = Stage(model), EmulatedStage(model, None, EmulatedDevice(layer_ms=1.0, head_ms=1.0))
+    for stage in (plain, emulated):
+        stage.begin(8)
+    for inputs, position in (([5, 9, 200], 0), ([31], 3)):
+        expected, got = plain.run(0, 4, inputs, position), emulated.run(0, 4, inputs, position)
+        assert torch.equal(expected, got)
+        assert torch.equal(plain.logits(expected), emulated.logits(got))
+    assert emulated.layer_passes == plain.layer_passes == 8
+
+
+def test_passes_and_heads_take_their_time(model):
+    stage = EmulatedStage(model, None, EmulatedDevice(layer_ms=20.0, head_ms=30.0))
+    stage.begin(8)
+    began = time.perf_counter()
+    hidden = stage.run(0, 3, [5, 9, 200], 0)
+    after_layers = time.perf_counter()
+    stage.logits(hidden)
+    assert after_layers - began >= 0.060
+    assert time.perf_counter() - after_layers >= 0.030
+    assert stage.layer_seconds >= 0.020, "who waits for this stage would not wait long enough"
+
+
+def test_a_device_without_a_heads_time_does_not_wait_for_it(model):
+    stage = EmulatedStage(model, None, EmulatedDevice(layer_ms=1000.0))
+    stage.begin(8)
+    hidden = torch.zeros(1, 1, 32)
+    assert stage.run(2, 2, hidden, 0) is hidden, "no layers, no time"
+    began = time.perf_counter()
+    stage.logits(hidden)
+    assert time.perf_counter() - began < 1.0
+
+
+@pytest.mark.parametrize(("name", "value"), [("layer_ms", -1.0), ("layer_ms", float("nan")), ("head_ms", float("inf"))])
+def test_impossible_times_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        EmulatedDevice(**{"layer_ms": 1.0, name: value})
+
+
+def test_ordinary_decoding_keeps_to_it(model_folder):
+    folder = str(model_folder("llama", num_layers=4))
+    expected = OrdinaryDecoding(folder).generate([5, 9], max_new_tokens=6)
+    got = OrdinaryDecoding(folder, emulate=EmulatedDevice(5.0)).generate([5, 9], max_new_tokens=6)
+    assert got.token_ids == expected.token_ids
+    assert got.stats.latency_s >= 6 * 4 * 0.005
