@@ -51,6 +51,7 @@ def measure(options: argparse.Namespace) -> Figures:
         runtime = PPDRuntime(
             model,
             k=options.k,
+            workers=options.workers,
             exit_layer=options.exit_layer,
             dtype=options.dtype,
             launcher=options.launcher,
@@ -79,16 +80,17 @@ def transformers_time_per_token(model: PreTrainedModel, prompt: Sequence[int], n
 def table(figures: Figures) -> str:
     """The figures in Markdown, as an emulation's where they are."""
     emulated = figures["emulated_layer_ms"]
-    columns = ["model", "k", "ordinary, ms a token", "transformers `generate`", "PPD", "ratio", "quartiles"]
+    columns = ["model", "k", "workers", "ordinary, ms a token", "transformers `generate`", "PPD", "ratio", "quartiles"]
     columns += ["Theorem 4.1", "realised saving", "match rate", "tokens identical", "pairs"]
     row = [
         figures["model"]
         + (", compiled" if figures["compiled"] else "")
         + (f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""),
         figures["k"],
+        figures["workers"],
         *(figures[name] for name in ("autoregressive_ms", "transformers_ms", "ppd_ms", "ratio")),
         f"{figures['ratio_quartiles'][0]:.3f} to {figures['ratio_quartiles'][2]:.3f}",
-        *(figures[name] for name in ("predicted_ratio", "realised_saving", "match_rate", "identical", "pairs")),
+        *(figures[name] for name in ("predicted_ratio", "realised_saving", "match_rate", "identical_tokens", "pairs")),
     ]
     return markdown(columns, [row])
 
@@ -130,13 +132,21 @@ def _figures(
         "realised_saving": summary.realised_saving,
         "match_rate": summary.match_rate,
         "identical": summary.identical,
+        "identical_tokens": _identical_tokens(pairs),
         "pairs": len(pairs),
         "k": options.k,
+        "workers": runtime.config.num_subs,
         "exit_layer": runtime.exit_layer,
         "compiled": options.compile,
         "pinned": bool(runtime.main_cores),
         "stall_share": statistics.median(got.stats.stall_s / got.stats.latency_s for _, got in pairs),
     }
+
+
+def _identical_tokens(pairs: list[Pair]) -> float:
+    """Share of the tokens that are ordinary decoding's at the same place."""
+    places = [a == b for expected, got in pairs for a, b in zip(expected.token_ids, got.token_ids, strict=True)]
+    return sum(places) / len(places)
 
 
 def _library_model(ordinary: OrdinaryDecoding) -> PreTrainedModel:
@@ -162,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__)
     options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
     options.add_argument("--k", type=positive, default=1)
+    options.add_argument("--workers", type=positive, help="sub-processes; fewer than k run candidates as one pass")
     options.add_argument("--exit-layer", type=positive)
     options.add_argument("--dtype", default="auto")
     options.add_argument("--tokens", type=positive, default=128, help="new tokens for each prompt")

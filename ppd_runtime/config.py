@@ -79,7 +79,7 @@ class RuntimeConfig:
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; None is half depth, rounded up."""
     workers: int | None = None
-    """Sub-processes; None is one for each candidate."""
+    """Sub-processes, at most k; None is one for each candidate. Fewer run their share of them as one pass."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto: float32 on CPUs, the model's own on GPUs."""
     device: str = "auto"
@@ -109,17 +109,21 @@ class RuntimeConfig:
             raise ValueError(f"compile={self.compile!r}: give True or False")
         if self.workers is not None:
             _check_int("workers", self.workers, 1)
-        if self.workers is not None and self.workers != self.k:
-            raise ValueError(
-                f"workers={self.workers} with k={self.k}: this version runs one sub-process for each candidate "
-                f"(fewer workers come later); leave workers out or give workers={self.k}"
-            )
+            if self.workers > self.k:
+                raise ValueError(
+                    f"workers={self.workers} with k={self.k}: a worker needs a candidate, give {self.k} or fewer"
+                )
         if self.ray_address is not None and self.transport == "local":
             raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
         if self.ray_address is not None and self.launcher == "processes":
             raise ValueError(f"ray_address={self.ray_address!r} with launcher='processes', without Ray: drop one")
         if self.launcher == "processes" and self.transport == "local":
             raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
+
+    @property
+    def num_subs(self) -> int:
+        """Sub-processes that there are."""
+        return self.k if self.workers is None else self.workers
 
     def check_against(self, num_layers: int, vocab_size: int) -> int:
         """The exit layer for a model of `num_layers` layers; raises ValueError for a k or exit layer it lacks."""

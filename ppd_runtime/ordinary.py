@@ -41,7 +41,7 @@ class OrdinaryDecoding(TextGenerator):
         super().__init__(info, load_tokenizer(info))
         place = choose_device(device)
         number = choose_dtype(dtype, place, info)
-        code = compile_ahead(info, number, place) if compile else ()
+        code = compile_ahead(info, number, place) if compile else None
         self.stage = load_stage(info, info.num_layers, number, place, code, emulate)
 
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:

@@ -1,4 +1,4 @@
-"""`PPDRuntime`: what users hold. Pipelined decoding with one main process and k sub-processes."""
+"""`PPDRuntime`: what users hold. Pipelined decoding with one main process and its sub-processes."""
 
 import logging
 import time
@@ -49,10 +49,13 @@ class PPDRuntime(TextGenerator):
 
     Args:
         model: a local folder, a hub name, or "demo" for the embedded model.
-        k: early candidates for each token, one sub-process each.
+        k: early candidates for each token.
         exit_layer: the layer after which the next token is predicted early; None is the layer of a trained exit head,
             or half depth, rounded up.
-        workers: sub-processes; None is k, and so far nothing else.
+        workers: sub-processes, 1 to k; None is k. Fewer than k run their share of the candidates as one pass, on fewer
+            devices. Such passes give the numbers of ordinary decoding but not its bits (a product with several rows
+            may sum in another order), and main goes on from them: in float32 tokens equal ordinary decoding's all the
+            same, in bfloat16 a near tie may fall the other way.
         exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
             a `RehearsedHead` for tests and benchmarks.
         dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).
@@ -198,11 +201,11 @@ class PPDRuntime(TextGenerator):
     def _all_reports(self, workers: Workers, request: int, reports: dict[int, Report]) -> list[Report]:
         """The sub-processes' counts, by rank; those of lost ones are missing."""
         deadline = time.monotonic() + _REPORT_DEADLINE_S
-        while len(reports) < self.config.k and (left := deadline - time.monotonic()) > 0:
+        while len(reports) < self.config.num_subs and (left := deadline - time.monotonic()) > 0:
             message = workers.endpoint.receive(left)
             if isinstance(message, Report) and message.request == request:
                 reports[message.sender] = message
-        if len(reports) < self.config.k:
+        if len(reports) < self.config.num_subs:
             self._check(workers)
         return [reports[rank] for rank in sorted(reports)]
 
@@ -239,17 +242,19 @@ def _worker_specs(
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
     device = choose_device(config.device)
-    cores = assign_cores(config.k + 1, config.threads_per_worker)
+    processes = 1 + config.num_subs
+    cores = assign_cores(processes, config.threads_per_worker)
     if config.transport == "local":
-        cores = [()] * (config.k + 1)  # threads of a process whose placement is its owner's business
-    devices = [device] * (config.k + 1)
+        cores = [()] * processes  # threads of a process whose placement is its owner's business
+    devices = [device] * processes
     by_ray = config.transport != "local" and config.launcher == "ray"
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
-        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(config.k + 1)]
+        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
     return [
         WorkerSpec(
             rank=rank,
             k=config.k,
+            num_subs=config.num_subs,
             info=info,
             exit_layer=exit_layer,
             dtype=choose_dtype(config.dtype, device, info),
@@ -259,15 +264,16 @@ def _worker_specs(
             cores=cores[rank],
             emulate=emulate,
         )
-        for rank in range(config.k + 1)
+        for rank in range(processes)
     ]
 
 
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
     if config.compile:
         progress("compiling, unless an earlier run has")
-        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device)
-        specs = [replace(spec, code=code) for spec in specs]
+        passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
+        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
+        specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings}}) for spec in specs]
     available, threads = available_cores(), config.threads_per_worker
     if specs[0].device == "cpu" and available < len(specs) * threads:
         workers = f"{len(specs)} workers" + (f" with {threads} threads each" if threads > 1 else "")

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,8 +39,9 @@ class WorkerSpec:
     """Everything that one worker is started with."""
 
     rank: int
-    """0 is the main process, 1 to k the sub-processes."""
+    """0 is the main process, 1 to `num_subs` the sub-processes."""
     k: int
+    num_subs: int
     info: ModelInfo
     exit_layer: int
     dtype: torch.dtype
@@ -51,13 +52,18 @@ class WorkerSpec:
     """CPU cores to stay on; empty: wherever the system likes."""
     emulate: EmulatedDevice | None = None
     """A slower device whose times to keep to; None: as fast as it goes."""
-    code: tuple[Path, ...] = ()
-    """Files of compiled code for one-token passes, one a layer; empty: the library runs them."""
+    code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
+    """Files of compiled code, one a layer, by the number of siblings in a pass; empty: the library runs them."""
 
     @property
     def name(self) -> str:
         """What messages to people call it."""
         return "the main process" if self.rank == MAIN else f"sub-process {self.rank}"
+
+    @property
+    def siblings(self) -> int:
+        """Candidates that it runs as one pass: its share of k, and 1 for the main process."""
+        return 1 if self.rank == MAIN else len(range(self.rank, self.k + 1, self.num_subs))
 
     @property
     def num_layers(self) -> int:
@@ -89,7 +95,7 @@ class Worker:
         self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
         head = None if spec.rank == MAIN else spec.exit_head
         self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
-        self._subs = range(1, spec.k + 1)
+        self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._pending: Begin | None = None
         self._hold_tokens = False
@@ -140,7 +146,8 @@ class Worker:
         self._endpoint.send(CLIENT, finished)
 
     def _help(self, begin: Begin, sampler: Sampler) -> None:
-        sub = SubProcess(self.stage, self._exit_head(sampler), self.spec.rank, self._subs, self._send, begin)
+        spec, head = self.spec, self._exit_head(sampler)
+        sub = SubProcess(self.stage, head, spec.rank, self._subs, spec.k, self._send, begin)
         self._drive(sub.serve(), begin.request)
         report = Report(self.spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
         self._endpoint.send(CLIENT, report)

@@ -42,7 +42,7 @@ def read_spec(fields: dict[str, Any]) -> WorkerSpec:
             "dtype": getattr(torch, fields["dtype"]),
             "exit_head": _read_head(fields["exit_head"]),
             "cores": tuple(fields["cores"]),
-            "code": tuple(map(Path, fields["code"])),
+            "code": {int(siblings): tuple(map(Path, files)) for siblings, files in fields["code"].items()},
             "emulate": fields["emulate"] and EmulatedDevice(**fields["emulate"]),
         }
     )

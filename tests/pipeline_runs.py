@@ -98,9 +98,10 @@ class Bench:
         seed: int | None = None,
         impatience: float = 0.0,
         lost: Sequence[int] = (),
+        workers: int | None = None,
     ) -> Decoded:
         """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
-        network, ranks = MachineNetwork(seed, impatience), range(1, k + 1)
+        network, ranks = MachineNetwork(seed, impatience), range(1, (workers or k) + 1)
         begin, sampler = begin_message(prompt, params), Sampler(params)
         for rank in lost:
             network.add(rank, iter_forever())
@@ -108,7 +109,7 @@ class Bench:
         subs = []
         for rank in (rank for rank in ranks if rank not in lost):
             stage = self.stage(self.info.num_layers - exit_layer)
-            sub = SubProcess(stage, head or SharedHead(stage, sampler), rank, ranks, network.send, begin)
+            sub = SubProcess(stage, head or SharedHead(stage, sampler), rank, ranks, k, network.send, begin)
             network.add(rank, sub.serve())
             subs.append(sub)
         network.add(0, main.decode(sampler, self._stop(params)))

@@ -33,7 +33,7 @@ def generate(
     k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
     exit_layer: Annotated[int | None, typer.Option(help="Default: the trained exit head's, or half depth.")] = None,
     exit_head: options.ExitHead = "shared",
-    workers: Annotated[int | None, typer.Option(help="Sub-processes; default: k.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Sub-processes, at most k; default: k.")] = None,
     transport: Annotated[str, typer.Option(help="local (threads), unix or zeromq (Ray actors), or auto.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="host:port of a running Ray cluster.")] = None,
     dtype: options.Dtype = "auto",

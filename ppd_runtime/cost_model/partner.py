@@ -64,7 +64,7 @@ class Partner:
         """Send every hidden state back at once, until told to stop."""
         while not isinstance(message := self._endpoint.receive(None), Shutdown):
             if isinstance(message, ExitState):
-                reply = HeadStart(self._spec.rank, message.request, message.position, 0, message.hidden)
+                reply = HeadStart(self._spec.rank, message.request, message.position, (0,), message.hidden)
                 self._endpoint.send(MAIN, reply)
 
     def work(self, seconds: float) -> None:

@@ -240,7 +240,7 @@ def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequ
     clock.now = network.hop_between(MAIN, rank)  # it begins when the request reaches it
     stage = VirtualStage(clock, setting.num_layers - setting.exit_layer)
     head = VirtualExitHead(clock, setting.times.exit_head, winners)
-    sub = SubProcess(stage, head, rank, _ranks(setting), partial(network.send, rank), _begin(setting))
+    sub = SubProcess(stage, head, rank, _ranks(setting), setting.k, partial(network.send, rank), _begin(setting))
     network.processes[rank] = VirtualProcess(clock, sub.serve())
     return sub
 

@@ -33,14 +33,14 @@ class Clock:
         """Work for so long, as long as this process' factor makes it."""
         self.now += time * self._factor
 
-    def spend_layers(self, count: int) -> None:
-        """Work for `count` layers' passes, each with a random factor of its own."""
+    def spend_layers(self, count: int, width: float = 1.0) -> None:
+        """Work for `count` layers' passes, `width` times a one-token pass and each with a random factor of its own."""
         if self._sigma:
             mean = -(self._sigma**2) / 2
             factors = (self._generator.lognormvariate(mean, self._sigma) for _ in range(count))
-            self.now += self.layer_time * sum(factors)
+            self.now += self.layer_time * width * sum(factors)
         else:
-            self.now += self.layer_time * count
+            self.now += self.layer_time * width * count
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,14 @@ class VirtualHidden:
 
 
 class VirtualStage:
-    """A `StageLike` that computes nothing: it counts entries, layer by layer, and spends time."""
+    """A `StageLike` that computes nothing: it counts entries, layer by layer, and spends time.
 
-    def __init__(self, clock: Clock, num_layers: int, head_time: float = 0.0) -> None:
+    A pass over siblings takes `width` times one over one token.
+    """
+
+    def __init__(self, clock: Clock, num_layers: int, head_time: float = 0.0, width: float = 1.0) -> None:
         self.num_layers = num_layers
-        self._clock, self._head_time = clock, head_time
+        self._clock, self._head_time, self._width = clock, head_time, width
         self._lengths = [0] * num_layers
 
     def begin(self, capacity: int) -> None:
@@ -71,13 +74,25 @@ class VirtualStage:
         self._lengths = [0] * self.num_layers
 
     def run(self, first: int, last: int, inputs: Any, position: int) -> Any:
-        """Spend the time of a pass; a pass over several tokens takes as long as one over one token."""
+        """Spend the time of a pass; a prompt's takes as long as one over one token."""
         tokens = len(inputs) if isinstance(inputs, list) else inputs.tokens
-        for layer in range(first, last):
+        self._clock.spend_layers(last - first)
+        return self._append(range(first, last), tokens, position)
+
+    def run_siblings(self, token_ids: Sequence[int], position: int) -> Any:
+        """Spend the time of a pass over tokens that all stand at `position`."""
+        self._clock.spend_layers(self.num_layers, self._width)
+        return self._append(range(self.num_layers), len(token_ids), position)
+
+    def keep_sibling(self, position: int, index: int) -> None:
+        """Of the siblings at `position`, keep one."""
+        self._lengths = [position + 1] * self.num_layers
+
+    def _append(self, layers: range, tokens: int, position: int) -> VirtualHidden:
+        for layer in layers:
             if self._lengths[layer] != position:
                 raise RuntimeError(f"layer {layer} holds {self._lengths[layer]} tokens, not {position}")
             self._lengths[layer] += tokens
-        self._clock.spend_layers(last - first)
         return VirtualHidden(tokens)
 
     def logits(self, hidden: Any) -> Any:

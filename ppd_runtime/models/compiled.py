@@ -1,5 +1,7 @@
 """One-token passes in compiled code: the library's own layers, exported and compiled ahead of time, kept on disk.
 
+So are passes over siblings, tokens that all stand at one position, in code of its own for each number of them.
+
 A layer is compiled once for each kind of layer, with its weights as inputs: the layers of a kind share the code, so
 their bits cannot depend on where a stage is cut, and files hold no weights. How many rows of the caches a pass attends
 to is an input too: the next multiple of `ATTENDED_ROWS`, a function of the position alone.
@@ -11,7 +13,7 @@ import inspect
 import logging
 import platform
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,34 +49,41 @@ _INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the 
 
 
 class CompiledLayers:
-    """The layers of a model, each for one token at a time, in the code of the files that `compile_layers` gave.
+    """The layers of a model, each for one token or its siblings, in the code of the files that `compile_layers` gave.
+
+    Args:
+        model: whose layers they are.
+        files: a file for each layer, by the number of siblings that a pass is over, 1 for one token's.
 
     Raises:
         ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
     """
 
-    def __init__(self, model: PreTrainedModel, files: Sequence[Path]) -> None:
+    def __init__(self, model: PreTrainedModel, files: Mapping[int, Sequence[Path]]) -> None:
         _check_embedding(model)
-        paths = files[: model.config.num_hidden_layers]
-        codes = {path: _load(path, model.device) for path in set(paths)}
-        self._codes = [codes[path] for path in paths]
-        self._weights = [list(_weights(layer_range(model, i, i + 1)).values()) for i in range(len(paths))]
+        layers = range(model.config.num_hidden_layers)
+        codes = {path: _load(path, model.device) for path in {path for paths in files.values() for path in paths}}
+        self._codes = {siblings: [codes[paths[i]] for i in layers] for siblings, paths in files.items()}
+        self._weights = [list(_weights(layer_range(model, i, i + 1)).values()) for i in layers]
         self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
 
     def run(self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
-        """Run one token's `[1, 1, hidden_size]` through layers `first` to `last` (half-open); append to their caches.
+        """Run `[1, siblings, hidden_size]` through layers `first` to `last` (half-open); append to their caches.
 
         `caches` are all layers' caches; those of the range have been written before.
         """
         self._position.fill_(caches[first].length)
+        siblings = hidden.shape[1]
+        codes = self._codes[siblings]
         for i in range(first, last):
-            keys, values = caches[i].next_rows()
-            (hidden,) = self._codes[i].run([hidden, self._position, keys, values, *self._weights[i]])
+            keys, values = caches[i].next_rows(siblings)
+            (hidden,) = codes[i].run([hidden, self._position, keys, values, *self._weights[i]])
         return hidden
 
 
-def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Path]:
-    """The file of compiled code for each layer of a model; layers of one kind have one file.
+def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, siblings: int = 1) -> list[Path]:
+    """The file of compiled code for each layer of a model, for passes over so many siblings; layers of one kind have
+    one file.
 
     Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
 
@@ -86,8 +95,8 @@ def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
     versions = _versions(type(skeleton), dtype, device)
     paths = []
     for i in range(config.num_hidden_layers):
-        ingredients = versions | _kind(skeleton, i)
-        paths.append(artifact(ingredients, partial(_compile, config, i, dtype, device)))
+        ingredients = versions | _kind(skeleton, i) | {"siblings": siblings}
+        paths.append(artifact(ingredients, partial(_compile, config, i, dtype, device, siblings)))
     return paths
 
 
@@ -101,20 +110,26 @@ class OneTokenLayer(nn.Module):
     def forward(
         self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
     ) -> Tensor:
-        """The hidden state `[1, 1, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, position `[1]`."""
-        cache: Cache = LayerRangeCache([_OneTokenCache(keys, values, position, self._window)], self._index)
-        feed: dict[str, Any] = {"inputs_embeds": hidden, "past_key_values": cache, "use_cache": True}
+        """`[1, siblings, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
+        feed: dict[str, Any] = {"inputs_embeds": hidden, "use_cache": True}
+        own_rows = position
+        if (siblings := hidden.shape[1]) > 1:
+            own_rows = position + torch.arange(siblings, device=hidden.device)
+            feed["position_ids"] = position.expand(1, siblings)
+            feed["attention_mask"] = _sibling_mask(hidden, position, keys.shape[0], self._window)
+        cache: Cache = LayerRangeCache([_OneTokenCache(keys, values, own_rows, self._window)], self._index)
+        feed["past_key_values"] = cache
         return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
 
 
 class _OneTokenCache(CacheLayerMixin):
-    """Writes one token's entries in place at a position known only when it runs; attends to every row up to it."""
+    """Writes entries in place into rows known only when it runs; all rows are there to be attended to."""
 
     is_compileable = True
 
-    def __init__(self, keys: Tensor, values: Tensor, position: Tensor, window: int | None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, own_rows: Tensor, window: int | None) -> None:
         super().__init__()
-        self.keys, self.values, self._position = keys, values, position
+        self.keys, self.values, self._own_rows = keys, values, own_rows
         self.is_sliding = window is not None
         self.is_initialized = True
 
@@ -124,9 +139,9 @@ class _OneTokenCache(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write `[1, heads, 1, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
+        """Write `[1, heads, siblings, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
         for rows, states in ((self.keys, key_states), (self.values, value_states)):
-            rows.index_copy_(0, self._position, states[0].transpose(0, 1))
+            rows.index_copy_(0, self._own_rows, states[0].transpose(0, 1))
         return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -135,7 +150,7 @@ class _OneTokenCache(CacheLayerMixin):
 
     def get_seq_length(self) -> Tensor:
         """The position, a tensor as in the library's own static cache."""
-        return self._position[0]
+        return self._own_rows[0]
 
     def get_max_length(self) -> int:
         """Rows that there are."""
@@ -151,16 +166,27 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The library's attention for one query token without copies of the key/value heads that queries share.
+    """The library's attention without copies of the key/value heads that queries share.
 
-    Its own does the same (`pack_gqa`), but not in code that is being exported. `query` is `[1, heads, 1, dim]`.
+    Its own does the same for one token (`pack_gqa`), but not in code that is being exported. `query` is
+    `[1, heads, siblings, dim]`, the mask `[1, 1, siblings, rows]`.
     """
     if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    heads, dim = query.shape[1], query.shape[3]
+    _, heads, siblings, dim = query.shape
     groups = query.reshape(1, key.shape[1], -1, dim)
+    if siblings > 1 and attention_mask is not None:
+        attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(1, 1, heads, -1), None
+    return output.reshape(1, heads, siblings, -1).transpose(1, 2), None
+
+
+def _sibling_mask(hidden: Tensor, position: Tensor, rows: int, window: int | None) -> Tensor:
+    """The additive mask, `[1, 1, siblings, rows]`: what came before `position`, in the window, and the token itself."""
+    row, own = torch.arange(rows, device=hidden.device), torch.arange(hidden.shape[1], device=hidden.device)
+    before = row < position if window is None else (row < position) & (row > position - window)
+    seen = before | (row == (position + own)[:, None])
+    return torch.where(seen, 0.0, torch.finfo(hidden.dtype).min).to(hidden.dtype)[None, None]
 
 
 def _check_embedding(model: PreTrainedModel) -> None:
@@ -172,13 +198,15 @@ def _check_embedding(model: PreTrainedModel) -> None:
             raise ValueError(f"compile: a {model.config.model_type} model changes its embeddings; leave compile out")
 
 
-def _compile(config: PretrainedConfig, index: int, dtype: torch.dtype, device: torch.device, path: Path) -> None:
+def _compile(
+    config: PretrainedConfig, index: int, dtype: torch.dtype, device: torch.device, siblings: int, path: Path
+) -> None:
     _check_compiler()
-    logger.info("compiling layer %d for one-token passes", index)
+    logger.info("compiling layer %d for passes over %d tokens at one position", index, siblings)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            program = _export(config, index, dtype, device)
+            program = _export(config, index, dtype, device, siblings)
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(path),
@@ -199,15 +227,15 @@ def _check_compiler() -> None:
 
 
 def _export(
-    config: PretrainedConfig, index: int, dtype: torch.dtype, device: torch.device
+    config: PretrainedConfig, index: int, dtype: torch.dtype, device: torch.device, siblings: int
 ) -> torch.export.ExportedProgram:
-    """The one-token pass of a layer as a graph; everything is made of fake tensors."""
+    """The pass of a layer as a graph; everything is made of fake tensors."""
     with FakeTensorMode(), torch.device(device):
         model = _model(config, dtype)
         _use_grouped_attention(model.config)
         piece = layer_range(model, index, index + 1)
         weights = _weights(piece)
-        hidden = torch.zeros(1, 1, config.hidden_size, dtype=dtype)
+        hidden = torch.zeros(1, siblings, config.hidden_size, dtype=dtype)
         position = torch.zeros(1, dtype=torch.int64)
         keys, values = _example_rows(piece, index, hidden)
     rows = {0: torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)}

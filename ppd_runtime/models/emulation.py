@@ -8,6 +8,7 @@ import ctypes
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,13 @@ class EmulatedStage(Stage):
         hidden = super().run(first, last, inputs, position)
         _wait_until(began + (last - first) * self._layer_s)
         self.layer_seconds = max(self.layer_seconds, self._layer_s)
+        return hidden
+
+    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
+        """As `Stage.run_siblings`, and not sooner than one token's time in the layers after its call."""
+        began = time.perf_counter()
+        hidden = super().run_siblings(token_ids, position)
+        _wait_until(began + self.num_layers * self._layer_s)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

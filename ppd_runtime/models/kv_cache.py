@@ -63,19 +63,26 @@ class PreallocatedLayer(CacheLayerMixin):
         self.values[:, :, self.length : end] = value_states
         self.length = end
 
-    def next_rows(self) -> tuple[Tensor, Tensor]:
-        """Count one more token, whose entries the caller writes: the first rows, `[rows, heads, head_dim]` each.
+    def next_rows(self, tokens: int = 1) -> tuple[Tensor, Tensor]:
+        """Count more tokens, whose entries the caller writes: the first rows, `[rows, heads, head_dim]` each.
 
-        There are as many as the next multiple of `ATTENDED_ROWS`: that depends on the token's position alone.
+        There are as many as the next multiple of `ATTENDED_ROWS`: that depends on the newest token's position alone.
         """
-        if self.length >= self.capacity:
-            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {self.length + 1}")
-        self.length += 1
+        if self.length + tokens > self.capacity:
+            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {self.length + tokens}")
+        self.length += tokens
         size = _whole_rows(self.length)
         if self._first_rows is None or self._first_rows[0].shape[0] != size:
             keys, values = self._rows
             self._first_rows = keys[:size], values[:size]
         return self._first_rows
+
+    def keep_sibling(self, position: int, index: int) -> None:
+        """Of the tokens at `position` and behind it, keep one alone, `index` behind: it moves to `position`."""
+        if index:
+            for rows in self._rows:
+                rows[position] = rows[position + index]
+        self.length = position + 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the entries that a pass of `query_length` tokens attends to."""
@@ -122,6 +129,11 @@ class StageCache:
         """Keep the first `length` tokens, drop the newer ones."""
         for layer in self.layers:
             layer.length = min(layer.length, length)
+
+    def keep_sibling(self, position: int, index: int) -> None:
+        """Of the siblings that were run at `position`, keep the entries of one alone."""
+        for layer in self.layers:
+            layer.keep_sibling(position, index)
 
     def export_entry(self, position: int, last: int) -> Tensor:
         """A copy of one token's entries in layers 0 to `last` (exclusive): `[last, 2, heads, head_dim]`."""

@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -108,10 +108,10 @@ def load_stage(
     last: int,
     dtype: torch.dtype,
     device: str,
-    code: Sequence[Path] = (),
+    code: Mapping[int, Sequence[Path]] | None = None,
     emulate: EmulatedDevice | None = None,
 ) -> Stage:
-    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, one-token passes run that."""
+    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, one-token and sibling passes run that."""
     model = load_layers(info, last, dtype, device)
     compiled = None
     if code:
@@ -121,15 +121,18 @@ def load_stage(
     return EmulatedStage(model, compiled, emulate) if emulate else Stage(model, compiled)
 
 
-def compile_ahead(info: ModelInfo, dtype: torch.dtype, device: str) -> tuple[Path, ...]:
-    """Each layer's file of compiled code for one-token passes; makes those that no earlier run has made.
+def compile_ahead(
+    info: ModelInfo, dtype: torch.dtype, device: str, siblings: Iterable[int] = (1,)
+) -> dict[int, tuple[Path, ...]]:
+    """Each layer's file of compiled code for passes over so many siblings; makes those that no earlier run has made.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.
     """
     from ppd_runtime.models.compiled import compile_layers  # only compiled code needs all that it imports
 
-    return tuple(compile_layers(AutoConfig.from_pretrained(info.folder), dtype, torch.device(device)))
+    config = AutoConfig.from_pretrained(info.folder)
+    return {n: tuple(compile_layers(config, dtype, torch.device(device), n)) for n in siblings}
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:

@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,15 @@ class Stage:
 
     Args:
         model: its layers are the stage's.
-        compiled: runs every one-token pass but the first one of a sequence; the others, prompts, are run by the
-            library over the same caches.
+        compiled: runs every one-token pass but the first one of a sequence, and siblings; the others, prompts, are run
+            by the library over the same caches.
     """
 
     def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None" = None) -> None:
         self.model, self._compiled = model, compiled
         self.num_layers: int = model.config.num_hidden_layers
         self.layer_passes = 0
-        """One-sequence layer passes run so far: a pass over any number of tokens through one layer counts one."""
+        """One-sequence layer passes run so far: a pass through one layer counts one, over siblings one for each."""
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
         self._pieces: dict[tuple[int, int], nn.Module] = {}
@@ -64,11 +64,24 @@ class Stage:
             return inputs.to(self.device)
         began = time.perf_counter()
         hidden = self._run(first, last, inputs, position)
-        if self.device.type == "cuda":  # whoever sends or judges the result waits for it anyway
-            torch.cuda.synchronize(self.device)
+        self._wait_for_device()
         if hidden.shape[1] == 1 or not self.layer_seconds:
             self._note_time((time.perf_counter() - began) / (last - first))
         self.layer_passes += last - first
+        return hidden
+
+    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
+        """Run all layers over tokens that all stand at `position`, each seeing what came before and itself.
+
+        The hidden states behind the layers, `[1, siblings, hidden_size]`. Their entries lie behind the first `position`
+        tokens' until `keep_sibling` or `truncate`; the capacity must hold them. One token alone is an ordinary pass.
+        Several are the same numbers, but not the same bits: a product with several rows may sum in another order.
+        """
+        if len(token_ids) == 1:
+            return self.run(0, self.num_layers, list(token_ids), position)
+        hidden = self._run_siblings(list(token_ids), position)
+        self._wait_for_device()
+        self.layer_passes += len(token_ids) * self.num_layers
         return hidden
 
     def length(self, layer: int) -> int:
@@ -78,6 +91,11 @@ class Stage:
     def truncate(self, length: int) -> None:
         """Keep the entries of the first `length` tokens, drop the newer ones."""
         self.cache.truncate(length)
+
+    @torch.inference_mode()
+    def keep_sibling(self, position: int, index: int) -> None:
+        """Of the siblings that were run at `position`, keep the entries of one alone, and drop the others."""
+        self.cache.keep_sibling(position, index)
 
     @torch.inference_mode()
     def export_entry(self, position: int, last: int) -> Tensor:
@@ -96,9 +114,7 @@ class Stage:
 
     @torch.inference_mode()
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
-        length = self.cache.layers[first].length
-        if length != position:
-            raise RuntimeError(f"layer {first} holds {length} tokens, the pass starts at position {position}")
+        self._check_position(first, position)
         if self._compiled and position and len(inputs if isinstance(inputs, list) else inputs[0]) == 1:
             hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
             return self._compiled.run(first, last, hidden, self.cache.layers)
@@ -107,7 +123,34 @@ class Stage:
     def _embed(self, token_ids: list[int]) -> Tensor:
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
-    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor) -> Tensor:
+    @torch.inference_mode()
+    def _run_siblings(self, token_ids: list[int], position: int) -> Tensor:
+        self._check_position(0, position)
+        if self._compiled:
+            return self._compiled.run(0, self.num_layers, self._embed(token_ids), self.cache.layers)
+        places = torch.full((1, len(token_ids)), position, device=self.device)
+        masks = self._sibling_masks(len(token_ids))
+        return self._run_library(0, self.num_layers, token_ids, position_ids=places, attention_mask=masks)
+
+    def _sibling_masks(self, siblings: int) -> Tensor | dict[str, Tensor]:
+        """The library's additive masks, `[1, 1, siblings, attended]`; by kind where there are layers of two kinds."""
+        sizes = [layer.get_mask_sizes(siblings)[0] for layer in self.cache.layers]
+        masks = {size: _sees_itself(siblings, size, self.model) for size in set(sizes)}
+        kinds = getattr(self.model.config, "layer_types", None) or []
+        if len(masks) == 1:
+            return masks[sizes[0]]
+        return {kind: masks[size] for kind, size in zip(kinds, sizes, strict=True)}
+
+    def _check_position(self, layer: int, position: int) -> None:
+        length = self.cache.layers[layer].length
+        if length != position:
+            raise RuntimeError(f"layer {layer} holds {length} tokens, the pass starts at position {position}")
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":  # whoever sends or judges the result waits for it anyway
+            torch.cuda.synchronize(self.device)
+
+    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, **others: Any) -> Tensor:
         if isinstance(inputs, Tensor):
             feed = {"inputs_embeds": inputs.to(self.device)}
         else:
@@ -117,7 +160,7 @@ class Stage:
             self._pieces[key] = layer_range(self.model, first, last)
         if key not in self._views:
             self._views[key] = self.cache.view(first, last)
-        output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
+        output = self._pieces[key](**feed, **others, past_key_values=self._views[key], use_cache=True)
         return output.last_hidden_state
 
     def _note_time(self, seconds: float) -> None:
@@ -158,6 +201,13 @@ class FinalHead:
         probe = torch.linspace(-8, 8, model.config.hidden_size, device=model.device, dtype=model.dtype)
         hidden = probe.view(1, 1, -1)
         return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
+
+
+def _sees_itself(siblings: int, attended: int, model: PreTrainedModel) -> Tensor:
+    """The additive mask of tokens that see all that is attended to but each other."""
+    mask = torch.zeros(1, 1, siblings, attended, dtype=model.dtype, device=model.device)
+    mask[..., attended - siblings :].fill_(torch.finfo(model.dtype).min).diagonal(dim1=2, dim2=3).zero_()
+    return mask
 
 
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:

@@ -40,6 +40,12 @@ class StageLike(Protocol):
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run a half-open range of layers over token ids or hidden states that start at `position`."""
 
+    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
+        """Run all layers over tokens that all stand at `position`, each seeing what came before and itself."""
+
+    def keep_sibling(self, position: int, index: int) -> None:
+        """Of the siblings at `position`, keep the entries of one alone."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head over the newest hidden state."""
 

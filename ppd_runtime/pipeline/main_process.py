@@ -37,7 +37,7 @@ _SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is
 class _Heard:
     """What the sub-processes have said about one position, by rank."""
 
-    candidates: dict[int, int] = field(default_factory=dict)
+    candidates: dict[int, tuple[int, ...]] = field(default_factory=dict)
     head_starts: dict[int, HeadStart] = field(default_factory=dict)
 
 
@@ -76,12 +76,12 @@ class MainProcess:
             if self._cancelled:
                 self.finish_reason = "cancelled"
                 break
-            asked = early is not None and self.head_start == self.exit_layer and not stop.last_allowed
-            winner = early.sender if early else MISS
-            self._tell(self.subs, token, winner, early.hidden if early and asked else None)
+            winner, state = (early.sender, _state_of(token, early)) if early else (MISS, None)
+            asked = state is not None and self.head_start == self.exit_layer and not stop.last_allowed
+            self._tell(self.subs, token, winner, state if asked else None)
             self._tell((CLIENT,), token, winner)
-            if early:
-                first_layer, inputs = self.head_start, early.hidden
+            if state is not None:
+                first_layer, inputs = self.head_start, state
             else:
                 yield from self._fill_gaps()
                 first_layer, inputs = 0, [token]
@@ -121,14 +121,14 @@ class MainProcess:
         head_starts = self._heard[position].head_starts
         self._heard.clear()
         self._absences.update(dict.fromkeys(head_starts, 0))
-        return next((early for early in head_starts.values() if early.token_id == token), None)
+        return next((early for early in head_starts.values() if token in early.token_ids), None)
 
     def _awaited(self, position: int, token: int) -> list[int]:
         """The sub-processes whose early start of `token` is on its way; none once there is one."""
         heard = self._heard[position]
-        if self._cancelled or any(early.token_id == token for early in heard.head_starts.values()):
+        if self._cancelled or any(token in early.token_ids for early in heard.head_starts.values()):
             return []
-        named_it = [rank for rank, named in heard.candidates.items() if named == token]
+        named_it = [rank for rank, named in heard.candidates.items() if token in named]
         if position % _SECOND_CHANCE == 0:  # who is a little late each time never finds out how late otherwise
             return named_it
         return [rank for rank in named_it if self._absences[rank] < _MOST_ABSENCES]
@@ -171,6 +171,12 @@ class MainProcess:
             self._entries[message.position] = message.entries
         elif isinstance(message, Candidate | HeadStart) and message.position >= len(self.history) - 1:
             heard = self._heard[message.position]
-            heard.candidates[message.sender] = message.token_id
+            heard.candidates[message.sender] = message.token_ids
             if isinstance(message, HeadStart):
                 heard.head_starts[message.sender] = message
+
+
+def _state_of(token: int, early: HeadStart) -> Tensor:
+    """The hidden state of one of the candidates, `[1, 1, hidden_size]`."""
+    row = early.token_ids.index(token)
+    return early.hidden[:, row : row + 1]

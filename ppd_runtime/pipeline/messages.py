@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAIN = 0
-"""The main process' address; sub-processes are 1 to k, by the rank of their candidate."""
+"""The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
 """The address of whoever holds the runtime."""
 MISS = 0
@@ -30,6 +30,7 @@ _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_TENSOR_BYTES = 2**31
 _MAX_TEXT = 2**16
 _MAX_TENSOR_RANK = 6
+_MAX_CANDIDATES = 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -73,18 +74,18 @@ class ExitState(Message):
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Message):
-    """Sub → main: the token that this sub-process is starting at `position`."""
+    """Sub → main: the tokens that this sub-process is starting at `position`, likeliest first."""
 
     position: int
-    token_id: int
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadStart(Message):
-    """Sub → main: the candidate's hidden state behind the head-start layers, `[1, 1, hidden_size]`."""
+    """Sub → main: its candidates' hidden states behind the head-start layers, `[1, candidates, hidden_size]`."""
 
     position: int
-    token_id: int
+    token_ids: tuple[int, ...]
     hidden: Tensor
 
 
@@ -166,6 +167,7 @@ _KINDS: tuple[type[Message], ...] = (
     Shutdown,
 )
 _OPTIONAL_TENSOR = Tensor | None
+_CANDIDATES = tuple[int, ...]
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in _KINDS}
 _TYPES: dict[type[Message], tuple[Any, ...]] = {
@@ -233,6 +235,8 @@ def _checked(value: object, wanted: object) -> object:
         good = value is None
     elif wanted is str:
         good = type(value) is str and len(value) <= _MAX_TEXT
+    elif wanted == _CANDIDATES and type(value) is list and len(value) <= _MAX_CANDIDATES:
+        good, value = all(type(item) is int for item in value), tuple(value)
     elif wanted == list[int]:
         good = type(value) is list and all(type(item) is int for item in value)
     elif wanted == list[str]:

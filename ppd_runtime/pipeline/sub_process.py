@@ -1,7 +1,8 @@
-"""A sub-process: starts the next token from its candidate while the main process finishes the current one.
+"""A sub-process: starts the next token from its candidates while the main process finishes the current one.
 
 Algorithm 2 of the paper, sub side. It holds the embedding, the head-start layers and an exit head, keeps its cache
-coherent by itself, and pushes what it has without being asked.
+coherent by itself, and pushes what it has without being asked. Where there are fewer sub-processes than candidates it
+runs several of them as one pass: siblings at one position.
 """
 
 from collections.abc import Sequence
@@ -25,29 +26,33 @@ from ppd_runtime.pipeline.messages import (
 
 
 class SubProcess:
-    """Serves one request with the candidate of its `rank` (1 to k); `subs` are all sub-processes' ranks."""
+    """Serves one request with its share of the k candidates; `subs` are all W sub-processes' ranks, 1 to W.
+
+    Its candidates are those of the ranks `rank`, `rank` + W, `rank` + 2W, …: each sub-process has one of the likeliest.
+    """
 
     def __init__(
-        self, stage: StageLike, exit_head: ExitHead, rank: int, subs: Sequence[int], send: Send, begin: Begin
+        self, stage: StageLike, exit_head: ExitHead, rank: int, subs: Sequence[int], k: int, send: Send, begin: Begin
     ) -> None:
         self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
-        self.k = len(subs)
+        self.k, self._share = k, slice(rank - 1, None, len(subs))
         self.history = list(begin.prompt_ids)
         self.layer_passes = 0
-        """Layer passes for candidates."""
+        """Layer passes for candidates; a pass over several of them counts as one for each, as in Theorem 4.1."""
         self.coherence_layer_passes = 0
         """Layer passes for the prompt and for tokens that nobody's entries came for."""
         self._peers = (MAIN, *(peer for peer in subs if peer != rank))
         self._exit_state: ExitState | None = None
-        self._candidate: tuple[int, int] | None = None  # position and token of what the cache holds on trial
+        self._trial: tuple[int, ...] = ()  # the tokens that the cache holds on trial behind the history
         self._winners: dict[int, int] = {}
         self._entries: dict[int, Tensor] = {}
         self._owed: int | None = None  # position whose entries the others wait for
         self._over = False
 
     def serve(self) -> Machine:
-        """Follow the request to its end, one candidate a token."""
-        self.stage.begin(len(self.history) + self.begin.max_new_tokens)
+        """Follow the request to its end, candidates for each token."""
+        siblings = len(range(self.k)[self._share])
+        self.stage.begin(len(self.history) + self.begin.max_new_tokens + siblings - 1)
         self._compute(self.history, 0)
         while not self._over:
             message = yield Receive(0 if self._has_work() else None)
@@ -60,29 +65,28 @@ class SubProcess:
         return self._exit_state is not None or self.stage.length(0) < len(self.history)
 
     def _work(self) -> Machine:
-        """Name the candidate, bring the cache up to the newest token, start the candidate."""
+        """Name the candidates, bring the cache up to the newest token, start the candidates."""
         state, self._exit_state = self._exit_state, None
         if state is None or state.position != len(self.history) - 1:
             self._ship_entries()
             yield from self._follow()
             return
         position = state.position + 1
-        token = self.exit_head.candidates(state.hidden, self.history, self.k)[self.rank - 1]
-        self.send((MAIN,), Candidate(self.rank, self.begin.request, position, token))
+        tokens = tuple(self.exit_head.candidates(state.hidden, self.history, self.k)[self._share])
+        self.send((MAIN,), Candidate(self.rank, self.begin.request, position, tokens))
         self._ship_entries()
         yield from self._follow()
         if len(self.history) == position and not self._over:
-            self._start_candidate(position, token)
+            self._start_candidates(position, tokens)
 
-    def _start_candidate(self, position: int, token: int) -> None:
-        hidden = self.stage.run(0, self.stage.num_layers, [token], position)
-        self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, token, hidden))
-        self.layer_passes += self.stage.num_layers
-        self._candidate = (position, token)
+    def _start_candidates(self, position: int, tokens: tuple[int, ...]) -> None:
+        hidden = self.stage.run_siblings(tokens, position)
+        self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
+        self.layer_passes += len(tokens) * self.stage.num_layers
+        self._trial = tokens
 
     def _follow(self) -> Machine:
-        """Bring the cache up to the newest token: keep the candidate, import the winner's entries, or compute."""
-        self._judge_candidate()
+        """Bring the cache up to the newest token: import the winner's entries, or compute."""
         wish = Receive(self.stage.num_layers)
         while not self._over and (position := self.stage.length(0)) < len(self.history):
             if position in self._entries:
@@ -96,14 +100,14 @@ class SubProcess:
                 else:
                     self._winners[position] = MISS  # waiting longer would cost more than computing
 
-    def _judge_candidate(self) -> None:
-        """Drop the candidate's entries if another token took its place."""
-        if self._candidate is None or self._candidate[0] >= len(self.history):
-            return
-        position, token = self._candidate
-        self._candidate = None
-        if self.history[position] != token:
+    def _settle_trial(self, position: int, token: int) -> bool:
+        """Keep the right candidate's entries alone, or none; whether the cache holds the token."""
+        tokens, self._trial = self._trial, ()
+        if token in tokens:
+            self.stage.keep_sibling(position, tokens.index(token))
+        elif tokens:
             self.stage.truncate(position)
+        return token in tokens
 
     def _compute(self, token_ids: list[int], position: int) -> None:
         self.stage.run(0, self.stage.num_layers, token_ids, position)
@@ -126,10 +130,10 @@ class SubProcess:
         self._winners[message.position] = message.winner
         if message.hidden is not None:
             self._exit_state = ExitState(message.sender, message.request, message.position, message.hidden)
-        if message.winner == self.rank and self._candidate == (message.position, message.token_id):
+        if self._settle_trial(message.position, message.token_id) and message.winner == self.rank:
             self._ship_entries()
             self._owed = message.position
-            if self.k > 1:  # the others need them before their next candidates, main not before the next miss
+            if len(self._peers) > 1:  # the others need them before their next candidates, main not before the next miss
                 self._ship_entries()
 
     def _ship_entries(self) -> None:

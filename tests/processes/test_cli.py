@@ -93,7 +93,7 @@ def test_standard_input_is_a_prompt(folder):
     [
         (["x", "--k", "0"], "k=0"),
         (["x", "--exit-layer", "9"], "exit_layer=9"),
-        (["x", "--workers", "1"], "workers=1"),
+        (["x", "--workers", "4"], "workers=4 with k=3"),
         (["x", "--temperature", "-1"], "temperature=-1"),
         (["x", "--temperature", "nan"], "temperature=nan"),
         (["x", "--top-p", "0"], "top_p=0"),

@@ -128,7 +128,7 @@ def test_a_closed_runtime_says_so(folder):
         ({"k": 301}, "k=301.*300"),
         ({"exit_layer": 1}, "exit_layer=1: .*2 to 3"),
         ({"exit_layer": 4}, "exit_layer=4: .*2 to 3"),
-        ({"workers": 2, "k": 3}, "workers=2 .*come later"),
+        ({"workers": 4, "k": 3}, "workers=4 with k=3: .*give 3 or fewer"),
         ({"transport": "pigeon"}, "transport='pigeon'"),
         ({"launcher": "mpi"}, "launcher='mpi': choose one of ray, processes"),
         ({"launcher": "processes", "transport": "local"}, "launcher='processes' with transport='local'.*drop one"),

@@ -57,7 +57,7 @@ def positions(endpoint: Endpoint, count: int) -> list[int]:
 def test_messages_arrive_in_order(connect: Connect) -> None:
     main, sub = connect(MAIN), connect(1)
     for i in range(2000):
-        sub.send(MAIN, Candidate(1, 7, i, i))
+        sub.send(MAIN, Candidate(1, 7, i, (i,)))
     assert positions(main, 2000) == list(range(2000))
     assert main.receive(0) is None
 
@@ -67,7 +67,7 @@ def test_two_senders_do_not_disturb_each_others_order(connect: Connect) -> None:
     senders = {rank: connect(rank) for rank in (1, 2)}
     for i in range(300):
         for rank, endpoint in senders.items():
-            endpoint.send(MAIN, Candidate(rank, 7, i, 0))
+            endpoint.send(MAIN, Candidate(rank, 7, i, (0,)))
     received = [main.receive(DEADLINE) for _ in range(600)]
     for rank in senders:
         assert [m.position for m in received if m.sender == rank] == list(range(300))
@@ -144,7 +144,7 @@ def test_messages_wait_for_whoever_comes_later(connect: Connect) -> None:
     sub = connect(1)
     with timed(0, 0.5):
         for i in range(100):
-            sub.send(MAIN, Candidate(1, 1, i, 0))
+            sub.send(MAIN, Candidate(1, 1, i, (0,)))
     main = connect(MAIN)
     assert sub.receive(0.05) is None, "what could not leave leaves while the sender waits for something"
     assert positions(main, 100) == list(range(100))
@@ -153,7 +153,7 @@ def test_messages_wait_for_whoever_comes_later(connect: Connect) -> None:
 def test_what_was_sent_before_closing_arrives(connect: Connect) -> None:
     main, sub = connect(MAIN), connect(1)
     for i in range(500):
-        sub.send(MAIN, Candidate(1, 1, i, 0))
+        sub.send(MAIN, Candidate(1, 1, i, (0,)))
     sub.close()
     assert positions(main, 500) == list(range(500))
 
@@ -178,7 +178,7 @@ def test_garbage_is_logged_and_left_out(
     tmp_path: Path, raw: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     main = ZmqEndpoint(str(tmp_path), MAIN)
-    good = encode(Candidate(1, 1, 5, 6))
+    good = encode(Candidate(1, 1, 5, (6,)))
     garbage = [
         [b""],
         [b"\x00" * 10_000],
@@ -192,7 +192,7 @@ def test_garbage_is_logged_and_left_out(
     with caplog.at_level(logging.WARNING):
         for i, frames in enumerate(garbage):
             raw.send_multipart(frames)
-            raw.send_multipart(encode(Candidate(1, 1, i, 6)))
+            raw.send_multipart(encode(Candidate(1, 1, i, (6,))))
         assert positions(main, len(garbage)) == list(range(len(garbage)))
     assert main.receive(0) is None
     main.close()
@@ -226,7 +226,7 @@ def test_a_peer_that_takes_nothing_blocks_nobody(tmp_path: Path, caplog: pytest.
     sub = ZmqEndpoint(str(tmp_path), 1)
     with timed(0, 5), caplog.at_level(logging.WARNING):
         for i in range(10_010):
-            sub.send(MAIN, Candidate(1, 1, i, 0))
+            sub.send(MAIN, Candidate(1, 1, i, (0,)))
         sub.send(2, End(1, 1))
     assert caplog.messages
     assert set(caplog.messages) == {"peer 0 takes no messages: dropped a Candidate"}
@@ -310,9 +310,11 @@ def test_what_is_no_message_is_left_out_and_the_stream_goes_on(
     unix: Callable[..., UnixEndpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     main = unix(MAIN)
-    good = encode(Candidate(1, 1, 5, 6))
+    good = encode(Candidate(1, 1, 5, (6,)))
     garbage = [[b""], [b"\x00" * 10_000], [b"hello", b"world"], [*good, b"more"], [good[0][:-1]], [b"\x91" * 100_000]]
-    parts = [on_the_stream(frames) + on_the_stream(encode(Candidate(1, 1, i, 6))) for i, frames in enumerate(garbage)]
+    parts = [
+        on_the_stream(frames) + on_the_stream(encode(Candidate(1, 1, i, (6,)))) for i, frames in enumerate(garbage)
+    ]
     with stranger(tmp_path, *parts[:2]), stranger(tmp_path, *parts[2:]), caplog.at_level(logging.WARNING):
         assert sorted(positions(main, len(garbage))) == list(range(len(garbage)))
     assert len(caplog.records) == len(garbage)
@@ -385,7 +387,7 @@ def test_a_message_larger_than_the_pipe_leaves_while_its_sender_is_busy(unix: Ca
 def test_a_hidden_state_does_not_queue_behind_entries(unix: Callable[..., UnixEndpoint]) -> None:
     main, sub = unix(MAIN), unix(1)
     sub.send(MAIN, Entries(1, 1, 0, torch.ones(4_000_000)))  # 16 MB, more than any pipe takes
-    sub.send(MAIN, HeadStart(1, 1, 1, 5, torch.ones(1, 1, 64)))
+    sub.send(MAIN, HeadStart(1, 1, 1, (5,), torch.ones(1, 1, 64)))
     assert isinstance(main.receive(DEADLINE), HeadStart)
     arrived = None
     while arrived is None:

@@ -83,7 +83,15 @@ def test_an_emulation_says_so_in_its_table():
     figures = dict.fromkeys(
         ("autoregressive_ms", "transformers_ms", "ppd_ms", "ratio", "predicted_ratio", "realised_saving"), 0.5
     )
-    figures |= {"model": "demo", "k": 3, "match_rate": 1.0, "identical": True, "pairs": 3, "compiled": False}
+    figures |= {
+        "model": "demo",
+        "k": 3,
+        "match_rate": 1.0,
+        "identical_tokens": 1.0,
+        "pairs": 3,
+        "compiled": False,
+        "workers": 3,
+    }
     figures |= {"ratio_quartiles": [0.4, 0.5, 0.6], "emulated_layer_ms": 3.0}
     assert "EMULATED devices of 3 ms a layer" in pipeline.table(figures)
     assert "EMULATED" not in pipeline.table(figures | {"emulated_layer_ms": None})

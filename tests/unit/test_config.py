@@ -127,7 +127,7 @@ def test_stop_texts(given_stop: object, expected: tuple[str, ...]) -> None:
         ("device", "auto:3"),
         ("device", "cpu:fast"),
         ("device", None),
-        ("workers", 2),
+        ("workers", 4),
         ("workers", 0),
         ("workers", "3"),
     ],
@@ -143,6 +143,8 @@ def test_runtime_config_refuses(name: str, value: object) -> None:
     [
         {"k": 1, "workers": 1},
         {"k": 200, "workers": 200},
+        {"k": 3, "workers": 1},
+        {"k": 4, "workers": 3},
         {"device": "cuda:1"},
         {"device": "cpu"},
         {"dtype": "bfloat16"},
@@ -158,9 +160,10 @@ def test_runtime_config_accepts(settings: dict[str, object]) -> None:
     assert {name: getattr(config, name) for name in settings} == settings
 
 
-def test_fewer_workers_than_candidates_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"workers=2 with k=3: .*leave workers out or give workers=3"):
-        RuntimeConfig(k=3, workers=2)
+def test_more_workers_than_candidates_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"workers=4 with k=3: a worker needs a candidate, give 3 or fewer"):
+        RuntimeConfig(k=3, workers=4)
+    assert [RuntimeConfig(k=3, workers=workers).num_subs for workers in (None, 1, 3)] == [3, 1, 3]
 
 
 def test_a_ray_address_for_local_threads_is_refused() -> None:

@@ -60,6 +60,7 @@ STRATEGIES = {
     bool: st.booleans(),
     str: texts,
     list[int]: st.lists(whole_numbers, max_size=20),
+    tuple[int, ...]: st.lists(whole_numbers, max_size=20).map(tuple),
     list[str]: st.lists(texts, max_size=5),
     Tensor: tensors(),
     Tensor | None: st.none() | tensors(),
@@ -127,9 +128,10 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
     """Moving a number, or a field, needs a new wire version."""
     values = {int: 5, float: 0.5, bool: True, str: "a", list[int]: [1], list[str]: ["b"], Tensor: torch.ones(2)}
     values[Tensor | None] = values[Tensor]
+    values[tuple[int, ...]] = (3, 4)
     frames = on_the_wire(kind(*(values[wanted] for wanted in field_types(kind))))
     described = values | {Tensor: ["float32", [2]], Tensor | None: ["float32", [2]]}
-    assert frames[0] == head(1, KINDS.index(kind), *(described[wanted] for wanted in field_types(kind)))
+    assert frames[0] == head(2, KINDS.index(kind), *(described[wanted] for wanted in field_types(kind)))
     assert all(frame == b"\x00\x00\x80\x3f" * 2 for frame in frames[1:])
 
 
@@ -201,54 +203,64 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
         [b"\xc1"],
         [b"hello"],
         [head()],
-        [head(1)],
+        [head(2)],
         [head(0, 6, 0, 0)],
-        [head(2, 6, 0, 0)],
-        [head("1", 6, 0, 0)],
+        [head(3, 6, 0, 0)],
+        [head("2", 6, 0, 0)],
         [head(None, 6, 0, 0)],
-        [head([1], 6, 0, 0)],
+        [head([2], 6, 0, 0)],
         [head(True, 6, 0, 0)],
-        [head(1.0, 6, 0, 0)],
-        [head(1, -1, 0, 0)],
-        [head(1, len(KINDS), 0, 0)],
-        [head(1, 2**63, 0, 0)],
-        [head(1, "6", 0, 0)],
-        [head(1, True, 0, 0)],
-        [head(1, 6.0, 0, 0)],
-        [head(1, 6)],
-        [head(1, 6, 0)],
-        [head(1, 6, 0, 0, 0)],
-        [head(1, 6, 0, 0), b""],
-        [head(1, 6, 0, 0) + b"\x00"],
-        [head(1, 6, 0, 0)[:-1]],
-        [head(1, 6, 0, True)],
-        [head(1, 6, 0, 0.0)],
-        [head(1, 6, 0, "0")],
-        [head(1, 6, 0, None)],
-        [head(1, 6, [0], 0)],
-        [head(1, 6, b"0", 0)],
-        [head(1, 6, {}, 0)],
-        [head(1, 6, {1: 2}, 0)],
-        [head(1, 6, msgpack.ExtType(1, b"x"), 0)],
-        [head(1, 6, msgpack.Timestamp(1), 0)],
+        [head(2.0, 6, 0, 0)],
+        [head(2, -1, 0, 0)],
+        [head(2, len(KINDS), 0, 0)],
+        [head(2, 2**63, 0, 0)],
+        [head(2, "6", 0, 0)],
+        [head(2, True, 0, 0)],
+        [head(2, 6.0, 0, 0)],
+        [head(2, 6)],
+        [head(2, 6, 0)],
+        [head(2, 6, 0, 0, 0)],
+        [head(2, 6, 0, 0), b""],
+        [head(2, 6, 0, 0) + b"\x00"],
+        [head(2, 6, 0, 0)[:-1]],
+        [head(2, 6, 0, True)],
+        [head(2, 6, 0, 0.0)],
+        [head(2, 6, 0, "0")],
+        [head(2, 6, 0, None)],
+        [head(2, 6, [0], 0)],
+        [head(2, 6, b"0", 0)],
+        [head(2, 6, {}, 0)],
+        [head(2, 6, {1: 2}, 0)],
+        [head(2, 6, msgpack.ExtType(1, b"x"), 0)],
+        [head(2, 6, msgpack.Timestamp(1), 0)],
         [msgpack.packb({1: 2})],
         [msgpack.packb(5)],
-        [head(1, 10, 0, 0, "x" * (2**16 + 1))],
-        [head(1, 10, 0, 0, b"bytes")],
-        [b"\x95\x01\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
-        [head(1, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False)],
-        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0)],
+        [head(2, 10, 0, 0, "x" * (2**16 + 1))],
+        [head(2, 10, 0, 0, b"bytes")],
+        [b"\x95\x02\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
+        [head(2, 2, 1, 1, 5, 6)],
+        [head(2, 2, 1, 1, 5, [6, 7.0])],
+        [head(2, 2, 1, 1, 5, [6, True])],
+        [head(2, 2, 1, 1, 5, [[6]])],
+        [head(2, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False, True)],
+        [head(2, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False, True)],
+        [head(2, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False, True)],
+        [head(2, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False, True)],
+        [head(2, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False, True)],
+        [head(2, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False, True)],
+        [head(2, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0, True)],
     ],
     ids=repr,
 )
 def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         decode(frames)
+
+
+def test_candidates_are_bounded() -> None:
+    assert decode([head(2, 2, 1, 1, 5, [6] * 2**20)]).token_ids == (6,) * 2**20
+    with pytest.raises(WireError, match="length"):
+        decode([head(2, 2, 1, 1, 5, [6] * (2**20 + 1))])
 
 
 @pytest.mark.parametrize(
@@ -280,13 +292,13 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
 )
 def test_tensors_that_do_not_fit_their_description_are_refused(description: object, frame: bytes) -> None:
     with pytest.raises(WireError):
-        decode([head(1, 1, 0, 0, 0, description), frame])
-    assert decode([head(1, 1, 0, 0, 0, ["float32", [2]]), bytes(8)]).hidden.tolist() == [0, 0]
+        decode([head(2, 1, 0, 0, 0, description), frame])
+    assert decode([head(2, 1, 0, 0, 0, ["float32", [2]]), bytes(8)]).hidden.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("num_frames", [1, 3])
 def test_a_tensor_needs_exactly_one_frame(num_frames: int) -> None:
-    frames = on_the_wire(HeadStart(1, 1, 1, 1, torch.ones(2)))
+    frames = on_the_wire(HeadStart(1, 1, 1, (1,), torch.ones(2)))
     with pytest.raises(WireError):
         decode((frames + frames[1:])[:num_frames])
 
@@ -300,7 +312,7 @@ def test_huge_declared_shapes_take_no_memory(shape: list[int], monkeypatch: pyte
 
     monkeypatch.setattr(messages.torch, "empty", allocate)
     with pytest.raises(WireError):
-        decode([head(1, 1, 0, 0, 0, ["float32", shape]), bytes(8)])
+        decode([head(2, 1, 0, 0, 0, ["float32", shape]), bytes(8)])
 
 
 @pytest.mark.parametrize(
@@ -346,7 +358,7 @@ def test_arbitrary_bytes_are_a_message_or_a_wire_error(frames: list[bytes]) -> N
 @example(1, [0, 0, 0, ["float32", [2**64 - 1]]], [b""])
 def test_arbitrary_fields_are_a_message_or_a_wire_error(kind: int, fields: list[object], rest: list[bytes]) -> None:
     with contextlib.suppress(WireError):
-        assert isinstance(decode([head(1, kind, *fields), *rest]), KINDS[kind])
+        assert isinstance(decode([head(2, kind, *fields), *rest]), KINDS[kind])
 
 
 @settings(max_examples=400, derandomize=True, deadline=None)
@@ -366,7 +378,9 @@ def test_damaged_messages_are_messages_or_wire_errors(message: Message, data: st
     assert arrived is not None
     for field, wanted in zip(dataclasses.fields(arrived), field_types(type(arrived)), strict=True):
         value = getattr(arrived, field.name)
-        assert isinstance(value, {float: (int, float), list[int]: list, list[str]: list}.get(wanted, wanted))
+        assert isinstance(
+            value, {float: (int, float), list[int]: list, tuple[int, ...]: tuple, list[str]: list}.get(wanted, wanted)
+        )
 
 
 def test_a_text_of_the_greatest_length_travels() -> None:

@@ -178,11 +178,11 @@ def test_a_late_sub_process_gets_another_chance():
             wish = machine.send(reply)
             position, reply = len(main.history) - 1, None
             if position != named:
-                named, reply = position, Candidate(1, begin.request, position, position)
+                named, reply = position, Candidate(1, begin.request, position, (position,))
             elif wish.patience and position not in waits:
                 waits.append(position)
                 if position > 10:
-                    reply = HeadStart(1, begin.request, position, position, VirtualHidden(1))
+                    reply = HeadStart(1, begin.request, position, (position,), VirtualHidden(1))
     winners = [message.winner for addresses, message in told if addresses == (CLIENT,) and isinstance(message, Token)]
     assert waits == [1, 2, 3, *range(32, 100)]
     assert winners == [MISS] * 31 + [1] * 68 + [NOT_ASKED]
