@@ -97,6 +97,28 @@ def test_compiled_layers_compute_what_the_librarys_do(model_folder: ModelFolder,
 
 
 @needs_compiler
+def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelFolder, kept: Path) -> None:
+    """With a window that rolls, on both sides of a step of the attended rows."""
+    stage, tokens = load_eager(model_folder("mistral")), (5, 9, 200)
+    code = {3: compile_layers(stage.model.config, stage.model.dtype, stage.model.device, 3)}
+    twin = Stage(stage.model, CompiledLayers(stage.model, code))
+    for position in (3, ATTENDED_ROWS - 1, ATTENDED_ROWS + 5):
+        for each in (stage, twin):
+            each.begin(position + 3)
+            each.run(0, 4, list(range(40, 40 + position)), 0)
+        expected = []
+        for token in tokens:
+            expected.append(stage.run(0, 4, [token], position))
+            stage.truncate(position)
+        got, theirs = twin.run_siblings(tokens, position), torch.cat(expected, dim=1)
+        assert torch.allclose(got, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+        stage.run(0, 4, [tokens[2]], position)
+        twin.keep_sibling(position, 2)
+        kept_entry, expected_entry = (each.export_entry(position, 4) for each in (twin, stage))
+        assert torch.allclose(kept_entry, expected_entry, rtol=1e-3, atol=1e-3 * float(expected_entry.abs().max()))
+
+
+@needs_compiler
 def test_bits_depend_neither_on_the_capacity_nor_on_dropped_tokens(model_folder: ModelFolder, kept: Path) -> None:
     stage = compiled_twin(load_eager(model_folder("llama")))
     expected = forced(stage, [0, 4])[1:4]

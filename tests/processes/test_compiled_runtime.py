@@ -57,6 +57,11 @@ def test_threads(model_folder, dtype):
     assert set(cache_folder().iterdir()) == made, "the stages share the code that ordinary decoding had compiled"
 
 
+def test_threads_with_fewer_workers_than_candidates(model_folder):
+    ordinary = OrdinaryDecoding(str(model_folder("llama", num_layers=5)), dtype="float32", compile=True)
+    check(ordinary, k=3, workers=1, exit_layer=3, transport="local")
+
+
 def test_ray(ray_node, model_folder):
     folder = str(model_folder("llama", num_layers=5))
     check(OrdinaryDecoding(folder, compile=True, dtype="float32"), k=2, exit_layer=3)
