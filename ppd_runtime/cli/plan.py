@@ -1,4 +1,4 @@
-"""`ppd plan`: whether pipelined decoding pays here, and with which exit layer and k."""
+"""`ppd plan`: whether pipelined decoding pays here, and with which exit layer, k and number of workers."""
 
 import os
 from pathlib import Path
@@ -32,6 +32,13 @@ def plan(
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Decoder layers, where the match rates' file lacks them.")] = None,
     k: Annotated[str | None, typer.Option(help="Candidates to plan with, such as 1,3; default: all that fit.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="Sub-processes to plan with, such as 1,2; default: all that fit, up to k.")
+    ] = None,
+    width: Annotated[
+        list[str] | None,
+        typer.Option(help="N:FACTOR, a pass over N candidates in passes over one; may be given again."),
+    ] = None,
     layer_ms: Annotated[float | None, typer.Option(help=f"Time of a layer, {_TIME}")] = None,
     head_ms: Annotated[float | None, typer.Option(help=f"Time of the final head, {_TIME}")] = None,
     exit_head_ms: Annotated[float | None, typer.Option(help=f"Time of an exit head, {_TIME}")] = None,
@@ -54,7 +61,7 @@ def plan(
     device: options.Device = "auto",
     threads: options.Threads = 1,
 ) -> None:
-    """Rank exit layers and k by predicted time per token, beside ordinary decoding and tensor parallelism.
+    """Rank exit layers, k and workers by predicted time per token, beside ordinary decoding and tensor parallelism.
 
     What is not given is measured here. With --match-rates and either --calibration or all four times nothing is, and
     the answer comes at once.
@@ -64,7 +71,7 @@ def plan(
         from ppd_runtime.cost_model.planner import check_request
         from ppd_runtime.cost_model.planning import Given, Subject, plan_with
         from ppd_runtime.cost_model.report import plan_data, write_page, write_plan
-        from ppd_runtime.cost_model.tradeoff import parse_list
+        from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 
         for path in (json_file, html):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -73,7 +80,9 @@ def plan(
         check_request(max_devices, tensor_parallel_efficiency)
         times = {"layer_ms": layer_ms, "head_ms": head_ms, "exit_head_ms": exit_head_ms, "hop_ms": hop_ms}
         ks = None if k is None else parse_list("--k", k, int)
-        given = Given(match_rates, calibration, layers, ks, times)
+        counts = None if workers is None else parse_list("--workers", workers, int)
+        widths = parse_factors("--width", width or ())
+        given = Given(match_rates, calibration, layers, ks, times, counts, widths)
         sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
         planned = plan_with(
             given,

@@ -16,12 +16,16 @@ def simulate(
     layers: Annotated[int, typer.Option(help="Decoder layers of the model.")] = 40,
     exit_layer: Annotated[int, typer.Option(help="Predict early after this layer.")] = 20,
     k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
+    workers: Annotated[int | None, typer.Option(help="Sub-processes, at most k; default: k.")] = None,
     match_rate: Annotated[float, typer.Option(help="How often a candidate is right.")] = 0.6837,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     layer_ms: Annotated[float, typer.Option(help="Time of a layer.")] = 1.0,
     head_ms: Annotated[float, typer.Option(help="Time of the final head.")] = 0.0,
     exit_head_ms: Annotated[float, typer.Option(help="Time of an exit head.")] = 0.0,
     hop_ms: Annotated[float, typer.Option(help="Time of a message between two processes.")] = 0.0,
+    width: Annotated[
+        float, typer.Option(help="With fewer workers than k: a pass over a worker's candidates, in passes over one.")
+    ] = 1.0,
     jitter: Annotated[
         float, typer.Option(help="Deviation of the random factor on each layer's time; 0.1: 10 %.")
     ] = 0.0,
@@ -37,18 +41,20 @@ def simulate(
 ) -> None:
     """Simulate generations whose candidates are right at random, and set the mean beside Theorem 4.1's prediction."""
     with one_line_errors():
-        from ppd_runtime.cost_model.simulate import Setting, parse_factors, predict, simulate_runs, summarise
+        from ppd_runtime.cost_model.simulate import Setting, predict, simulate_runs, summarise
         from ppd_runtime.cost_model.theory import Times
+        from ppd_runtime.cost_model.tradeoff import parse_factors
 
         setting = Setting(
             num_layers=layers,
             exit_layer=exit_layer,
             k=k,
             num_new_tokens=tokens,
-            times=Times(layer_ms, head_ms, exit_head_ms, hop_ms),
+            times=Times(layer_ms, head_ms, exit_head_ms, hop_ms, width),
             jitter=jitter,
             slow=parse_factors("--slow", slow or ()),
             slow_links=parse_factors("--slow-link", slow_link or ()),
+            workers=workers,
         )
         predicted = predict(setting, match_rate)
         simulated = summarise(setting, simulate_runs(setting, match_rate, runs, seed))

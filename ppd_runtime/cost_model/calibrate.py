@@ -6,25 +6,21 @@ transport. The parts are timed inside that decoding, in turn, so that caches are
 
 import contextlib
 import itertools
-import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.calibration import Calibration
-from ppd_runtime.cost_model.partner import PartnerSpec
-from ppd_runtime.launching import Progress, assign_cores, import_environment
+from ppd_runtime.cost_model.partner import PartnerProcess, PartnerSpec
+from ppd_runtime.launching import Progress, assign_cores
 from ppd_runtime.models.exit_heads import SharedHead
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, ExitState, HeadStart, Shutdown, Token
@@ -38,6 +34,7 @@ _ECHO, _REQUEST = 1, 1
 _ANSWER_DEADLINE_S = 5.0
 _LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_S = 2, 12, 6.0
 _CONTENTION_ROUNDS = 3
+_WIDTH_ROUNDS, _WIDTH_PASSES = 3, 7
 _BEGINNING_S = 0.05
 
 
@@ -53,6 +50,8 @@ class Conditions:
     """Prompts to decode after, in turn, as token ids."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are chosen, and how many: attention costs more behind longer texts."""
+    siblings: Sequence[int] = ()
+    """Numbers of candidates, 2 or more, that a worker runs as one pass."""
 
 
 class Calibrator:
@@ -80,7 +79,7 @@ class Calibrator:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ppd-"))
             main_cores, *other_cores = self._cores()
             self._partners = [
-                stack.enter_context(_PartnerProcess(self._spec(rank, cores, folder)))
+                stack.enter_context(PartnerProcess(self._spec(rank, cores, folder)))
                 for rank, cores in enumerate(other_cores, start=1)
             ]
             self._main_cores = main_cores
@@ -103,6 +102,7 @@ class Calibrator:
             with self._echoing():
                 texts = self._texts()
             half_ms, contention = self._half_pass()
+            widths = self._widths()
         times = self._decoder.times(texts)
         half = self._decoder.upper_layers * times["layer_ms"]
         return Calibration(
@@ -110,6 +110,7 @@ class Calibrator:
             contention=contention,
             half_factor=max(0.0, half_ms - times["pass_ms"]) / half,
             parallel_speedups=self._parallel_speedups(),
+            widths=widths,
             machine=f"{platform.machine()}, {os.cpu_count()} cores, {self._ordinary.stage.device.type}",
         )
 
@@ -163,6 +164,12 @@ class Calibrator:
                 with self._working(alone[-1] * (1.2 * self._conditions.sampling.max_new_tokens) + 0.2):
                     ratios.append(self._decoder.upper_text(prompt) / alone[-1])
         return 1000 * statistics.median(alone[1:]), max(1.0, statistics.median(ratios[1:])) if shares else 1.0
+
+    def _widths(self) -> dict[int, float]:
+        """What passes over several candidates at one position take, in passes over one, by their number."""
+        texts = itertools.islice(itertools.cycle(self._conditions.prompts), _WIDTH_ROUNDS + 1)
+        rounds = [self._decoder.widths(prompt) for prompt in texts] if self._conditions.siblings else []
+        return {n: max(1.0, statistics.median(one[n] for one in rounds[1:])) for n in self._conditions.siblings}
 
     @contextlib.contextmanager
     def _working(self, seconds: float) -> Iterator[None]:
@@ -231,6 +238,20 @@ class _TimedDecoder:
         for position in range(len(prompt), len(prompt) + num_new):
             self._stage.run(half, self._num_layers, hidden, position)
         return (time.perf_counter() - began) / num_new
+
+    def widths(self, prompt: Sequence[int]) -> dict[int, float]:
+        """What passes over so many candidates take, in passes over one, each the first to go on behind the prompt."""
+        stage, siblings, length = self._stage, self._conditions.siblings, len(prompt)
+        stage.begin(length + max(siblings))
+        stage.run(0, self._num_layers, list(prompt), 0)
+        self._times = defaultdict(list)
+        for n in [1, *siblings] * _WIDTH_PASSES:
+            with self._timed(str(n)):
+                stage.run_siblings(range(n), length)
+                stage.keep_sibling(length, n - 1)
+            stage.truncate(length)
+        usual = {n: statistics.median(self._times[str(n)]) for n in (1, *siblings)}
+        return {n: usual[n] / usual[1] for n in siblings}
 
     def all_steps(self) -> list[_Step]:
         """Every way of running a token."""
@@ -337,45 +358,6 @@ class _TimedDecoder:
 def _over_texts(texts: Sequence[_Times], average: Callable[[list[float]], float]) -> dict[str, float]:
     """Milliseconds by name: the median over the texts of each one's average."""
     return {name: 1000 * statistics.median(average(text[name]) for text in texts) for name in texts[0]}
-
-
-class _PartnerProcess:
-    """A running partner; commands go in, answers come out, in JSON lines."""
-
-    def __init__(self, spec: PartnerSpec) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
-        command = [sys.executable, "-m", "ppd_runtime.cost_model.partner", spec.to_json()]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=import_environment(),
-        )
-
-    def __enter__(self) -> "_PartnerProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-    def ask(self, *command: object) -> None:
-        """Give a command."""
-        if self._process.stdin:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-
-    def wait(self) -> Any:
-        """The answer to the oldest command without one."""
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
-            self._errors.seek(0)
-            words = [line for line in self._errors.read().splitlines() if line.strip()] or ["no last words"]
-            raise RuntimeError(f"a process to measure with ended: {words[-1]}")
-        return json.loads(line)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What the parts of a token cost on a machine: measured by `calibrate`, given by hand, or read from a file."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -41,6 +42,8 @@ class Calibration:
     """Ordinary decoding's measured speed-up on several devices, by their number."""
     machine: str = ""
     """Where the times are from, for people."""
+    widths: Mapping[int, float] = field(default_factory=dict)
+    """A layer's pass over several candidates at one position, in passes over one, by their number."""
 
     def __post_init__(self) -> None:
         for name in time_names():
@@ -52,6 +55,20 @@ class Calibration:
         for devices, speedup in self.parallel_speedups.items():
             check_whole("devices", devices, 2)
             check_number(f"speed-up on {devices} devices", speedup)
+        for candidates, width in self.widths.items():
+            check_whole("candidates", candidates, 2)
+            check_number(f"width of {candidates} candidates", width, 1.0)
+
+    def width(self, candidates: int) -> float:
+        """A pass over so many candidates, in passes over one: linear between and behind the known ones, never below 1.
+
+        Where none is known it is 1, as where memory traffic is all that counts.
+        """
+        pieces = list(itertools.pairwise(sorted({1: 1.0, **self.widths}.items())))
+        if not pieces:
+            return 1.0
+        (low, from_width), (high, to_width) = next((p for p in pieces if p[1][0] >= candidates), pieces[-1])
+        return max(1.0, from_width + (to_width - from_width) * (candidates - low) / (high - low))
 
     def with_times(self, **given: float | None) -> "Calibration":
         """The same with the times that are given in place of its own; None leaves one as it is."""
@@ -73,7 +90,8 @@ def read_calibration(path: Path) -> Calibration:
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         row = dict(whole.get("calibration", whole))
-        row["parallel_speedups"] = {int(n): speedup for n, speedup in row.get("parallel_speedups", {}).items()}
+        for name in ("parallel_speedups", "widths"):
+            row[name] = {int(n): factor for n, factor in row.get(name, {}).items()}
         return Calibration(**row)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a calibration that `ppd plan --json` wrote") from error

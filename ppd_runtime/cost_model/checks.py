@@ -12,6 +12,14 @@ def check_whole(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
 
 
+def check_workers(k: int, workers: int | None) -> None:
+    """Sub-processes for k candidates: None, or 1 to k."""
+    if workers is not None:
+        check_whole("workers", workers, 1)
+        if workers > k:
+            raise ValueError(f"workers={workers} with k={k}: a worker needs a candidate, give {k} or fewer")
+
+
 def check_share(name: str, value: float) -> None:
     """A number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:

@@ -59,14 +59,16 @@ class Measurement:
         table = {(layer, k): rates.rate(layer, k) for layer in setting.exit_layers for k in setting.ks}
         return MatchRates(f"{len(texts)} prompts, {rates.comparisons} tokens", table, self.num_layers)
 
-    def calibrate(self, max_devices: int, k: int, progress: Progress = lambda line: None) -> Calibration:
-        """The times of this machine's parts of a token."""
-        with Calibrator(self.ordinary, self.conditions(max_devices, k), progress) as calibrator:
+    def calibrate(
+        self, max_devices: int, k: int, siblings: Sequence[int] = (), progress: Progress = lambda line: None
+    ) -> Calibration:
+        """The times of this machine's parts of a token, and of passes over so many `siblings`."""
+        with Calibrator(self.ordinary, self.conditions(max_devices, k, siblings), progress) as calibrator:
             return calibrator.measure()
 
-    def conditions(self, max_devices: int, k: int) -> Conditions:
+    def conditions(self, max_devices: int, k: int, siblings: Sequence[int] = ()) -> Conditions:
         """How to calibrate: the same prompts, sampling and text length."""
-        return Conditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True))
+        return Conditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True), siblings)
 
     def _fitting(self, texts: Sequence[str]) -> list[list[int]]:
         most, new = self.ordinary.info.max_positions, self.sampling.max_new_tokens

@@ -7,14 +7,18 @@ or measures ordinary decoding on several cores, and answers each command with a 
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from ppd_runtime.launching import import_environment
 from ppd_runtime.models.loading import describe, load_layers
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.pipeline.messages import MAIN, ExitState, HeadStart, Shutdown
@@ -104,6 +108,45 @@ class Partner:
         token = int(stage.logits(stage.run(0, stage.num_layers, prompt, 0)).argmax())
         for position in range(len(prompt), len(prompt) + _SPEED_UP_TOKENS):
             token = int(stage.logits(stage.run(0, stage.num_layers, [token], position)).argmax())
+
+
+class PartnerProcess:
+    """A running partner; commands go in, answers come out, in JSON lines."""
+
+    def __init__(self, spec: PartnerSpec) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
+        command = [sys.executable, "-m", "ppd_runtime.cost_model.partner", spec.to_json()]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=import_environment(),
+        )
+
+    def __enter__(self) -> "PartnerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def ask(self, *command: object) -> None:
+        """Give a command."""
+        if self._process.stdin:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+
+    def wait(self) -> Any:
+        """The answer to the oldest command without one."""
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            self._errors.seek(0)
+            words = [line for line in self._errors.read().splitlines() if line.strip()] or ["no last words"]
+            raise RuntimeError(f"a process to measure with ended: {words[-1]}")
+        return json.loads(line)
 
 
 def main() -> None:

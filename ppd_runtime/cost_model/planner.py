@@ -1,7 +1,8 @@
 """Times and match rates → exit layer × k ranked by predicted time per token, beside the honest alternatives.
 
-Everything here is arithmetic: no torch, no clock. A device holds one process: the main process and k sub-processes
-need k + 1. Times are for a token after the first, whose pass over the prompt every way of decoding has in common.
+Everything here is arithmetic: no torch, no clock. A device holds one process: the main process and W sub-processes
+need W + 1, and with W < k a sub-process runs its several candidates as one pass. Times are for a token after the first,
+whose pass over the prompt every way of decoding has in common.
 """
 
 import math
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ppd_runtime.cost_model.calibration import Calibration
-from ppd_runtime.cost_model.checks import check_layers, check_share, check_whole
+from ppd_runtime.cost_model.checks import check_layers, check_share, check_whole, check_workers
 from ppd_runtime.cost_model.tradeoff import Rates
 
 WORTH_IT = 1.05
@@ -49,7 +50,7 @@ class Plan:
     exit_layer: int
     k: int
     workers: int
-    """Sub-processes: one for each candidate."""
+    """Sub-processes; with fewer than k, the first has ⌈k / workers⌉ of the candidates."""
     devices: int
     match_rate: float
     time: TokenTime
@@ -97,8 +98,11 @@ def rank(
     rates: Rates,
     max_devices: int,
     efficiency: float | None = None,
+    workers: Sequence[int] | None = None,
 ) -> Ranking:
-    """Rank every (exit layer, k) of `rates` that fits within `max_devices`.
+    """Rank every (exit layer, k) of `rates` on every number of workers that fits within `max_devices`.
+
+    `workers` holds the numbers to consider; None is 1 to k, or k alone where the calibration knows of no widths.
 
     `efficiency` is tensor parallelism's speed-up over its number of devices, in (0, 1], whatever that is; None takes
     what was measured, else the published figures.
@@ -108,16 +112,18 @@ def rank(
     """
     check_request(max_devices, efficiency)
     plans = [
-        plan(num_layers, exit_layer, k, rate, calibration)
+        plan(num_layers, exit_layer, k, rate, calibration, count)
         for (exit_layer, k), rate in rates.items()
-        if k + 1 <= max_devices
+        for count in worker_counts(k, calibration, workers)
+        if count + 1 <= max_devices
     ]
     plans.sort(key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
     counts = sorted({row.devices for row in plans} | ({max_devices} - {1}))
     ordinary = _ordinary(num_layers, calibration)
     parallel = tuple(_parallel(ordinary, devices, calibration.parallel_speedups, efficiency) for devices in counts)
     gains = bool(plans) and plans[0].speedup >= WORTH_IT
-    verdict = _verdict(plans, parallel, rates, max_devices, calibration)
+    least = 1 + min(min(worker_counts(k, calibration, workers), default=k) for _, k in rates)
+    verdict = _verdict(plans, parallel, least, max_devices, calibration)
     return Ranking(num_layers, max_devices, tuple(plans), ordinary, parallel, gains, verdict)
 
 
@@ -130,15 +136,32 @@ def check_request(max_devices: int, efficiency: float | None) -> None:
             raise ValueError("tensor_parallel_efficiency=0: give a number above 0, at most 1")
 
 
-def plan(num_layers: int, exit_layer: int, k: int, match_rate: float, calibration: Calibration) -> Plan:
-    """What is predicted for one setting."""
-    time = token_time(num_layers, exit_layer, k, match_rate, calibration)
+def worker_counts(k: int, calibration: Calibration, asked: Sequence[int] | None) -> list[int]:
+    """The numbers of workers to consider for k candidates."""
+    if asked is not None:
+        return [count for count in asked if count <= k]
+    return list(range(1, k + 1)) if calibration.widths else [k]
+
+
+def plan(
+    num_layers: int,
+    exit_layer: int,
+    k: int,
+    match_rate: float,
+    calibration: Calibration,
+    workers: int | None = None,
+) -> Plan:
+    """What is predicted for one setting; without `workers` there is one for each candidate."""
+    check_workers(k, workers)
+    workers = workers or k
+    width = calibration.width(math.ceil(k / workers))
+    time = token_time(num_layers, exit_layer, workers, match_rate, calibration, width)
     saved = (num_layers - exit_layer) * match_rate
     return Plan(
         exit_layer=exit_layer,
         k=k,
-        workers=k,
-        devices=k + 1,
+        workers=workers,
+        devices=workers + 1,
         match_rate=match_rate,
         time=time,
         ms_per_token=time.total,
@@ -164,8 +187,12 @@ def compute_per_token(num_layers: int, exit_layer: int, k: int, match_rate: floa
     return 1 + early * (k - match_rate + k * (1 - match_rate)) / num_layers
 
 
-def token_time(num_layers: int, exit_layer: int, k: int, match_rate: float, calibration: Calibration) -> TokenTime:
+def token_time(
+    num_layers: int, exit_layer: int, workers: int, match_rate: float, calibration: Calibration, width: float = 1.0
+) -> TokenTime:
     """The expected time of a token after the first, by what it is spent on.
+
+    `width` is what a sub-process' pass over its candidates takes, in passes over one.
 
     A hit and a miss differ in the layers that the main process runs: d̄ and d. The d − d̄ layers behind the exit run
     beside the sub-processes' candidates, and after a miss the first d − d̄ layers run beside their catching up.
@@ -173,40 +200,48 @@ def token_time(num_layers: int, exit_layer: int, k: int, match_rate: float, cali
     `theory.hit_time` and `theory.miss_time`.
     """
     check_layers(num_layers, exit_layer)
-    check_whole("k", k, 1)
+    check_whole("workers", workers, 1)
     check_share("match_rate", match_rate)
     early, between = num_layers - exit_layer, 2 * exit_layer - num_layers
     shared_layers = early * (2 - match_rate)
     # Hits run the last d̄ layers only, which half_factor knows for d̄ = d/2.
     hit_layers = exit_layer * (1 - (1 - calibration.half_factor) * 2 * early / num_layers)
-    # A hit that begins at the exit layer has its hidden state sent with the token: one pass and k messages fewer.
+    # A hit that begins at the exit layer has its hidden state sent with the token: one pass and W messages fewer.
     merged = match_rate if between == 0 else 0.0
     return TokenTime(
         layers=(match_rate * hit_layers + (1 - match_rate) * num_layers) * calibration.layer_ms,
         head=calibration.head_ms,
         contention=shared_layers * calibration.layer_ms * (calibration.contention - 1),
         passes=(2 - merged) * calibration.pass_ms,
-        messages=(4 - merged) * k * calibration.message_ms,
+        messages=(4 - merged) * workers * calibration.message_ms,
         entries=match_rate * (1 - match_rate) * calibration.import_ms,
-        waiting=match_rate * _waiting(k, merged, early, calibration),
+        waiting=_waiting(early, between, workers, match_rate, calibration, width),
     )
 
 
-def _waiting(k: int, merged: float, early: int, times: Calibration) -> float:
-    """What the main process waits for an early start that is right: two hops and the exit head beside its own head.
+def _waiting(early: int, between: int, workers: int, match_rate: float, times: Calibration, width: float) -> float:
+    """What the main process waits for early starts that are right: two hops and the exit head beside its own head.
 
     At half depth, `merged` of the hits follow another hit: the winner's entries leave between the exit head and the
     candidate's layers, and other sub-processes need them before those. A start that comes later than the main process
     would take for its `early` layers is a miss, and costs those.
+
+    A pass over several candidates takes longer than the main process' `early` layers. After a miss it ends late too;
+    what the layers between do not make up for, the next one begins late, by so much more for each miss: (1 − p) / p of
+    them before a hit.
     """
     most = early * times.layer_ms * times.contention
-    meanwhile = times.head_ms + 2 * k * times.message_ms
+    wider = (width - 1) * most
+    meanwhile = times.head_ms + 2 * workers * times.message_ms
     start = times.exit_head_ms + times.message_ms
     shipping = times.export_ms + times.message_ms
-    after_hit = start + shipping if k == 1 else max(start + shipping, times.hop_ms + shipping)
-    waits = (min(most, max(0.0, 2 * times.hop_ms + work - meanwhile)) for work in (start, after_hit))
+    after_hit = start + shipping if workers == 1 else max(start + shipping, times.hop_ms + shipping)
+    waits = (min(most, max(0.0, 2 * times.hop_ms + work + wider - meanwhile)) for work in (start, after_hit))
     alone, following = waits
-    return (1 - merged) * alone + merged * following
+    merged = match_rate if between == 0 else 0.0
+    late = max(0.0, wider - max(0.0, times.head_ms + between * times.layer_ms - times.exit_head_ms))
+    waited = match_rate * ((1 - merged) * alone + merged * following) + (1 - match_rate) * late
+    return min(match_rate * most, waited)
 
 
 def parallel_efficiency(devices: int) -> tuple[float, str]:
@@ -244,15 +279,15 @@ def _parallel(
 def _verdict(
     plans: Sequence[Plan],
     parallel: Sequence[Alternative],
-    rates: Rates,
+    least: int,
     max_devices: int,
     calibration: Calibration,
 ) -> str:
     if not plans:
-        least = 1 + min(k for _, k in rates)
         return f"don't: a main process and its sub-processes need at least {least} devices, there is {max_devices}"
     best = plans[0]
-    setting = f"exit layer {best.exit_layer} with k={best.k} on {best.devices} devices"
+    fewer = f", workers={best.workers}" if best.workers < best.k else ""
+    setting = f"exit layer {best.exit_layer} with k={best.k}{fewer} on {best.devices} devices"
     if best.speedup >= WORTH_IT:
         text = f"{setting}: {best.ms_per_token:.3g} ms a token, {best.speedup:.2f} times ordinary decoding's speed"
     else:
@@ -269,7 +304,7 @@ def _reason(best: Plan, calibration: Calibration) -> str:
         )
     time = best.time
     costs = {
-        f"waiting for early starts (a hop takes {calibration.hop_ms:.3g} ms)": time.waiting,
+        _waiting_for(best, calibration): time.waiting,
         f"sending and taking in messages ({calibration.message_ms:.3g} ms each)": time.messages,
         f"the devices slowing each other down ({calibration.contention - 1:.0%})": time.contention,
         "running the layers in two parts": time.passes - calibration.pass_ms,
@@ -280,6 +315,14 @@ def _reason(best: Plan, calibration: Calibration) -> str:
         f"the match rate of {best.match_rate:.2f} would allow {best.ideal_speedup:.2f} times, but {what} "
         f"costs {costs[what]:.3g} ms a token beside {calibration.layer_ms:.3g} ms a layer"
     )
+
+
+def _waiting_for(best: Plan, calibration: Calibration) -> str:
+    width = calibration.width(math.ceil(best.k / best.workers))
+    why = f"a hop takes {calibration.hop_ms:.3g} ms"
+    if width > 1:
+        why += f", a pass over a worker's candidates {width:.2f} times one over one"
+    return f"waiting for early starts ({why})"
 
 
 def _beside(best: Plan, parallel: Sequence[Alternative]) -> str:

@@ -3,9 +3,10 @@
 Only measuring needs the model and torch: they are imported when it comes to that.
 """
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ppd_runtime.cost_model.measured import Measurement
 
 Progress = Callable[[str], None]
-_MOST_KS = 8
+_USUAL_KS, _MOST_KS = 5, 8
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,16 @@ class Given:
     """Numbers of candidates to plan with; None is all that there are rates for, or that fit."""
     times_ms: Mapping[str, float | None]
     """Times that take the place of measured ones, by their name in a `Calibration`; None gives none."""
+    workers: Sequence[int] | None = None
+    """Numbers of workers to plan with; None is all that fit."""
+    widths: Mapping[int, float] = field(default_factory=dict)
+    """Passes over several candidates, in passes over one, in place of measured ones; see `Calibration.widths`."""
 
     def __post_init__(self) -> None:
         for k in self.ks or ():
             check_whole("k", k, 1)
+        for count in self.workers or ():
+            check_whole("workers", count, 1)
         for name, time in self.times_ms.items():
             if time is not None:
                 check_number(name, time)
@@ -50,6 +57,12 @@ class Given:
     def all_times(self) -> bool:
         """Whether nothing is left to calibrate."""
         return self.calibration is not None or None not in self.times_ms.values()
+
+    def shares(self, ks: Iterable[int], max_devices: int) -> list[int]:
+        """How many candidates, 2 or more, a worker may have in what there is to plan with."""
+        fitting = [(k, min(k, max_devices - 1)) for k in ks]
+        layouts = [(k, w) for k, most in fitting for w in self.workers or range(1, most + 1) if w <= most]
+        return sorted({math.ceil(k / count) for k, count in layouts if count < k})
 
 
 @dataclass(frozen=True)
@@ -105,19 +118,31 @@ def plan_with(
         times = Calibration(layer_ms=1.0)
     num_layers = _num_layers(known, given, subject, measures=times is None)
     rates, notes = _chosen(known, num_layers, given.ks) if known else (None, [])
+    ks = given.ks or range(1, min(max(_USUAL_KS, max_devices - 1), _MOST_KS) + 1)
+    shares = given.shares({k for _, k in rates.rates} if rates else ks, max_devices)
+    if times is not None:
+        times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
+        _check_widths(given, times, shares)
     if rates is None:
-        ks = given.ks or range(1, min(max(2, max_devices) - 1, _MOST_KS) + 1)
         rates = subject.measurement.match_rates(ks, progress)
     else:
         notes.append(f"match rates from {rates.source}, which may hold texts' first tokens too")
     if times is None:
-        most = max((k for _, k in rates.rates if k < max_devices), default=1)
-        times = subject.measurement.calibrate(max_devices, most, progress)
+        times = subject.measurement.calibrate(max_devices, max(k for _, k in rates.rates), shares, progress)
+        times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
         if not times.machine.endswith("cuda") and max_devices > (os.cpu_count() or 1):
             notes.append(f"this machine has {os.cpu_count()} cores: the plan is for {max_devices} devices like them")
     progress("")
-    times = times.with_times(**given.times_ms)
-    return Planned(rank(num_layers, times, rates.rates, max_devices, efficiency), times, rates, notes)
+    ranking = rank(num_layers, times, rates.rates, max_devices, efficiency, given.workers)
+    return Planned(ranking, times, rates, notes)
+
+
+def _check_widths(given: Given, times: Calibration, shares: Sequence[int]) -> None:
+    """Refuse a wish for fewer workers where nobody knows what their passes take."""
+    if given.workers is not None and shares and not times.widths:
+        asked = ",".join(map(str, given.workers))
+        way_out = f"give --width {shares[-1]}:FACTOR, or leave the times out to have it measured"
+        raise ValueError(f"--workers {asked}: nothing says what a pass over {shares[-1]} candidates takes; {way_out}")
 
 
 def _num_layers(known: MatchRates | None, given: Given, subject: Subject, measures: bool) -> int:

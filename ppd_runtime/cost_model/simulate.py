@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.checks import check_layers, check_number, check_share, check_whole
+from ppd_runtime.cost_model.checks import check_layers, check_number, check_share, check_whole, check_workers
 from ppd_runtime.cost_model.theory import (
     Times,
     expected_compute,
@@ -50,11 +50,32 @@ class Setting:
     """Factor on all work of a process, by rank; 0 is the main process."""
     slow_links: Mapping[int, float] = field(default_factory=dict)
     """Factor on the hop of messages from or to a process, by rank."""
+    workers: int | None = None
+    """Sub-processes, at most k; None is one for each candidate."""
+
+    @property
+    def num_subs(self) -> int:
+        """Sub-processes that there are."""
+        return self.k if self.workers is None else self.workers
+
+    def candidates_of(self, rank: int) -> int:
+        """Candidates of the sub-process of this rank, 1 to `num_subs`."""
+        return len(range(rank, self.k + 1, self.num_subs))
+
+    def width_of(self, rank: int) -> float:
+        """What its pass over them takes, in passes over one: `times.width` for the most that a sub-process has."""
+        own, most = self.candidates_of(rank), self.candidates_of(1)
+        return 1 + (self.times.width - 1) * (own - 1) / (most - 1) if own > 1 else 1.0
 
     def __post_init__(self) -> None:
         check_layers(self.num_layers, self.exit_layer)
         check_whole("k", self.k, 1)
         check_whole("num_new_tokens", self.num_new_tokens, 1)
+        check_workers(self.k, self.workers)
+        if self.times.width != 1 and self.num_subs == self.k:
+            raise ValueError(
+                f"width={self.times.width} with a worker for each of {self.k} candidates: give fewer workers"
+            )
         check_number("jitter", self.jitter)
         if not self.times.layer:
             raise ValueError("layer=0: a simulation needs layers that take time; give a number above 0")
@@ -63,8 +84,9 @@ class Setting:
 
     def _check_factors(self, factors: Mapping[int, float]) -> None:
         for rank, factor in factors.items():
-            if not 0 <= rank <= self.k:
-                raise ValueError(f"rank={rank}: with k={self.k} choose 0 (the main process) to {self.k}")
+            if not 0 <= rank <= self.num_subs:
+                layout = f"k={self.k}" if self.workers is None else f"workers={self.workers}"
+                raise ValueError(f"rank={rank}: with {layout} choose 0 (the main process) to {self.num_subs}")
             check_number(f"factor of rank {rank}", factor)
             if factor == 0:
                 raise ValueError(f"factor of rank {rank}=0: give a number above 0; 1 changes nothing")
@@ -84,7 +106,7 @@ class Simulated:
     main_recomputed_layer_passes: int
     """For entries that no sub-process delivered in time."""
     sub_layer_passes: tuple[int, ...]
-    """Of each sub-process, for candidates; Theorem 4.1 counts d − d̄ for the last token too, which needs none."""
+    """Of each sub-process, d − d̄ for each candidate; Theorem 4.1 counts the last token's too, which needs none."""
     sub_coherence_layer_passes: tuple[int, ...]
     """Of each sub-process, for the prompt and after misses; Theorem 4.1 leaves them out."""
     stall_time: float
@@ -144,7 +166,7 @@ def simulate(setting: Setting, winners: Sequence[int], seed: int = 0) -> Simulat
     _check_winners(setting, winners)
     network = VirtualNetwork(setting.times.hop, setting.slow_links)
     main = _add_main(network, setting, seed)
-    subs = [_add_sub(network, setting, rank, winners, seed) for rank in range(1, setting.k + 1)]
+    subs = [_add_sub(network, setting, rank, winners, seed) for rank in _ranks(setting)]
     network.run()
     return _result(network, main, subs)
 
@@ -201,18 +223,6 @@ def predict(setting: Setting, match_rate: float) -> Prediction:
     )
 
 
-def parse_factors(name: str, texts: Sequence[str]) -> dict[int, float]:
-    """Factors by rank from texts of the form RANK:FACTOR; raises ValueError naming what has another form."""
-    factors = {}
-    for text in texts:
-        rank, _, factor = text.partition(":")
-        try:
-            factors[int(rank)] = float(factor)
-        except ValueError:
-            raise ValueError(f"{name}={text!r}: give RANK:FACTOR, such as 1:1.5") from None
-    return factors
-
-
 def _ordinary_time_per_token(setting: Setting) -> float:
     return ordinary_time(setting.num_layers, 1, setting.times)
 
@@ -238,7 +248,7 @@ def _add_main(network: VirtualNetwork, setting: Setting, seed: int) -> MainProce
 def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequence[int], seed: int) -> SubProcess:
     clock = _clock(setting, rank, seed)
     clock.now = network.hop_between(MAIN, rank)  # it begins when the request reaches it
-    stage = VirtualStage(clock, setting.num_layers - setting.exit_layer)
+    stage = VirtualStage(clock, setting.num_layers - setting.exit_layer, width=setting.width_of(rank))
     head = VirtualExitHead(clock, setting.times.exit_head, winners)
     sub = SubProcess(stage, head, rank, _ranks(setting), setting.k, partial(network.send, rank), _begin(setting))
     network.processes[rank] = VirtualProcess(clock, sub.serve())
@@ -251,7 +261,7 @@ def _clock(setting: Setting, rank: int, seed: int) -> Clock:
 
 
 def _ranks(setting: Setting) -> range:
-    return range(1, setting.k + 1)
+    return range(1, setting.num_subs + 1)
 
 
 def _begin(setting: Setting) -> Begin:

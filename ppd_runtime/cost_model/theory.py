@@ -136,10 +136,12 @@ class Times:
     """σ: naming the candidates."""
     hop: float = 0.0
     """c: a message from one process to another."""
+    width: float = 1.0
+    """w: a sub-process' pass over its candidates, in passes over one; 1 where memory traffic is all that counts."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_number(field.name, getattr(self, field.name))
+            check_number(field.name, getattr(self, field.name), least=1.0 if field.name == "width" else 0.0)
 
 
 def miss_time(num_layers: int, times: Times) -> float:
@@ -149,18 +151,20 @@ def miss_time(num_layers: int, times: Times) -> float:
 
 
 def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
-    """Time from one token to the next after a hit: `d̄·τ + λ + max(0, 2c + σ − λ)`, in `times`' unit.
+    """Time from one token to the next after a hit, in `times`' unit: `d̄·τ + λ + max(0, 2c + σ + (w − 1)(d − d̄)τ − λ)`.
 
     The early start leaves the main process behind the exit layer and comes back two hops, an exit head and d − d̄
     layers later; the main process has its own d − d̄ layers and head to do until then.
 
     Exact while hops and exit heads are short beside the layers: the winner's entries reach the other sub-processes
-    before they need them (k = 1, or c < (2d̄ − d)τ, or c ≤ σ where d̄ = d/2), a sub-process is back in step one token
-    after a miss (σ ≤ λ + (2d̄ − d)τ), and every candidate is named before the token is (2c + σ ≤ λ + (d − d̄)τ).
-    Beyond that, simulate (`ppd_runtime.cost_model.simulate`).
+    before they need them (one worker, or c < (2d̄ − d)τ, or c ≤ σ where d̄ = d/2), a sub-process is back in step one
+    token after a miss (σ + (w − 1)(d − d̄)τ ≤ λ + (2d̄ − d)τ), every candidate is named before the token is
+    (2c + σ ≤ λ + (d − d̄)τ), and no early start takes longer than (d − d̄)τ to come after that. Beyond that, simulate
+    (`ppd_runtime.cost_model.simulate`).
     """
     check_layers(num_layers, exit_layer)
-    wait = max(0.0, 2 * times.hop + times.exit_head - times.head)
+    wider = (times.width - 1) * (num_layers - exit_layer) * times.layer
+    wait = max(0.0, 2 * times.hop + times.exit_head + wider - times.head)
     return exit_layer * times.layer + times.head + wait
 
 

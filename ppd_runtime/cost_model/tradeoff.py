@@ -173,6 +173,18 @@ def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
         raise ValueError(f"{name}={text!r}: give {what} with commas between them") from None
 
 
+def parse_factors(name: str, texts: Sequence[str]) -> dict[int, float]:
+    """Factors by number from texts of the form NUMBER:FACTOR; raises ValueError naming what has another form."""
+    factors = {}
+    for text in texts:
+        rank, _, factor = text.partition(":")
+        try:
+            factors[int(rank)] = float(factor)
+        except ValueError:
+            raise ValueError(f"{name}={text!r}: give NUMBER:FACTOR, such as 2:1.5") from None
+    return factors
+
+
 def write_csv(rows: Sequence[Tradeoff], path: Path) -> None:
     """Write one line a row under the fields' names; the file appears when it is whole."""
     with whole_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:

@@ -35,7 +35,7 @@ SWITCHES = (
     "--window-size=1000,1800",
 )
 MODEL = "</script><script>document.title = 'broken'</script>"
-CALIBRATION = Calibration(0.4, 0.3, 0.35, 0.12, 0.1, 0.03, 0.05, 0.08, 1.1, 0.9, {2: 1.3}, "a test")
+CALIBRATION = Calibration(0.4, 0.3, 0.35, 0.12, 0.1, 0.03, 0.05, 0.08, 1.1, 0.9, {2: 1.3}, "a test", {2: 1.1, 3: 1.3})
 RATES = {(layer, k): 0.5 + 0.03 * layer + 0.02 * k for layer in range(6, 12) for k in (1, 3)}
 
 
@@ -48,7 +48,9 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
     result = CliRunner().invoke(app, [*map(str, arguments), "--json", str(out)])
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     data, calibration = json.loads(out.read_text()), read_calibration(out)
-    assert [(row["exit_layer"], row["k"]) for row in data["plans"]] in ([(2, 1), (3, 1)], [(3, 1), (2, 1)])
+    settings = {(row["exit_layer"], row["k"], row["workers"]) for row in data["plans"]}
+    assert settings == {(layer, k, 1) for layer in (2, 3) for k in range(1, 6)}
+    assert sorted(calibration.widths) == [2, 3, 4, 5]
     for name in ("layer_ms", "head_ms", "exit_head_ms", "hop_ms", "export_ms", "import_ms"):
         assert 0 < getattr(calibration, name) < 1000, name
     assert ordinary_ms(4, calibration) == pytest.approx(data["ordinary"]["ms_per_token"])
@@ -112,15 +114,20 @@ def test_the_page_shows_the_ranking(page: webdriver.Chrome) -> None:
     ranking = rank(12, CALIBRATION, RATES, 4)
     assert page.find_element(By.ID, "verdict").text == ranking.verdict
     rows = page.find_elements(By.CSS_SELECTOR, "#ranking tr.plan")
-    shown = [tuple(cell.text for cell in row.find_elements(By.TAG_NAME, "td"))[1:6] for row in rows]
+    shown = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")][1:7] for row in rows]
+    assert {row.workers for row in ranking.plans} == {1, 2, 3}
     assert shown == [
-        (str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", f"{row.ms_per_token:.3f}")
+        [
+            *map(str, (row.exit_layer, row.k, row.workers, row.devices)),
+            f"{row.match_rate:.3f}",
+            f"{row.ms_per_token:.3f}",
+        ]
         for row in ranking.plans
     ]
     assert len(page.find_elements(By.CSS_SELECTOR, "#heatmap td")) == len(RATES)
 
 
-@pytest.mark.parametrize("slider", ["k", "exit", "rate"])
+@pytest.mark.parametrize("slider", ["k", "workers", "exit", "rate"])
 def test_a_slider_moves_the_curve(page: webdriver.Chrome, slider: str) -> None:
     def drawing() -> tuple[str | None, ...]:
         curves = [page.find_element(By.ID, name).get_attribute("d") for name in ("over-exits", "over-ks")]
@@ -130,19 +137,21 @@ def test_a_slider_moves_the_curve(page: webdriver.Chrome, slider: str) -> None:
     page.find_element(By.CSS_SELECTOR, "#ranking tr.plan").click()
     before, handle = drawing(), page.find_element(By.ID, slider)
     value = handle.get_attribute("value")
-    handle.send_keys(Keys.ARROW_LEFT if value == handle.get_attribute("max") else Keys.ARROW_RIGHT)
+    downwards = slider == "workers" or value == handle.get_attribute("max")  # more workers than k change nothing
+    handle.send_keys(Keys.ARROW_LEFT if downwards else Keys.ARROW_RIGHT)
     after = drawing()
     assert handle.get_attribute("value") != value
     assert after[2:] != before[2:]
-    moved = {"k": [True, False], "exit": [False, True], "rate": [True, True]}[slider]
+    moved = {"k": [True, False], "exit": [False, True], "rate": [True, True], "workers": [True, True]}[slider]
     assert [a != b for a, b in zip(after[:2], before[:2], strict=True)] == moved
 
 
 def test_the_pages_formulas_are_pythons(page: webdriver.Chrome) -> None:
-    settings = [(layer, k, rate) for layer in (6, 7, 11) for k in (1, 2, 5) for rate in (0, 0.37, 1)]
+    layouts = [(1, 1), (2, 2), (5, 5), (5, 1), (5, 3)]
+    settings = [(layer, k, rate, workers) for layer in (6, 7, 11) for k, workers in layouts for rate in (0, 0.37, 1)]
     drawn = page.execute_script("return arguments[0].map(setting => predict(...setting))", settings)
-    for (layer, k, rate), figures in zip(settings, drawn, strict=True):
-        expected = plan(12, layer, k, rate, CALIBRATION)
+    for (layer, k, rate, workers), figures in zip(settings, drawn, strict=True):
+        expected = plan(12, layer, k, rate, CALIBRATION, workers)
         assert figures["ms"] == pytest.approx(expected.ms_per_token, rel=1e-12)
         assert figures["compute"] == pytest.approx(expected.compute_per_token, rel=1e-12)
     assert page.execute_script("return ordinary") == pytest.approx(ordinary_ms(12, CALIBRATION), rel=1e-12)

@@ -54,6 +54,10 @@ def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
     assert expected.verdict in again.stdout
     slower = invoke("--match-rates", out, "--calibration", out, "--devices", 4, "--hop-ms", 9)
     assert "don't" in slower.stdout
+    fewer = invoke("--match-rates", rates, *TIMES, "--devices", 2, "--width", "3:1.1")
+    assert "exit layer 4 with k=3, workers=1 on 2 devices" in fewer.stdout
+    asked = invoke("--match-rates", rates, *TIMES, "--devices", 4, "--width", "3:1.1", "--workers", 2)
+    assert "with k=3, workers=2 on 3 devices" in asked.stdout
     one = invoke("--match-rates", rates, *TIMES, "--k", 1, "--devices", 4)
     assert "k=1 on 2 devices" in one.stdout
 
@@ -81,6 +85,11 @@ def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None
         ("--match-rates FOLDER/rates.json TIMES --k 2", "no match rate for exit layer 4 with k=2"),
         ("--match-rates FOLDER/rates.json TIMES --k 0", "k=0"),
         ("--match-rates FOLDER/rates.json TIMES --hop-ms -1", "hop_ms=-1.0: give a finite number of at least 0"),
+        ("--match-rates FOLDER/rates.json TIMES --workers 0", "workers=0"),
+        ("--match-rates FOLDER/rates.json TIMES --workers two", "--workers='two'"),
+        ("--match-rates FOLDER/rates.json TIMES --workers 1", "nothing says what a pass over 3 candidates takes; give"),
+        ("--match-rates FOLDER/rates.json TIMES --width 3", "--width='3': give NUMBER:FACTOR"),
+        ("--match-rates FOLDER/rates.json TIMES --width 3:0.5", "width of 3 candidates=0.5"),
         ("--layer-ms 0", "layer_ms=0"),
         ("--match-rates FOLDER/none.json TIMES", "No such file"),
         ("--calibration FOLDER/rates.json", "not a calibration"),

@@ -75,6 +75,38 @@ def test_layers_that_stay_in_caches_are_faster_in_hits() -> None:
     assert token_time(4, 3, 1, 1.0, calibration).layers == pytest.approx(3 * 9)  # a quarter fewer layers: half as much
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("exit_layer", "p", "width"), [(6, 0.8, 1.0), (6, 0.8, 1.2), (6, 0.95, 1.4), (8, 0.6, 1.5)])
+def test_fewer_workers_take_what_the_machines_take(exit_layer: int, p: float, width: float, workers: int) -> None:
+    """Passes over several candidates make hits wait, and begin late after misses."""
+    known = Calibration(1.0, 1.0, 1.0, 0.05, widths={4: width, 2: 1 + (width - 1) / 3})
+    mean_width = known.width(4 // workers)
+    setting = Setting(12, exit_layer, 4, 1500, theory.Times(1.0, 1.0, 1.0, 0.05, mean_width), workers=workers)
+    winners = draw_winners(setting, p, random.Random(2))
+    run, realised = simulate(setting, winners), sum(winner > 0 for winner in winners) / len(winners)
+    predicted = plan(12, exit_layer, 4, realised, known, workers)
+    assert (predicted.workers, predicted.devices) == (workers, workers + 1)
+    assert run.time_per_token == pytest.approx(predicted.ms_per_token, rel=0.015)
+
+
+def test_a_width_beside_or_between_those_measured() -> None:
+    known = Calibration(1.0, widths={4: 1.4, 2: 1.1})
+    assert [known.width(n) for n in (1, 2, 3, 4, 6)] == pytest.approx([1, 1.1, 1.25, 1.4, 1.7])
+    assert Calibration(1.0).width(3) == 1
+    assert Calibration(1.0, widths={2: 1.3, 4: 1.0}).width(6) == 1
+
+
+def test_fewer_workers_are_ranked_where_their_passes_are_known() -> None:
+    unknown, known = (rank(12, replace(LAYERS_ONLY, widths=widths), RATES, 2) for widths in ({}, {3: 1.05, 5: 1.1}))
+    assert {(row.k, row.workers) for row in unknown.plans} == {(1, 1)}
+    assert {(row.k, row.workers) for row in known.plans} == {(1, 1), (3, 1), (5, 1)}
+    assert "with k=5, workers=1 on 2 devices" in known.verdict
+    slow = rank(12, replace(LAYERS_ONLY, widths={3: 2.0, 5: 3.0}), RATES, 2)
+    assert (slow.plans[0].k, slow.plans[0].exit_layer) == (1, 6)
+    asked = rank(12, replace(LAYERS_ONLY, widths={3: 1.05}), RATES, 4, workers=[2])
+    assert {(row.k, row.workers) for row in asked.plans} == {(3, 2), (5, 2)}
+
+
 @pytest.mark.parametrize(("exit_layer", "k", "p"), [(6, 1, 0.7), (9, 3, 0.4), (6, 3, 0.0), (8, 2, 1.0)])
 def test_compute_is_what_the_machines_run(exit_layer: int, k: int, p: float) -> None:
     setting = Setting(12, exit_layer, k, 2000)
@@ -175,6 +207,8 @@ def test_mistakes(arguments: tuple[object, ...], named: str) -> None:
         ({"layer_ms": 1, "hop_ms": -1}, "hop_ms=-1"),
         ({"layer_ms": 1, "head_ms": float("nan")}, "head_ms=nan"),
         ({"layer_ms": 1, "contention": 0.5}, "contention=0.5"),
+        ({"layer_ms": 1, "widths": {1: 1.0}}, "candidates=1"),
+        ({"layer_ms": 1, "widths": {3: 0.9}}, "width of 3 candidates=0.9"),
         ({"layer_ms": 1, "parallel_speedups": {2: -1}}, "speed-up on 2 devices=-1"),
     ],
 )
@@ -184,7 +218,7 @@ def test_impossible_times(values: dict[str, object], named: str) -> None:
 
 
 def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
-    calibration = Calibration(1, 2, 3, 4, 5, 6, 7, 8, 1.5, 0.9, {2: 1.5, 4: 2.5}, "here")
+    calibration = Calibration(1, 2, 3, 4, 5, 6, 7, 8, 1.5, 0.9, {2: 1.5, 4: 2.5}, "here", {3: 1.2})
     (tmp_path / "a.json").write_text(json.dumps(asdict(calibration)))
     assert read_calibration(tmp_path / "a.json") == calibration
     (tmp_path / "b.json").write_text(json.dumps({"layer_ms": 1, "hops": 2}))

@@ -17,13 +17,13 @@ from ppd_runtime.cost_model.simulate import (
     Setting,
     Simulated,
     draw_winners,
-    parse_factors,
     predict,
     simulate,
     simulate_runs,
     summarise,
 )
 from ppd_runtime.cost_model.theory import Times
+from ppd_runtime.cost_model.tradeoff import parse_factors
 from ppd_runtime.cost_model.virtual import Clock, VirtualHidden, VirtualStage
 
 app = typer.Typer()
@@ -36,13 +36,16 @@ def settings_and_winners(draw: st.DrawFn) -> tuple[Setting, list[int]]:
     """Settings for which the formulas with overheads are exact; see `theory.hit_time`."""
     num_layers, k, tokens = draw(st.integers(2, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 14))
     exit_layer = draw(st.integers((num_layers + 1) // 2, num_layers - 1))
-    times = Times(draw(st.integers(1, 4)), draw(small), draw(small), draw(small))
-    spare = (2 * exit_layer - num_layers) * times.layer
-    assume(k == 1 or (times.hop < spare if spare else times.hop <= times.exit_head))
-    assume(times.exit_head <= times.head + spare)
-    assume(2 * times.hop + times.exit_head <= times.head + (num_layers - exit_layer) * times.layer)
+    width = draw(st.sampled_from([1.0, 1.25, 1.5])) if k > 1 else 1.0
+    times = Times(draw(st.integers(1, 4)), draw(small), draw(small), draw(small), width)
+    workers = draw(st.integers(1, k)) if width == 1 else 1
+    spare, early = (2 * exit_layer - num_layers) * times.layer, (num_layers - exit_layer) * times.layer
+    assume(workers == 1 or (times.hop < spare if spare else times.hop <= times.exit_head))
+    assume(times.exit_head + (width - 1) * early <= times.head + spare)
+    assume(2 * times.hop + times.exit_head <= times.head + early)
+    assume(2 * times.hop + times.exit_head + (width - 1) * early <= times.head + early)
     winners = draw(st.lists(st.integers(0, k), min_size=tokens - 1, max_size=tokens - 1))
-    return Setting(num_layers, exit_layer, k, tokens, times), winners
+    return Setting(num_layers, exit_layer, k, tokens, times, workers=workers), winners
 
 
 @given(settings_and_winners())
@@ -58,7 +61,9 @@ def test_any_pattern_takes_exactly_the_formulas_time(case: tuple[Setting, list[i
     head_start = setting.num_layers - setting.exit_layer
     assert run.main_layer_passes == setting.num_layers * setting.num_new_tokens - head_start * hits
     assert run.main_recomputed_layer_passes == 0
-    assert run.sub_layer_passes == (head_start * len(winners),) * setting.k
+    shares = [setting.candidates_of(rank) for rank in range(1, setting.num_subs + 1)]
+    assert sum(shares) == setting.k
+    assert run.sub_layer_passes == tuple(share * head_start * len(winners) for share in shares)
 
 
 @pytest.mark.parametrize("exit_layer", [4, 5, 7])
@@ -205,12 +210,17 @@ def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
         (lambda: Setting(8, 4, 1, 4, Times(layer=1e308)), "layer=1e+308"),
         (lambda: Setting(8, 4, 1, 4, Times(layer=0)), "layer=0"),
         (lambda: Setting(8, 4, 1, 4, slow={2: 2.0}), "rank=2: with k=1 choose 0"),
+        (lambda: Setting(8, 4, 3, 4, slow={2: 2.0}, workers=1), "rank=2: with workers=1 choose 0"),
+        (lambda: Setting(8, 4, 3, 4, workers=4), "workers=4 with k=3"),
+        (lambda: Setting(8, 4, 3, 4, workers=0), "workers=0"),
+        (lambda: Setting(8, 4, 3, 4, Times(width=1.5)), "width=1.5 with a worker for each of 3 candidates"),
+        (lambda: Times(width=0.9), "width=0.9"),
         (lambda: Setting(8, 4, 1, 4, slow_links={1: 0.0}), "factor of rank 1=0"),
         (lambda: simulate(Setting(8, 4, 1, 4), [1]), "1 winners for 4 tokens"),
         (lambda: simulate(Setting(8, 4, 1, 2), [2]), "winner=2: with k=1"),
         (lambda: simulate_runs(Setting(8, 4, 1, 2), 0.5, 0), "runs=0"),
         (lambda: simulate_runs(Setting(8, 4, 1, 2), 1.5, 1), "match_rate=1.5"),
-        (lambda: parse_factors("--slow", ["1-2"]), "--slow='1-2': give RANK:FACTOR"),
+        (lambda: parse_factors("--slow", ["1-2"]), "--slow='1-2': give NUMBER:FACTOR"),
     ],
 )
 def test_mistakes_are_named_in_one_line(call, named: str) -> None:
@@ -232,6 +242,16 @@ def test_command_prints_json() -> None:
     assert output["predicted"]["main_layer_passes"] == theory.expected_latency(8, 4, 0.5, 16)
     assert output["simulated"]["hits"] + output["simulated"]["misses"] == 15
     assert CliRunner().invoke(app, [*arguments.split(), *options.split()]).stdout == result.stdout
+
+
+def test_command_knows_fewer_workers() -> None:
+    arguments = "--layers 8 --exit-layer 4 --k 3 --workers 1 --width 1.5 --match-rate 1 --tokens 5 --runs 1 --json"
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
+    assert (output["workers"], output["times"]["width"]) == (1, 1.5)
+    assert output["simulated"]["time_per_token"] * 5 == 8 + 4 * (4 + 0.5 * 4)
+    assert output["simulated"]["layer_passes"] == 8 + 4 * (4 + 3 * 4)
 
 
 def test_command_prints_predicted_beside_simulated() -> None:
