@@ -114,7 +114,7 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
         assert torch.allclose(got, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
         stage.run(0, 4, [tokens[2]], position)
         twin.keep_sibling(position, 2)
-        kept_entry, expected_entry = (each.export_entry(position, 4) for each in (twin, stage))
+        kept_entry, expected_entry = (each.export_entries(position, position + 1, 4) for each in (twin, stage))
         assert torch.allclose(kept_entry, expected_entry, rtol=1e-3, atol=1e-3 * float(expected_entry.abs().max()))
 
 
@@ -141,7 +141,7 @@ def test_entries_of_compiled_passes_travel(model_folder: ModelFolder, kept: Path
         winner.run(0, 2, [position], position)
         loser.run(0, 2, [position + 1], position)
         loser.truncate(position)
-        loser.import_entries([winner.export_entry(position, 2)])
+        loser.import_entries([winner.export_entries(position, position + 1, 2)[0]])
     last = len(PROMPT) + 4
     assert torch.equal(winner.run(0, 2, [9], last), loser.run(0, 2, [9], last))
 
