@@ -54,8 +54,9 @@ class PPDRuntime(TextGenerator):
             or half depth, rounded up.
         workers: sub-processes, 1 to k; None is k. Fewer than k run their share of the candidates as one pass, on fewer
             devices. Such passes give the numbers of ordinary decoding but not its bits (a product with several rows
-            may sum in another order), and main goes on from them: in float32 tokens equal ordinary decoding's all the
-            same, in bfloat16 a near tie may fall the other way.
+            sums in another order), and the main process goes on from them. In float32 tokens equal ordinary decoding's
+            all the same; in bfloat16 a near tie may fall the other way (demo model: 0.1 % of tokens greedily, 0.6 % at
+            temperature 1, by `benchmarks.siblings`).
         exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
             a `RehearsedHead` for tests and benchmarks.
         dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).

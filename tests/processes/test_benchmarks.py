@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import siblings
 from benchmarks.__main__ import report
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +63,11 @@ def test_the_report_names_commands_and_commit():
     assert "python -m benchmarks.hop --sizes 64 --pauses-ms 1 --count 5" in text
     assert text.count("| unix | 64 |") == 1
     assert "Commit " in text
+
+
+def test_siblings():
+    options = "--model random:64x4 --dtype float32 --limit 2 --tokens 8 --prompt-tokens 20"
+    found = siblings.measure(siblings.parser().parse_args(options.split()))
+    assert (found["k"], found["workers"], found["texts"], found["tokens"]) == (3, 1, 2, 16)
+    assert (found["identical_texts"], found["identical_tokens"], found["rate"]) == (2, 16, 1.0)
+    assert "| random:64x4 | float32 | 3 | 1 |" in siblings.table(found)

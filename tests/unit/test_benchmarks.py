@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import equal_devices, hop, pipeline, planner, startup
+from benchmarks import equal_devices, hop, pipeline, planner, siblings, startup
 from benchmarks.models import model_folder, random_shape
 from benchmarks.recording import environment, markdown, run, slug, spread, write_whole
 from ppd_runtime.models.loading import describe, load_tokenizer
@@ -124,3 +124,7 @@ def test_a_random_model_is_there_for_a_while():
         describe(folder)
     with model_folder("demo") as name:
         assert name == "demo"
+
+
+def test_where_texts_part():
+    assert [siblings.common_start((1, 2, 3), other) for other in ((1, 2, 3), (1, 5, 3), (0, 2, 3))] == [3, 1, 0]
