@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run
+from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import LAUNCHERS
 from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
@@ -90,7 +90,7 @@ def table(figures: Figures) -> str:
         f"{figures['ratio_quartiles'][0]:.3f} to {figures['ratio_quartiles'][2]:.3f}",
         *(figures[name] for name in ("predicted_ratio", "realised_saving", "match_rate", "identical", "pairs")),
     ]
-    return markdown(columns, [row])
+    return f"{markdown(columns, [row])}\n\n{ledger_table(figures['ledger_ms'], emulated is not None)}"
 
 
 def _paired_runs(
@@ -135,6 +135,10 @@ def _figures(
         "exit_layer": runtime.exit_layer,
         "compiled": options.compile,
         "pinned": bool(runtime.main_cores),
+        "ledger_ms": {
+            way: mean_ledger_ms([pair[place].stats.ledger_per_token for pair in pairs])
+            for place, way in enumerate(("ordinary", "PPD"))
+        },
         "stall_share": statistics.median(got.stats.stall_s / got.stats.latency_s for _, got in pairs),
     }
 

@@ -10,7 +10,7 @@ from ppd_runtime.decoding.autoregressive import autoregressive
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.loading import choose_device, choose_dtype, compile_ahead, describe, load_stage, load_tokenizer
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling import TimedSampler
 from ppd_runtime.text import StopRule
 
 
@@ -55,19 +55,25 @@ class OrdinaryDecoding(TextGenerator):
     def _timed_steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
         stop = StopRule(params, self.info.eos_token_ids, self.tokenizer)
         capacity = len(prompt_ids) + params.max_new_tokens
-        passes, spent, first, reason = self.stage.layer_passes, 0.0, 0.0, None
-        tokens = autoregressive(self.stage, prompt_ids, capacity, Sampler(params), stop)
+        recorder = self.stage.recorder
+        passes, spent, first, first_ledger, reason = self.stage.layer_passes, 0.0, 0.0, None, None
+        tokens = autoregressive(self.stage, prompt_ids, capacity, TimedSampler(params, recorder), stop)
+        recorder.begin()
         while reason is None:
             began = time.perf_counter()
+            recorder.resume()
             token, reason = next(tokens)
+            recorder.pause()
             spent += time.perf_counter() - began  # the caller's own time between two tokens does not count
-            first = first or spent
+            first, first_ledger = first or spent, first_ledger or recorder.ledger()
             yield Step(token, None, last=reason is not None)
         yield Totals(
             finish_reason=reason,
             latency_s=spent,
             time_to_first_token_s=first,
             stall_s=0.0,
+            ledger=recorder.ledger(),
+            first_token_ledger=first_ledger or recorder.ledger(),
             main_layer_passes=self.stage.layer_passes - passes,
         )
 

@@ -4,7 +4,7 @@ import logging
 import time
 import weakref
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -32,6 +32,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.processes import ProcessWorkers
+from ppd_runtime.results import Ledger
 from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -216,11 +217,17 @@ def _totals(finished: Finished, reports: list[Report]) -> Totals:
         latency_s=finished.latency_s,
         time_to_first_token_s=finished.time_to_first_token_s,
         stall_s=finished.stall_s,
+        ledger=_ledger(finished, ""),
+        first_token_ledger=_ledger(finished, "first_"),
         main_layer_passes=finished.layer_passes,
         main_recomputed_layer_passes=finished.recomputed_layer_passes,
         sub_layer_passes=tuple(r.layer_passes for r in reports),
         sub_coherence_layer_passes=tuple(r.coherence_layer_passes for r in reports),
     )
+
+
+def _ledger(finished: Finished, prefix: str) -> Ledger:
+    return Ledger(**{field.name: getattr(finished, prefix + field.name) for field in fields(Ledger)})
 
 
 def _find_head(exit_head: str | Path | RehearsedHead, info: ModelInfo) -> str | HeadInfo | RehearsedHead:

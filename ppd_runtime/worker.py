@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,19 +19,25 @@ from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
     Begin,
+    Entries,
     Failed,
     Finished,
+    HeadStart,
     Message,
     Report,
     Shutdown,
     Token,
 )
 from ppd_runtime.pipeline.sub_process import SubProcess
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.results import Ledger
+from ppd_runtime.sampling import Sampler, TimedSampler
+from ppd_runtime.spans import Kind
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 
 _LONGEST_HOLD_S = 1.0
+_STAMPED = (HeadStart, Entries)
+"""What the main process waits for."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class _Clock:
 
     began: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
+    first_ledger: Ledger | None = None
     stalled: float = 0.0
 
 
@@ -89,6 +96,7 @@ class Worker:
         self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
         head = None if spec.rank == MAIN else spec.exit_head
         self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
+        self._recorder = self.stage.recorder
         self._subs = range(1, spec.k + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._pending: Begin | None = None
@@ -115,7 +123,8 @@ class Worker:
 
     def _serve_request(self, begin: Begin) -> None:
         self._clock = _Clock()
-        sampler = Sampler(sampling_params(begin))
+        self._recorder.begin()
+        sampler = TimedSampler(sampling_params(begin), self._recorder)
         if self.spec.rank == MAIN:
             self._decode(begin, sampler)
         else:
@@ -127,6 +136,8 @@ class Worker:
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
         self._release_tokens()
+        self._recorder.pause()
+        ledger = self._recorder.ledger()
         finished = Finished(
             sender=MAIN,
             request=begin.request,
@@ -136,6 +147,8 @@ class Worker:
             stall_s=self._clock.stalled,
             layer_passes=main.layer_passes,
             recomputed_layer_passes=main.recomputed_layer_passes,
+            **asdict(ledger),
+            **{f"first_{name}": value for name, value in asdict(self._clock.first_ledger or ledger).items()},
         )
         self._endpoint.send(CLIENT, finished)
 
@@ -149,7 +162,7 @@ class Worker:
         if isinstance(self.spec.exit_head, RehearsedHead):
             return self.spec.exit_head
         if self._trained_head is not None:
-            return TrainedHead(self._trained_head, sampler)
+            return TrainedHead(self._trained_head, sampler, self._recorder)
         return SharedHead(self.stage, sampler)
 
     def _drive(self, machine: Machine, request: int) -> None:
@@ -180,9 +193,19 @@ class Worker:
                 break
             if message.request == request:
                 break
-        if wish.patience != 0:
-            self._clock.stalled += time.perf_counter() - began
+        self._note_receipt(wish, began, time.perf_counter(), message)
         return message
+
+    def _note_receipt(self, wish: Receive, began: float, ended: float, message: Message | None) -> None:
+        """Of a wait, what came before the message was sent was its sender's time, the rest was its way's."""
+        if wish.patience != 0:
+            self._clock.stalled += ended - began
+            sent = message.sent_at if isinstance(message, _STAMPED) else ended
+            sent = min(max(sent, began), ended)
+            self._recorder.note(Kind.WAIT, began, sent)
+            began = sent
+        peer = CLIENT if message is None else message.sender
+        self._recorder.note_message(Kind.RECEIVE, began, ended, peer, message)
 
     def _time_left(self, wish: Receive) -> float | None:
         if wish.deadline is None:
@@ -190,13 +213,21 @@ class Worker:
         return max(wish.deadline - time.perf_counter(), 0)
 
     def _send(self, addresses: Sequence[int], message: Message) -> None:
+        if isinstance(message, _STAMPED):
+            message = replace(message, sent_at=time.perf_counter())
         for address in addresses:
             if address == CLIENT and self._hold_tokens:
                 self._hold(message)
             else:
-                self._endpoint.send(address, message)
+                self._deliver(address, message)
         if not self._clock.first_token and isinstance(message, Token):
             self._clock.first_token = time.perf_counter() - self._clock.began
+            self._clock.first_ledger = self._recorder.ledger()
+
+    def _deliver(self, address: int, message: Message) -> None:
+        began = time.perf_counter()
+        self._endpoint.send(address, message)
+        self._recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
 
     def _hold(self, message: Message) -> None:
         """Keep a token for the client back for a while; it hears often enough to know that this process lives."""
@@ -206,7 +237,7 @@ class Worker:
 
     def _release_tokens(self) -> None:
         for message in self._held:
-            self._endpoint.send(CLIENT, message)
+            self._deliver(CLIENT, message)
         self._held.clear()
         self._released = time.perf_counter()
 

@@ -142,6 +142,7 @@ def print_json(generation: "Generation", method: Method) -> None:
         "match_rate": result.stats.match_rate,
         "tokens_per_second": result.stats.tokens_per_second,
         "time_per_token_s": result.stats.time_per_token_s,
+        "ledger_per_token": asdict(result.stats.ledger_per_token),
     }
     output = {
         "text": result.text,

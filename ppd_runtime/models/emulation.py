@@ -44,18 +44,15 @@ class EmulatedStage(Stage):
         self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
         _wake_in_time()
 
-    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
-        """As `Stage.run`, and not sooner than the layers' time after its call."""
+    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         began = time.perf_counter()
-        hidden = super().run(first, last, inputs, position)
+        hidden = super()._run(first, last, inputs, position)
         _wait_until(began + (last - first) * self._layer_s)
-        self.layer_seconds = max(self.layer_seconds, self._layer_s)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `Stage.logits`, and not sooner than the head's time after its call."""
+    def _logits(self, hidden: Tensor) -> Tensor:
         began = time.perf_counter()
-        logits = super().logits(hidden)
+        logits = super()._logits(hidden)
         _wait_until(began + self._head_s)
         return logits
 

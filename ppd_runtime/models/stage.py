@@ -16,6 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
+from ppd_runtime.recorder import Recorder
+from ppd_runtime.spans import Kind
 
 if TYPE_CHECKING:
     from ppd_runtime.models.compiled import CompiledLayers
@@ -39,6 +41,7 @@ class Stage:
         """One-sequence layer passes run so far: a pass over any number of tokens through one layer counts one."""
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
+        self.recorder = Recorder()
         self._pieces: dict[tuple[int, int], nn.Module] = {}
         self._views: dict[tuple[int, int], LayerRangeCache] = {}
         self.head = FinalHead(model)
@@ -66,8 +69,10 @@ class Stage:
         hidden = self._run(first, last, inputs, position)
         if self.device.type == "cuda":  # whoever sends or judges the result waits for it anyway
             torch.cuda.synchronize(self.device)
+        ended = time.perf_counter()
         if hidden.shape[1] == 1 or not self.layer_seconds:
-            self._note_time((time.perf_counter() - began) / (last - first))
+            self._note_time((ended - began) / (last - first))
+        self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
         self.layer_passes += last - first
         return hidden
 
@@ -82,16 +87,27 @@ class Stage:
     @torch.inference_mode()
     def export_entry(self, position: int, last: int) -> Tensor:
         """A copy of the entries at `position` in layers 0 to `last`: `[last, 2, heads, head_dim]`."""
-        return self.cache.export_entry(position, last)
+        began = time.perf_counter()
+        entries = self.cache.export_entry(position, last)
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, last)
+        return entries
 
     @torch.inference_mode()
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append consecutive tokens' entries to the first layers, each as `export_entry` gives them."""
+        began, position = time.perf_counter(), self.length(0)
         self.cache.import_entries([entry.to(self.device) for entry in entries])
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, len(entries[0]))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
+        began = time.perf_counter()
+        logits = self._logits(hidden)
+        self.recorder.note(Kind.HEAD, began, time.perf_counter())
+        return logits
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden[:, -1:])[0, -1].float()
 
     @torch.inference_mode()

@@ -86,6 +86,8 @@ class HeadStart(Message):
     position: int
     token_id: int
     hidden: Tensor
+    sent_at: float = 0.0
+    """By the clock of the host, `time.perf_counter`; for statistics only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class Entries(Message):
 
     position: int
     entries: Tensor
+    sent_at: float = 0.0
+    """As a `HeadStart`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Main → client, after the last token: why it ended, seconds, and layer passes."""
+    """Main → client, after the last token: why it ended, seconds, and layer passes; see `results.Ledger`."""
 
     reason: str
     latency_s: float
@@ -129,6 +133,16 @@ class Finished(Message):
     stall_s: float
     layer_passes: int
     recomputed_layer_passes: int
+    layers_s: float
+    heads_s: float
+    hops_s: float
+    waiting_s: float
+    python_s: float
+    first_layers_s: float
+    first_heads_s: float
+    first_hops_s: float
+    first_waiting_s: float
+    first_python_s: float
 
 
 @dataclass(frozen=True, slots=True)
