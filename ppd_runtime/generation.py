@@ -12,6 +12,7 @@ from ppd_runtime.config import SamplingParams, stop_texts
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.results import GenerationResult, Ledger, Stats, TokenEvent, run_lengths
 from ppd_runtime.text import TextStream
+from ppd_runtime.trace import Trace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,6 +43,7 @@ class Totals:
     main_recomputed_layer_passes: int = 0
     sub_layer_passes: tuple[int, ...] = ()
     sub_coherence_layer_passes: tuple[int, ...] = ()
+    trace: Trace | None = None
 
 
 class TextGenerator(ABC):
@@ -215,12 +217,13 @@ class _Request:
             prompt_ids=tuple(self._prompt_ids),
             finish_reason=totals.finish_reason,
             stats=self._stats([event.hit for event in events], totals),
+            trace=totals.trace,
         )
 
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
         hits = [hit for hit in verdicts if hit is not None]
         rate = sum(hits) / len(hits) if hits else None
-        names = [field.name for field in fields(totals) if field.name != "finish_reason"]
+        names = [field.name for field in fields(totals) if field.name not in ("finish_reason", "trace")]
         return Stats(
             prompt_tokens=len(self._prompt_ids),
             new_tokens=len(verdicts),

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from ppd_runtime.trace import Trace
+
 
 @dataclass(frozen=True)
 class TokenEvent:
@@ -116,6 +118,8 @@ class GenerationResult:
     finish_reason: str
     """length, eos, stop, or cancelled."""
     stats: Stats
+    trace: Trace | None = None
+    """What every process did and when, where that was asked for."""
 
 
 def run_lengths(hits: list[bool]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
+    NOT_ASKED,
     Begin,
     Entries,
     Failed,
@@ -28,6 +29,7 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Token,
 )
+from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.sub_process import SubProcess
 from ppd_runtime.results import Ledger
 from ppd_runtime.sampling import Sampler, TimedSampler
@@ -123,7 +125,7 @@ class Worker:
 
     def _serve_request(self, begin: Begin) -> None:
         self._clock = _Clock()
-        self._recorder.begin()
+        self._recorder.begin(begin.traced)
         sampler = TimedSampler(sampling_params(begin), self._recorder)
         if self.spec.rank == MAIN:
             self._decode(begin, sampler)
@@ -150,13 +152,20 @@ class Worker:
             **asdict(ledger),
             **{f"first_{name}": value for name, value in asdict(self._clock.first_ledger or ledger).items()},
         )
+        self._ship_spans(begin.request)
         self._endpoint.send(CLIENT, finished)
 
     def _help(self, begin: Begin, sampler: Sampler) -> None:
         sub = SubProcess(self.stage, self._exit_head(sampler), self.spec.rank, self._subs, self._send, begin)
         self._drive(sub.serve(), begin.request)
         report = Report(self.spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
+        self._ship_spans(begin.request)
         self._endpoint.send(CLIENT, report)
+
+    def _ship_spans(self, request: int) -> None:
+        recorded = self._recorder.spans(self.spec.rank)
+        for message in pack(recorded, request) if recorded else ():
+            self._endpoint.send(CLIENT, message)
 
     def _exit_head(self, sampler: Sampler) -> ExitHead:
         if isinstance(self.spec.exit_head, RehearsedHead):
@@ -220,9 +229,15 @@ class Worker:
                 self._hold(message)
             else:
                 self._deliver(address, message)
-        if not self._clock.first_token and isinstance(message, Token):
+        if isinstance(message, Token):
+            self._note_token(addresses, message)
+
+    def _note_token(self, addresses: Sequence[int], message: Token) -> None:
+        if not self._clock.first_token:
             self._clock.first_token = time.perf_counter() - self._clock.began
             self._clock.first_ledger = self._recorder.ledger()
+        if CLIENT in addresses and message.winner != NOT_ASKED:
+            self._recorder.note_verdict(message.position, message.token_id, message.winner)
 
     def _deliver(self, address: int, message: Message) -> None:
         began = time.perf_counter()

@@ -36,6 +36,11 @@ class EmulatedDevice:
                 raise ValueError(f"{name}={value}: an emulated device's times are finite and not negative")
 
 
+def emulation_note(device: EmulatedDevice | None) -> str:
+    """What has to stand beside times that were taken on such a device; empty where there was none."""
+    return "" if device is None else f"EMULATED devices of {device.layer_ms:g} ms a layer"
+
+
 class EmulatedStage(Stage):
     """A stage whose passes take at least as long as on the emulated device."""
 

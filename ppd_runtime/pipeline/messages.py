@@ -61,6 +61,8 @@ class Begin(Message):
     ignore_eos: bool
     live: bool
     """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
+    traced: bool = False
+    """Whether the client wants every process' `Spans`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,16 @@ class Shutdown(Message):
     """Client → every worker: end the process."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spans(Message):
+    """Main or sub → client, before `Finished` or `Report`: what it did and when, a piece of it; see `span_messages`."""
+
+    pid: int
+    wall_offset_ns: int
+    dropped: int
+    numbers: list[int]
+
+
 _KINDS: tuple[type[Message], ...] = (
     Begin,
     ExitState,
@@ -178,7 +190,10 @@ _KINDS: tuple[type[Message], ...] = (
     Report,
     Failed,
     Shutdown,
+    Spans,
 )
+KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
+"""In the order of their numbers on the wire."""
 _OPTIONAL_TENSOR = Tensor | None
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in _KINDS}

@@ -28,13 +28,28 @@ from ppd_runtime.pipeline.messages import (
     Message,
     Report,
     Shutdown,
+    Spans,
     Token,
     WireError,
     decode,
     encode,
 )
 
-KINDS = (Begin, ExitState, Candidate, HeadStart, Token, Entries, End, Cancel, Finished, Report, Failed, Shutdown)
+KINDS = (
+    Begin,
+    ExitState,
+    Candidate,
+    HeadStart,
+    Token,
+    Entries,
+    End,
+    Cancel,
+    Finished,
+    Report,
+    Failed,
+    Shutdown,
+    Spans,
+)
 """In the order of their numbers on the wire."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -236,13 +251,17 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
         [head(1, 10, 0, 0, "x" * (2**16 + 1))],
         [head(1, 10, 0, 0, b"bytes")],
         [b"\x95\x01\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
-        [head(1, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False)],
-        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0)],
+        [head(1, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(1, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(1, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(1, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False, False)],
+        [head(1, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False, False)],
+        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0, False)],
+        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], False, 0)],
+        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(1, 12, 0, 0, 1, 1, 0, [1, 2.0])],
+        [head(1, 12, 0, 0, 1, 1, 0, [True])],
     ],
     ids=repr,
 )
