@@ -78,11 +78,15 @@ class Timeline:
 
     def early_starts(self) -> Iterator[tuple[Hop, float, float]]:
         """The winners' hidden states on their way, with the times of sending and arrival."""
+        used = {}
         for hop in self.trace.hops():
-            if hop.sent.message == "HeadStart" and (hop.sender, hop.sent.position) in self._winners:
-                sent, received = self._ms(hop.sent.began_ns), self._ms(hop.received.ended_ns)
-                if received < self.end:
-                    yield hop, sent, received
+            won = (hop.sender, hop.sent.position) in self._winners
+            if hop.sent.message == "HeadStart" and won and self._is_right(hop.sender, hop.sent):
+                used[hop.sent.position] = hop  # the newest of a sub-process that began anew
+        for hop in used.values():
+            sent, received = self._ms(hop.sent.began_ns), self._ms(hop.received.ended_ns)
+            if received < self.end:
+                yield hop, sent, received
 
     def word(self, token: int) -> str:
         """A token's text, with its spaces and line ends to be seen."""
@@ -101,18 +105,32 @@ class Timeline:
                 yield self._box(process, span, "head and choice")
 
     def _sub_boxes(self, process: ProcessSpans) -> Iterator[Box]:
-        """A pass is for a candidate if the hidden state behind it is sent; others keep the cache coherent."""
-        sent = {span.position: span for span in process.spans if span.message == "HeadStart"}
+        """A pass is for a candidate if that was named, and the token was not certain yet when it began."""
+        named: dict[int, Span] = {}
+        begun: set[int] = set()
         for span in process.spans:
-            start = sent.get(span.position)
-            if span.kind in (Kind.HEAD, Kind.CHOOSE):
+            candidate = named.get(span.position)
+            if span.kind == Kind.SEND and span.message == "Candidate":
+                named[span.position] = span
+                begun.discard(span.position)
+            elif span.kind == Kind.RECEIVE and span.message == "Token" and candidate is not None:
+                if span.position not in begun or candidate.token != span.token:
+                    del named[span.position]
+            elif span.kind in (Kind.HEAD, Kind.CHOOSE):
                 yield self._box(process, span, "head and choice")
-            elif span.kind == Kind.LAYERS and start is not None and span.ended_ns <= start.began_ns:
-                right = (process.rank, span.position) in self._winners or start.token == self._chosen.get(span.position)
+            elif span.kind == Kind.LAYERS and candidate is not None:
+                begun.add(span.position)
+                right = self._is_right(process.rank, candidate)
                 kind = "a candidate that was right" if right else "a candidate that was wrong"
-                yield self._box(process, span, kind, self.word(start.token))
+                yield self._box(process, span, kind, self.word(candidate.token))
             elif span.kind == Kind.LAYERS:
                 yield self._box(process, span, "a sub-process' own cache")
+
+    def _is_right(self, rank: int, named: Span) -> bool:
+        """Whether a candidate became the token; of several in one message, whether one of them was used."""
+        if named.token < 0:
+            return (rank, named.position) in self._winners
+        return named.token == self._chosen.get(named.position)
 
     def _box(self, process: ProcessSpans, span: Span, kind: str, label: str = "") -> Box:
         return Box(process.rank, self._ms(span.began_ns), self._ms(span.ended_ns), kind, label)
