@@ -89,7 +89,9 @@ class Timeline:
                 yield hop, sent, received
 
     def word(self, token: int) -> str:
-        """A token's text, with its spaces and line ends to be seen."""
+        """A token's text, with its spaces and line ends to be seen; none for what is no single token."""
+        if token < 0:
+            return ""
         text = self._word(token).replace("\n", "⏎").replace(" ", "·")
         text = "".join(character if character.isprintable() else _UNPRINTABLE for character in text)
         short = text if len(text) <= _LONGEST_WORD else text[: _LONGEST_WORD - 1] + "…"
