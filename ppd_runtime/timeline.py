@@ -108,6 +108,7 @@ class Timeline:
 
     def _sub_boxes(self, process: ProcessSpans) -> Iterator[Box]:
         """A pass is for a candidate if that was named, and the token was not certain yet when it began."""
+        last_named = {span.position: span for span in process.spans if span.message == "Candidate"}
         named: dict[int, Span] = {}
         begun: set[int] = set()
         for span in process.spans:
@@ -122,7 +123,8 @@ class Timeline:
                 yield self._box(process, span, "head and choice")
             elif span.kind == Kind.LAYERS and candidate is not None:
                 begun.add(span.position)
-                right = self._is_right(process.rank, candidate)
+                anew = candidate is not last_named[span.position]  # it was started from another text
+                right = not anew and self._is_right(process.rank, candidate)
                 kind = "a candidate that was right" if right else "a candidate that was wrong"
                 yield self._box(process, span, kind, self.word(candidate.token))
             elif span.kind == Kind.LAYERS:
