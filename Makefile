@@ -26,6 +26,7 @@ bench: .venv/test.stamp
 
 figures: .venv/test.stamp
 	$(BIN)/python docs/token_clock.py docs/token_clock.svg
+	$(BIN)/python docs/timeline.py docs/timeline.png
 
 .venv/pip.stamp:
 	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 10) else f'Python 3.10 or newer is needed, this is {sys.version.split()[0]}; choose one with make PYTHON=...')"

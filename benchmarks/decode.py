@@ -24,19 +24,28 @@ from transformers import __version__ as transformers_version
 
 from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
+from benchmarks.recording import mean_ledger_ms
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.loading import choose_dtype, compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
+from ppd_runtime.results import Ledger
+from ppd_runtime.sampling import TimedSampler
 
 _PROMPT = list(range(20, 36))
 
 
-def stage_time(stage: Stage, num_tokens: int) -> float:
-    """Seconds for a greedy token after the first: layers, final norm, head and the choice."""
+def stage_time(stage: Stage, num_tokens: int, ledgers: list[Ledger]) -> float:
+    """Seconds for a greedy token after the first: layers, final norm, head and the choice; `ledgers` gets its parts."""
+    sampler, history = TimedSampler(SamplingParams(), stage.recorder), list(_PROMPT)
     stage.begin(len(_PROMPT) + num_tokens)
-    token = int(stage.logits(stage.run(0, stage.num_layers, _PROMPT, 0)).argmax())
-    began = time.perf_counter()
+    token = sampler.choose(stage.logits(stage.run(0, stage.num_layers, _PROMPT, 0)), history)
+    stage.recorder.begin()
+    before, began = stage.recorder.ledger(), time.perf_counter()
     for position in range(len(_PROMPT), len(_PROMPT) + num_tokens - 1):
-        token = int(stage.logits(stage.run(0, stage.num_layers, [token], position)).argmax())
+        history.append(token)
+        token = sampler.choose(stage.logits(stage.run(0, stage.num_layers, [token], position)), history)
+    stage.recorder.pause()
+    ledgers.append(stage.recorder.ledger().per_token_since(before, num_tokens - 1))
     return (time.perf_counter() - began) / (num_tokens - 1)
 
 
@@ -61,14 +70,15 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, object]:
     compiled = load_stage(info, info.num_layers, dtype, "cpu", compile_ahead(info, dtype, "cpu"))
     start_s = time.perf_counter() - began
     library = AutoModelForCausalLM.from_pretrained(info.folder, dtype=dtype).eval()
+    ledgers: dict[str, list[Ledger]] = {"eager": [], "compiled": []}
     runs: dict[str, Callable[[], float]] = {
         "floor": lambda: floor_time(eager.model, options.tokens),
-        "eager": lambda: stage_time(eager, options.tokens),
-        "compiled": lambda: stage_time(compiled, options.tokens),
+        "eager": lambda: stage_time(eager, options.tokens, ledgers["eager"]),
+        "compiled": lambda: stage_time(compiled, options.tokens, ledgers["compiled"]),
         "transformers": lambda: transformers_time_per_token(library, _PROMPT, options.tokens),
     }
     rounds = [{name: run() for name, run in runs.items()} for _ in range(options.rounds + 1)][1:]
-    figures = {way: _figures(rounds, way) for way in ("eager", "compiled")}
+    figures = {way: _figures(rounds, way) | {"ledger_ms": mean_ledger_ms(ledgers[way][1:])} for way in ledgers}
     return {
         "model": options.model,
         "dtype": str(dtype).removeprefix("torch."),

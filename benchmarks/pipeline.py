@@ -12,6 +12,7 @@ scheduling are real, the devices are not.
 
 import argparse
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run
+from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import LAUNCHERS
 from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
@@ -41,9 +42,10 @@ def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: times are for tokens after the first, give at least 2")
-    device = None
+    device, real_time = None, False
     if options.emulate_layer_ms is not None:
         device = EmulatedDevice(options.emulate_layer_ms, options.emulate_head_ms)
+        real_time = wake_at_once()
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(model_folder(options.model))
         ordinary = OrdinaryDecoding(model, dtype=options.dtype, compile=options.compile, emulate=device)
@@ -63,7 +65,19 @@ def measure(options: argparse.Namespace) -> Figures:
         stack.enter_context(runtime)
         library = None if device else _library_model(ordinary)
         pairs, library_times = _paired_runs(options, ordinary, runtime, prompts, library)
-        return _figures(options, runtime, pairs, library_times)
+        return _figures(options, runtime, pairs, library_times) | {"real_time": real_time}
+
+
+def wake_at_once() -> bool:
+    """Ask for real-time scheduling for this process and its children; whether it was granted.
+
+    An emulated device sleeps most of the time: whoever wakes should not queue behind programs that only compute.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, PermissionError):
+        return False
+    return True
 
 
 def transformers_time_per_token(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> float:
@@ -93,7 +107,7 @@ def table(figures: Figures) -> str:
         f"{figures['ratio_quartiles'][0]:.3f} to {figures['ratio_quartiles'][2]:.3f}",
         *(figures[name] for name in ("predicted_ratio", "realised_saving", "match_rate", "identical_tokens", "pairs")),
     ]
-    return markdown(columns, [row])
+    return f"{markdown(columns, [row])}\n\n{ledger_table(figures['ledger_ms'], emulated is not None)}"
 
 
 def _paired_runs(
@@ -141,6 +155,10 @@ def _figures(
         "compiled": options.compile,
         "run_ahead": not options.no_run_ahead,
         "pinned": bool(runtime.main_cores),
+        "ledger_ms": {
+            way: mean_ledger_ms([pair[place].stats.ledger_per_token for pair in pairs])
+            for place, way in enumerate(("ordinary", "PPD"))
+        },
         "stall_share": statistics.median(got.stats.stall_s / got.stats.latency_s for _, got in pairs),
     }
 

@@ -9,9 +9,12 @@ import re
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from ppd_runtime.results import Ledger
 
 Figures = dict[str, Any]
 _RECORDED = ("torch", "transformers", "ray", "pyzmq")
@@ -57,6 +60,21 @@ def spread(values: Sequence[float]) -> str:
         return f"{values[0]:.3g}"
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def mean_ledger_ms(ledgers: Sequence[Ledger]) -> dict[str, float]:
+    """Mean milliseconds of each part; means, so that they still sum to the whole."""
+    names = [field.name for field in fields(Ledger)]
+    return {
+        name.removesuffix("_s"): statistics.mean(getattr(ledger, name) for ledger in ledgers) * 1000 for name in names
+    }
+
+
+def ledger_table(rows: Mapping[str, Mapping[str, float]], emulated: bool) -> str:
+    """Where a token's time went, in milliseconds, a row for each way of decoding."""
+    parts = list(next(iter(rows.values())))
+    columns = ["where a token's time went, ms, mean" + emulated * ", EMULATED devices", *parts, "whole"]
+    return markdown(columns, [[way, *ledger.values(), sum(ledger.values())] for way, ledger in rows.items()])
 
 
 def write_whole(path: Path, text: str) -> None:

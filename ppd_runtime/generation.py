@@ -3,15 +3,16 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.config import SamplingParams, stop_texts
 from ppd_runtime.models.loading import ModelInfo
-from ppd_runtime.results import GenerationResult, Stats, TokenEvent, run_lengths
+from ppd_runtime.results import GenerationResult, Ledger, Stats, TokenEvent, run_lengths
 from ppd_runtime.text import TextStream
+from ppd_runtime.trace import Trace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,10 +37,13 @@ class Totals:
     latency_s: float
     time_to_first_token_s: float
     stall_s: float
+    ledger: Ledger
+    first_token_ledger: Ledger
     main_layer_passes: int
     main_recomputed_layer_passes: int = 0
     sub_layer_passes: tuple[int, ...] = ()
     sub_coherence_layer_passes: tuple[int, ...] = ()
+    trace: Trace | None = None
 
 
 class TextGenerator(ABC):
@@ -213,12 +217,13 @@ class _Request:
             prompt_ids=tuple(self._prompt_ids),
             finish_reason=totals.finish_reason,
             stats=self._stats([event.hit for event in events], totals),
+            trace=totals.trace,
         )
 
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
         hits = [hit for hit in verdicts if hit is not None]
         rate = sum(hits) / len(hits) if hits else None
-        counted = {name: value for name, value in asdict(totals).items() if name != "finish_reason"}
+        names = [field.name for field in fields(totals) if field.name not in ("finish_reason", "trace")]
         return Stats(
             prompt_tokens=len(self._prompt_ids),
             new_tokens=len(verdicts),
@@ -226,7 +231,7 @@ class _Request:
             misses=len(hits) - sum(hits),
             run_lengths=run_lengths(hits) if hits else (1,) * len(verdicts),
             predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts)),
-            **counted,
+            **{name: getattr(totals, name) for name in names},
         )
 
 

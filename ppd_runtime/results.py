@@ -1,7 +1,9 @@
 """What a generation gives back: events while it runs, a result with statistics when it is done."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+
+from ppd_runtime.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,35 @@ class TokenEvent:
     """Place in the whole sequence, the prompt's tokens counted, from 0."""
     hit: bool | None
     """Whether an early candidate was this token; None where none was used or asked for (the last token)."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where the time on the tokens' path went, in seconds; the parts are the whole.
+
+    The path is the main process', from a request's arrival to its last token.
+    """
+
+    layers_s: float
+    """Passes through layers."""
+    heads_s: float
+    """The final norm and head, and choosing the token."""
+    hops_s: float
+    """Sending, receiving, and putting delivered entries in place; of a wait, what was waited for being on its way."""
+    waiting_s: float
+    """Waiting for a sub-process that was not done yet."""
+    python_s: float
+    """Everything between these."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole."""
+        return self.layers_s + self.heads_s + self.hops_s + self.waiting_s + self.python_s
+
+    def per_token_since(self, first: "Ledger", num_tokens: int) -> "Ledger":
+        """What has come since `first`, as a share of `num_tokens` tokens."""
+        names = [field.name for field in fields(self)]
+        return Ledger(**{name: (getattr(self, name) - getattr(first, name)) / num_tokens for name in names})
 
 
 @dataclass(frozen=True)
@@ -44,6 +75,10 @@ class Stats:
     """Each sub-process' layer passes to keep its cache coherent; Theorem 4.1 leaves them out."""
     predicted_ratio: float
     """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate."""
+    ledger: Ledger
+    """Where the latency went."""
+    first_token_ledger: Ledger
+    """Of that, where the time to the first token went."""
 
     @cached_property
     def match_rate(self) -> float | None:
@@ -63,6 +98,13 @@ class Stats:
             return self.latency_s
         return (self.latency_s - self.time_to_first_token_s) / (self.new_tokens - 1)
 
+    @cached_property
+    def ledger_per_token(self) -> Ledger:
+        """Where the mean time of a token after the first went; the whole latency where there is only one."""
+        if self.new_tokens == 1:
+            return self.ledger
+        return self.ledger.per_token_since(self.first_token_ledger, self.new_tokens - 1)
+
 
 @dataclass(frozen=True)
 class GenerationResult:
@@ -76,6 +118,8 @@ class GenerationResult:
     finish_reason: str
     """length, eos, stop, or cancelled."""
     stats: Stats
+    trace: Trace | None = None
+    """What every process did and when, where that was asked for."""
 
 
 def run_lengths(hits: list[bool]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import logging
 import time
 import weakref
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,7 @@ from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, available_cores, check_ray_address
-from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
@@ -29,9 +29,15 @@ from ppd_runtime.pipeline.messages import (
     Finished,
     Message,
     Report,
+    Spans,
     Token,
+    WireError,
 )
+from ppd_runtime.pipeline.span_messages import unpack
 from ppd_runtime.processes import ProcessWorkers
+from ppd_runtime.results import Ledger
+from ppd_runtime.spans import ProcessSpans
+from ppd_runtime.trace import Trace
 from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -72,6 +78,7 @@ class PPDRuntime(TextGenerator):
             hears what became of the last, which saves a hit its hops. Costs it some work in vain.
         emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
             workers than there are devices; figures from it are an emulation's.
+        trace: record what every process does and when; results have a `trace` then.
         progress: is told in a line what the start-up waits for; None logs it.
 
     Raises:
@@ -95,6 +102,7 @@ class PPDRuntime(TextGenerator):
         compile: bool = False,
         run_ahead: bool = True,
         emulate: EmulatedDevice | None = None,
+        trace: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.config = RuntimeConfig(
@@ -125,6 +133,7 @@ class PPDRuntime(TextGenerator):
             head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
         self._specs = _worker_specs(self.config, info, self.exit_layer, head, emulate)
+        self._traced, self._conditions = trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
         self._stop: weakref.finalize | None = None
@@ -161,20 +170,21 @@ class PPDRuntime(TextGenerator):
         self.start()
         workers = cast("Workers", self._workers)
         request, self._next_request = self._next_request, self._next_request + 1
-        workers.endpoint.send(MAIN, _begin(request, prompt_ids, params, live))
+        workers.endpoint.send(MAIN, replace(_begin(request, prompt_ids, params, live), traced=self._traced))
         finished: Finished | None = None
-        reports: dict[int, Report] = {}
+        told = _Told()
         try:
             while finished is None:
                 message = self._next_message(workers, request)
                 if isinstance(message, Token):
                     last = message.winner == NOT_ASKED
                     yield Step(message.token_id, None if last else message.winner != MISS, last)
-                elif isinstance(message, Report):
-                    reports[message.sender] = message
                 elif isinstance(message, Finished):
                     finished = message
-            yield _totals(finished, self._all_reports(workers, request, reports))
+                else:
+                    told.take(message)
+            self._hear_all(workers, request, told)
+            yield _totals(finished, told.in_order(), self._trace(told))
         finally:
             if finished is None:
                 self._cancel(workers, request)
@@ -213,32 +223,72 @@ class PPDRuntime(TextGenerator):
         while not isinstance(self._next_message(workers, request), Finished):
             pass
 
-    def _all_reports(self, workers: Workers, request: int, reports: dict[int, Report]) -> list[Report]:
-        """The sub-processes' counts, by rank; those of lost ones are missing."""
+    def _hear_all(self, workers: Workers, request: int, told: "_Told") -> None:
+        """Wait for the sub-processes' counts; those of lost ones do not come."""
         deadline = time.monotonic() + _REPORT_DEADLINE_S
-        while len(reports) < self.config.num_subs and (left := deadline - time.monotonic()) > 0:
+        while len(told.reports) < self.config.num_subs and (left := deadline - time.monotonic()) > 0:
             message = workers.endpoint.receive(left)
-            if isinstance(message, Report) and message.request == request:
-                reports[message.sender] = message
-        if len(reports) < self.config.num_subs:
+            if message is not None and message.request == request:
+                told.take(message)
+        if len(told.reports) < self.config.num_subs:
             self._check(workers)
-        return [reports[rank] for rank in sorted(reports)]
+
+    def _trace(self, told: "_Told") -> Trace | None:
+        if not self._traced:
+            return None
+        return Trace(self.info.num_layers, self.exit_layer, self._conditions, told.processes())
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
 
 
-def _totals(finished: Finished, reports: list[Report]) -> Totals:
+@dataclass
+class _Told:
+    """What the workers have told about a request at its end, by rank."""
+
+    reports: dict[int, Report] = field(default_factory=dict)
+    spans: dict[int, list[Spans]] = field(default_factory=dict)
+
+    def take(self, message: Message) -> None:
+        """Keep counts and spans."""
+        if isinstance(message, Report):
+            self.reports[message.sender] = message
+        elif isinstance(message, Spans):
+            self.spans.setdefault(message.sender, []).append(message)
+
+    def in_order(self) -> list[Report]:
+        """The sub-processes' counts."""
+        return [self.reports[rank] for rank in sorted(self.reports)]
+
+    def processes(self) -> tuple[ProcessSpans, ...]:
+        """The workers' spans; what cannot be read is logged and left out."""
+        processes = []
+        for rank in sorted(self.spans):
+            try:
+                processes.append(unpack(self.spans[rank]))
+            except WireError as error:
+                logger.warning("left worker %d out of the trace: %s", rank, error)
+        return tuple(processes)
+
+
+def _totals(finished: Finished, reports: list[Report], trace: Trace | None) -> Totals:
     return Totals(
         finish_reason=finished.reason,
         latency_s=finished.latency_s,
         time_to_first_token_s=finished.time_to_first_token_s,
         stall_s=finished.stall_s,
+        ledger=_ledger(finished, ""),
+        first_token_ledger=_ledger(finished, "first_"),
         main_layer_passes=finished.layer_passes,
         main_recomputed_layer_passes=finished.recomputed_layer_passes,
         sub_layer_passes=tuple(r.layer_passes for r in reports),
         sub_coherence_layer_passes=tuple(r.coherence_layer_passes for r in reports),
+        trace=trace,
     )
+
+
+def _ledger(finished: Finished, prefix: str) -> Ledger:
+    return Ledger(**{field.name: getattr(finished, prefix + field.name) for field in fields(Ledger)})
 
 
 def _find_head(exit_head: str | Path | RehearsedHead, info: ModelInfo) -> str | HeadInfo | RehearsedHead:

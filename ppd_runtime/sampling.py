@@ -5,6 +5,7 @@ predicts the token early adds the same noise, so early and final choice agree fa
 draws would, and a run can be repeated by any process with any layout.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from transformers.generation.logits_process import (
 )
 
 from ppd_runtime.config import SamplingParams
+from ppd_runtime.recorder import Recorder
+from ppd_runtime.spans import Kind
 
 _FILTERED = 1e6  # how far a filtered token ranks behind every token that top-k and top-p keep
 
@@ -78,6 +81,28 @@ class Sampler:
         if not self.needs_history:
             return logits
         return self._penalty(torch.tensor([history], device=logits.device), logits[None])[0]
+
+
+class TimedSampler(Sampler):
+    """A sampler whose choices are spans of a process' time."""
+
+    def __init__(self, params: SamplingParams, recorder: Recorder) -> None:
+        super().__init__(params)
+        self._recorder = recorder
+
+    def choose(self, logits: Tensor, history: Sequence[int]) -> int:
+        """As `Sampler.choose`."""
+        began = time.perf_counter()
+        token = super().choose(logits, history)
+        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), token)
+        return token
+
+    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """As `Sampler.rank`."""
+        began = time.perf_counter()
+        tokens = super().rank(logits, history, k)
+        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), tokens[0])
+        return tokens
 
 
 def _best(scores: Tensor, k: int) -> list[int]:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,21 +18,29 @@ from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
+    NOT_ASKED,
     Begin,
+    Entries,
     Failed,
     Finished,
+    HeadStart,
     Message,
     Report,
     Shutdown,
     Token,
 )
 from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.sub_process import SubProcess
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.results import Ledger
+from ppd_runtime.sampling import Sampler, TimedSampler
+from ppd_runtime.spans import Kind
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 
 _LONGEST_HOLD_S = 1.0
+_STAMPED = (HeadStart, Entries)
+"""What the main process waits for."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class _Clock:
 
     began: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
+    first_ledger: Ledger | None = None
     stalled: float = 0.0
 
 
@@ -104,6 +113,7 @@ class Worker:
         self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
         head = None if spec.rank == MAIN else spec.exit_head
         self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
+        self._recorder = self.stage.recorder
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._pending: Begin | None = None
@@ -130,7 +140,8 @@ class Worker:
 
     def _serve_request(self, begin: Begin) -> None:
         self._clock = _Clock()
-        sampler = Sampler(sampling_params(begin))
+        self._recorder.begin(begin.traced)
+        sampler = TimedSampler(sampling_params(begin), self._recorder)
         if self.spec.rank == MAIN:
             self._decode(begin, sampler)
         else:
@@ -143,6 +154,8 @@ class Worker:
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
         self._release_tokens()
+        self._recorder.pause()
+        ledger = self._recorder.ledger()
         finished = Finished(
             sender=MAIN,
             request=begin.request,
@@ -152,7 +165,10 @@ class Worker:
             stall_s=self._clock.stalled,
             layer_passes=main.layer_passes,
             recomputed_layer_passes=main.recomputed_layer_passes,
+            **asdict(ledger),
+            **{f"first_{name}": value for name, value in asdict(self._clock.first_ledger or ledger).items()},
         )
+        self._ship_spans(begin.request)
         self._endpoint.send(CLIENT, finished)
 
     def _help(self, begin: Begin, sampler: Sampler) -> None:
@@ -164,13 +180,19 @@ class Worker:
             sub = SubProcess(self.stage, head, spec.rank, self._subs, spec.k, self._send, begin)
         self._drive(sub.serve(), begin.request)
         report = Report(self.spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
+        self._ship_spans(begin.request)
         self._endpoint.send(CLIENT, report)
+
+    def _ship_spans(self, request: int) -> None:
+        recorded = self._recorder.spans(self.spec.rank)
+        for message in pack(recorded, request) if recorded else ():
+            self._endpoint.send(CLIENT, message)
 
     def _exit_head(self, sampler: Sampler) -> ExitHead:
         if isinstance(self.spec.exit_head, RehearsedHead):
             return self.spec.exit_head
         if self._trained_head is not None:
-            return TrainedHead(self._trained_head, sampler)
+            return TrainedHead(self._trained_head, sampler, self._recorder)
         return SharedHead(self.stage, sampler)
 
     def _drive(self, machine: Machine, request: int) -> None:
@@ -201,9 +223,19 @@ class Worker:
                 break
             if message.request == request:
                 break
-        if wish.patience != 0:
-            self._clock.stalled += time.perf_counter() - began
+        self._note_receipt(wish, began, time.perf_counter(), message)
         return message
+
+    def _note_receipt(self, wish: Receive, began: float, ended: float, message: Message | None) -> None:
+        """Of a wait, what came before the message was sent was its sender's time, the rest was its way's."""
+        if wish.patience != 0:
+            self._clock.stalled += ended - began
+            sent = message.sent_at if isinstance(message, _STAMPED) else ended
+            sent = min(max(sent, began), ended)
+            self._recorder.note(Kind.WAIT, began, sent)
+            began = sent
+        peer = CLIENT if message is None else message.sender
+        self._recorder.note_message(Kind.RECEIVE, began, ended, peer, message)
 
     def _time_left(self, wish: Receive) -> float | None:
         if wish.deadline is None:
@@ -211,13 +243,27 @@ class Worker:
         return max(wish.deadline - time.perf_counter(), 0)
 
     def _send(self, addresses: Sequence[int], message: Message) -> None:
+        if isinstance(message, _STAMPED):
+            message = replace(message, sent_at=time.perf_counter())
         for address in addresses:
             if address == CLIENT and self._hold_tokens:
                 self._hold(message)
             else:
-                self._endpoint.send(address, message)
-        if not self._clock.first_token and isinstance(message, Token):
+                self._deliver(address, message)
+        if isinstance(message, Token):
+            self._note_token(addresses, message)
+
+    def _note_token(self, addresses: Sequence[int], message: Token) -> None:
+        if not self._clock.first_token:
             self._clock.first_token = time.perf_counter() - self._clock.began
+            self._clock.first_ledger = self._recorder.ledger()
+        if CLIENT in addresses and message.winner != NOT_ASKED:
+            self._recorder.note_verdict(message.position, message.token_id, message.winner)
+
+    def _deliver(self, address: int, message: Message) -> None:
+        began = time.perf_counter()
+        self._endpoint.send(address, message)
+        self._recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
 
     def _hold(self, message: Message) -> None:
         """Keep a token for the client back for a while; it hears often enough to know that this process lives."""
@@ -227,7 +273,7 @@ class Worker:
 
     def _release_tokens(self) -> None:
         for message in self._held:
-            self._endpoint.send(CLIENT, message)
+            self._deliver(CLIENT, message)
         self._held.clear()
         self._released = time.perf_counter()
 

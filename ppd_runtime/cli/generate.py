@@ -11,9 +11,11 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from ppd_runtime.generation import Generation, TextGenerator
+    from ppd_runtime.results import GenerationResult
 
 
 class Method(str, Enum):
@@ -51,6 +53,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
+    trace: options.TraceFile = None,
+    timeline: options.TimelineFile = None,
 ) -> None:
     """Continue a text; the tokens are the same whatever the method, k, exit layer or transport."""
     with one_line_errors():
@@ -58,12 +62,13 @@ def generate(
         from ppd_runtime.ordinary import OrdinaryDecoding
         from ppd_runtime.runtime import PPDRuntime
 
+        traced = _check_outputs(trace, timeline)
         text = _read_prompt(prompt, prompt_file)
         params = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
         )
         generator = (
-            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, compile=compile_)
+            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, compile=compile_, trace=traced)
             if method is Method.autoregressive
             else PPDRuntime(
                 model,
@@ -77,18 +82,44 @@ def generate(
                 ray_address=ray_address,
                 threads_per_worker=threads,
                 compile=compile_,
+                trace=traced,
                 progress=show_progress,
             )
         )
-        _show(generator.request(text, params), generator, text, method if as_json else None)
+        result = _show(generator.request(text, params), generator, text, method if as_json else None)
+        _write_trace(result, generator, trace, timeline)
 
 
-def _show(generation: "Generation", generator: "TextGenerator", prompt: str, json_method: Method | None) -> None:
+def _show(
+    generation: "Generation", generator: "TextGenerator", prompt: str, json_method: Method | None
+) -> "GenerationResult":
     with generator:
         if json_method:
             print_json(generation, json_method)
         else:
             print_stream(generation, prompt)
+    return generation.result
+
+
+def _check_outputs(trace: Path | None, timeline: Path | None) -> bool:
+    """Whether there is anything to record; raises ValueError for files that could not be written afterwards."""
+    check_outputs(trace, timeline)
+    if timeline is not None:
+        from ppd_runtime.timeline import check_timeline
+
+        check_timeline(timeline)
+    return trace is not None or timeline is not None
+
+
+def _write_trace(
+    result: "GenerationResult", generator: "TextGenerator", trace: Path | None, timeline: Path | None
+) -> None:
+    if result.trace is not None and trace is not None:
+        result.trace.write(trace)
+    if result.trace is not None and timeline is not None:
+        from ppd_runtime.timeline import draw_timeline
+
+        draw_timeline(result.trace, timeline, lambda token: str(generator.tokenizer.decode([token])))
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -142,6 +173,7 @@ def print_json(generation: "Generation", method: Method) -> None:
         "match_rate": result.stats.match_rate,
         "tokens_per_second": result.stats.tokens_per_second,
         "time_per_token_s": result.stats.time_per_token_s,
+        "ledger_per_token": asdict(result.stats.ledger_per_token),
     }
     output = {
         "text": result.text,

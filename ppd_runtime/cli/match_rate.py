@@ -10,6 +10,7 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,9 +81,7 @@ def _check_outputs(json_file: Path | None, plot: Path | None, resume: bool) -> N
     """Find out before the measurement what would stop the report after it."""
     if resume and json_file is None:
         raise ValueError("--resume goes on from what is kept beside the --json file: give --json as well")
-    for path in (json_file, plot):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"{path}: give a file in a folder that exists")
+    check_outputs(json_file, plot)
     if plot is not None:
         from ppd_runtime.measure.plots import check_plot
 

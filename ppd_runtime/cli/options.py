@@ -19,4 +19,8 @@ Seed = Annotated[int, typer.Option(help="The same seed gives the same text; each
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 Threads = Annotated[int, typer.Option(help="CPU threads for each worker.")]
+TraceFile = Annotated[
+    Path | None, typer.Option(help="Write what every process did and when into this JSON file, for ui.perfetto.dev.")
+]
+TimelineFile = Annotated[Path | None, typer.Option(help="Draw the first tokens on the clock into this image.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything here.")]

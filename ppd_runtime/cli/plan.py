@@ -9,6 +9,7 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
+from ppd_runtime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.planner import Alternative, Plan, Ranking
@@ -73,9 +74,7 @@ def plan(
         from ppd_runtime.cost_model.report import plan_data, write_page, write_plan
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 
-        for path in (json_file, html):
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise ValueError(f"{path}: give a file in a folder that exists")
+        check_outputs(json_file, html)
         max_devices = (os.cpu_count() or 1) if devices is None else devices
         check_request(max_devices, tensor_parallel_efficiency)
         times = {"layer_ms": layer_ms, "head_ms": head_ms, "exit_head_ms": exit_head_ms, "hop_ms": hop_ms}

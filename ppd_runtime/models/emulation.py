@@ -8,7 +8,6 @@ import ctypes
 import math
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,34 +36,35 @@ class EmulatedDevice:
                 raise ValueError(f"{name}={value}: an emulated device's times are finite and not negative")
 
 
+def emulation_note(device: EmulatedDevice | None) -> str:
+    """What has to stand beside times that were taken on such a device; empty where there was none."""
+    return "" if device is None else f"EMULATED devices of {device.layer_ms:g} ms a layer"
+
+
 class EmulatedStage(Stage):
     """A stage whose passes take at least as long as on the emulated device."""
 
     def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None", device: EmulatedDevice) -> None:
         super().__init__(model, compiled)
-        self.layers_at_once = 1
+        self.layers_at_once = -(-self.num_layers // 3)
         self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
         _wake_in_time()
 
-    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
-        """As `Stage.run`, and not sooner than the layers' time after its call."""
+    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         began = time.perf_counter()
-        hidden = super().run(first, last, inputs, position)
+        hidden = super()._run(first, last, inputs, position)
         _wait_until(began + (last - first) * self._layer_s)
-        self.layer_seconds = max(self.layer_seconds, self._layer_s)
         return hidden
 
-    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
-        """As `Stage.run_siblings`, and not sooner than one token's time in the layers after its call."""
+    def _run_siblings(self, token_ids: list[int], position: int) -> Tensor:
         began = time.perf_counter()
-        hidden = super().run_siblings(token_ids, position)
+        hidden = super()._run_siblings(token_ids, position)
         _wait_until(began + self.num_layers * self._layer_s)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `Stage.logits`, and not sooner than the head's time after its call."""
+    def _logits(self, hidden: Tensor) -> Tensor:
         began = time.perf_counter()
-        logits = super().logits(hidden)
+        logits = super()._logits(hidden)
         _wait_until(began + self._head_s)
         return logits
 

@@ -1,5 +1,6 @@
 """Exit predictors: who names the k candidates for the next token from a hidden state behind the exit layer."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.models.trained_heads import HeadNetwork
+from ppd_runtime.recorder import Recorder
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.spans import Kind
 
 SHARED = "shared"
 """Names the model's own final norm and head where an exit head is chosen."""
@@ -38,14 +41,16 @@ class SharedHead:
 class TrainedHead:
     """A head trained for the exit layer, as the paper's trained rows use it, ranked with the shared noise."""
 
-    def __init__(self, network: HeadNetwork, sampler: Sampler) -> None:
-        self._network, self._sampler = network, sampler
+    def __init__(self, network: HeadNetwork, sampler: Sampler, recorder: Recorder | None = None) -> None:
+        self._network, self._sampler, self._recorder = network, sampler, recorder or Recorder()
         self._device = next(network.parameters()).device
 
     @torch.inference_mode()
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth is likeliest to choose, as far as the head knows."""
+        began = time.perf_counter()
         logits = self._network(hidden[:, -1:].to(self._device))[0, -1].float()
+        self._recorder.note(Kind.HEAD, began, time.perf_counter())
         return self._sampler.rank(logits, history, k)
 
 

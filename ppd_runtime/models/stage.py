@@ -16,6 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
+from ppd_runtime.models.rotary import RotaryTable
+from ppd_runtime.recorder import Recorder
+from ppd_runtime.spans import Kind
 
 if TYPE_CHECKING:
     from ppd_runtime.models.compiled import CompiledLayers
@@ -41,8 +44,12 @@ class Stage:
         """One-sequence layer passes run so far: a pass through one layer counts one, over siblings one for each."""
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
+        self.recorder = Recorder()
         self._pieces: dict[tuple[int, int], nn.Module] = {}
         self._views: dict[tuple[int, int], LayerRangeCache] = {}
+        rotary = getattr(model.model, "rotary_emb", None)
+        self._rotary = None if rotary is None else RotaryTable(rotary)
+        self._positions = torch.arange(0, device=model.device)[None]
         self.head = FinalHead(model)
         self.cache = StageCache(model.config, 0)
 
@@ -55,6 +62,8 @@ class Stage:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
         self.cache = StageCache(self.model.config, capacity)
         self._views.clear()
+        if capacity > self._positions.shape[1]:
+            self._positions = torch.arange(capacity, device=self.device)[None]
 
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run layers `first` to `last` (half-open) and append to their caches; the hidden states behind them.
@@ -67,8 +76,10 @@ class Stage:
         began = time.perf_counter()
         hidden = self._run(first, last, inputs, position)
         self._wait_for_device()
+        ended = time.perf_counter()
         if hidden.shape[1] == 1 or not self.layer_seconds:
-            self._note_time((time.perf_counter() - began) / (last - first))
+            self._note_time((ended - began) / (last - first))
+        self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
         self.layer_passes += last - first
         return hidden
 
@@ -81,8 +92,10 @@ class Stage:
         """
         if len(token_ids) == 1:
             return self.run(0, self.num_layers, list(token_ids), position)
+        began = time.perf_counter()
         hidden = self._run_siblings(list(token_ids), position)
         self._wait_for_device()
+        self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
         self.layer_passes += len(token_ids) * self.num_layers
         return hidden
 
@@ -97,21 +110,34 @@ class Stage:
     @torch.inference_mode()
     def keep_sibling(self, position: int, index: int) -> None:
         """Of the siblings that were run at `position`, keep the entries of one alone, and drop the others."""
+        began = time.perf_counter()
         self.cache.keep_sibling(position, index)
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, self.num_layers)
 
     @torch.inference_mode()
     def export_entries(self, first: int, end: int, last: int) -> Tensor:
         """A copy of the entries of tokens `first` to `end` in layers 0 to `last`: `[tokens, last, 2, heads, dim]`."""
-        return self.cache.export_entries(first, end, last)
+        began = time.perf_counter()
+        entries = self.cache.export_entries(first, end, last)
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), first, -1, 0, last)
+        return entries
 
     @torch.inference_mode()
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append consecutive tokens' entries to the first layers, each as `export_entries` gives it."""
+        began, position = time.perf_counter(), self.length(0)
         self.cache.import_entries([entry.to(self.device) for entry in entries])
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, len(entries[0]))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
+        began = time.perf_counter()
+        logits = self._logits(hidden)
+        self.recorder.note(Kind.HEAD, began, time.perf_counter())
+        return logits
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden[:, -1:])[0, -1].float()
 
     @torch.inference_mode()
@@ -120,7 +146,7 @@ class Stage:
         if self._compiled and position and len(inputs if isinstance(inputs, list) else inputs[0]) == 1:
             hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
             return self._compiled.run(first, last, hidden, self.cache.layers)
-        return self._run_library(first, last, inputs)
+        return self._run_library(first, last, inputs, position)
 
     def _embed(self, token_ids: list[int]) -> Tensor:
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
@@ -130,9 +156,9 @@ class Stage:
         self._check_position(0, position)
         if self._compiled:
             return self._compiled.run(0, self.num_layers, self._embed(token_ids), self.cache.layers)
-        places = torch.full((1, len(token_ids)), position, device=self.device)
+        places = self._positions[:, position : position + 1].expand(1, len(token_ids))
         masks = self._sibling_masks(len(token_ids))
-        return self._run_library(0, self.num_layers, token_ids, position_ids=places, attention_mask=masks)
+        return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)
 
     def _sibling_masks(self, siblings: int) -> Tensor | dict[str, Tensor]:
         """The library's additive masks, `[1, 1, siblings, attended]`; by kind where there are layers of two kinds."""
@@ -152,18 +178,27 @@ class Stage:
         if self.device.type == "cuda":  # whoever sends or judges the result waits for it anyway
             torch.cuda.synchronize(self.device)
 
-    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, **others: Any) -> Tensor:
+    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
+        feed: dict[str, Any]
         if isinstance(inputs, Tensor):
             feed = {"inputs_embeds": inputs.to(self.device)}
         else:
             feed = {"input_ids": torch.tensor([inputs], device=self.device)}
         key = (first, last)
         if key not in self._pieces:
-            self._pieces[key] = layer_range(self.model, first, last)
+            self._pieces[key] = self._piece(first, last)
         if key not in self._views:
             self._views[key] = self.cache.view(first, last)
-        output = self._pieces[key](**feed, **others, past_key_values=self._views[key], use_cache=True)
+        size = next(iter(feed.values())).shape[1]
+        feed |= {"position_ids": self._positions[:, position : position + size]} | others
+        output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
         return output.last_hidden_state
+
+    def _piece(self, first: int, last: int) -> nn.Module:
+        piece = layer_range(self.model, first, last)
+        if self._rotary is not None:
+            piece.rotary_emb = self._rotary
+        return piece
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds

@@ -61,6 +61,8 @@ class Begin(Message):
     ignore_eos: bool
     live: bool
     """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
+    traced: bool = False
+    """Whether the client wants every process' `Spans`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class HeadStart(Message):
     hidden: Tensor
     path: list[int] = field(default_factory=list)
     """As a `Candidate`'s."""
+    sent_at: float = 0.0
+    """By the clock of the host, `time.perf_counter`; for statistics only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,8 @@ class Entries(Message):
 
     position: int
     entries: Tensor
+    sent_at: float = 0.0
+    """As a `HeadStart`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Main → client, after the last token: why it ended, seconds, and layer passes."""
+    """Main → client, after the last token: why it ended, seconds, and layer passes; see `results.Ledger`."""
 
     reason: str
     latency_s: float
@@ -136,6 +142,16 @@ class Finished(Message):
     stall_s: float
     layer_passes: int
     recomputed_layer_passes: int
+    layers_s: float
+    heads_s: float
+    hops_s: float
+    waiting_s: float
+    python_s: float
+    first_layers_s: float
+    first_heads_s: float
+    first_hops_s: float
+    first_waiting_s: float
+    first_python_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +174,16 @@ class Shutdown(Message):
     """Client → every worker: end the process."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spans(Message):
+    """Main or sub → client, before `Finished` or `Report`: what it did and when, a piece of it; see `span_messages`."""
+
+    pid: int
+    wall_offset_ns: int
+    dropped: int
+    numbers: list[int]
+
+
 _KINDS: tuple[type[Message], ...] = (
     Begin,
     ExitState,
@@ -171,7 +197,10 @@ _KINDS: tuple[type[Message], ...] = (
     Report,
     Failed,
     Shutdown,
+    Spans,
 )
+KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
+"""In the order of their numbers on the wire."""
 _OPTIONAL_TENSOR = Tensor | None
 _CANDIDATES = tuple[int, ...]
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}

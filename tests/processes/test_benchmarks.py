@@ -27,6 +27,7 @@ def test_pipeline(tmp_path, launcher):
     found = figures(tmp_path, f"benchmarks.pipeline {options}")
     assert found["identical"]
     assert found["emulated_layer_ms"] == 5
+    assert sum(found["ledger_ms"]["ordinary"].values()) >= 20
     assert found["autoregressive_ms"] >= 20
     assert found["launcher"] == launcher
     assert {"ppd_ms", "ratio", "predicted_ratio", "realised_saving", "match_rate", "k"} <= set(found)

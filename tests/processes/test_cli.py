@@ -48,6 +48,7 @@ def test_json_holds_the_oracles_tokens(folder, method):
     assert output["text"] == expected.text
     assert output["method"] == method
     assert output["stats"]["new_tokens"] == 12
+    assert sum(output["stats"]["ledger"].values()) == pytest.approx(output["stats"]["latency_s"], rel=0.03)
 
 
 def test_streams_prompt_and_text_over_ray(folder, tmp_path):

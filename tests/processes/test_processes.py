@@ -66,11 +66,15 @@ def test_tokens_are_ordinary_decodings(folder, transport, dtype):
 
 def test_early_starts_are_used(folder, expected, rehearsed):
     slow = EmulatedDevice(layer_ms=5.0)  # the least time in which a hit can come, however busy the machine
-    with PPDRuntime(folder, k=2, launcher="processes", exit_head=rehearsed, emulate=slow) as runtime:
+    with PPDRuntime(folder, k=2, launcher="processes", exit_head=rehearsed, emulate=slow, trace=True) as runtime:
+        began = time.perf_counter_ns()
         result = runtime.generate(PROMPT, max_new_tokens=40)
+        ended = time.perf_counter_ns()
     assert result.token_ids == expected[:40]
     assert result.stats.hits > 20
     assert result.stats.latency_s > result.stats.main_layer_passes * 0.005
+    assert result.stats.ledger.total_s == pytest.approx(result.stats.latency_s, rel=0.03)
+    _assert_one_clock(result, began, ended)
 
 
 def test_a_killed_sub_process_costs_no_token(folder, expected, rehearsed):
@@ -146,6 +150,17 @@ def test_nothing_is_left_behind(folder, ending):
         while list(Path(temporary).iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not list(Path(temporary).iterdir()), "a folder of sockets was left"
+
+
+def _assert_one_clock(result, began: int, ended: int) -> None:
+    """Every process' spans lie within the call, and each early start arrives after it was sent."""
+    processes = result.trace.processes
+    assert len({process.pid for process in processes} - {os.getpid()}) == 3
+    times = [time for process in processes for span in process.spans for time in (span.began_ns, span.ended_ns)]
+    assert began < min(times) <= max(times) < ended
+    early = [hop for hop in result.trace.hops() if hop.sent.message == "HeadStart"]
+    assert len(early) >= result.stats.hits
+    assert all(hop.sent.began_ns < hop.received.ended_ns for hop in early)
 
 
 def _workers() -> list[psutil.Process]:

@@ -7,10 +7,11 @@ import pytest
 
 from benchmarks import equal_devices, hop, pipeline, planner, siblings, startup
 from benchmarks.models import model_folder, random_shape
-from benchmarks.recording import environment, markdown, run, slug, spread, write_whole
+from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
 from ppd_runtime.models.loading import describe, load_tokenizer
+from ppd_runtime.results import Ledger
 
-MODULES = (equal_devices, hop, pipeline, planner, startup)
+MODULES = (equal_devices, hop, pipeline, planner, siblings, startup)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -93,7 +94,12 @@ def test_an_emulation_says_so_in_its_table():
         "workers": 3,
     }
     figures |= {"ratio_quartiles": [0.4, 0.5, 0.6], "emulated_layer_ms": 3.0}
+    figures |= {
+        "ledger_ms": {"PPD": mean_ledger_ms([Ledger(0.001, 0.002, 0.0, 0.0, 0.0), Ledger(0.003, 0.0, 0.0, 0.0, 0.0)])}
+    }
     assert "EMULATED devices of 3 ms a layer" in pipeline.table(figures)
+    assert "mean, EMULATED devices" in pipeline.table(figures)
+    assert "| PPD | 2.000 | 1.000 | 0.000 | 0.000 | 0.000 | 3.000 |" in pipeline.table(figures)
     assert "EMULATED" not in pipeline.table(figures | {"emulated_layer_ms": None})
 
 

@@ -28,13 +28,28 @@ from ppd_runtime.pipeline.messages import (
     Message,
     Report,
     Shutdown,
+    Spans,
     Token,
     WireError,
     decode,
     encode,
 )
 
-KINDS = (Begin, ExitState, Candidate, HeadStart, Token, Entries, End, Cancel, Finished, Report, Failed, Shutdown)
+KINDS = (
+    Begin,
+    ExitState,
+    Candidate,
+    HeadStart,
+    Token,
+    Entries,
+    End,
+    Cancel,
+    Finished,
+    Report,
+    Failed,
+    Shutdown,
+    Spans,
+)
 """In the order of their numbers on the wire."""
 
 VERSION = 3
@@ -239,18 +254,22 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
         [msgpack.packb(5)],
         [head(VERSION, 10, 0, 0, "x" * (2**16 + 1))],
         [head(VERSION, 10, 0, 0, b"bytes")],
-        [b"\x95\x03\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
         [head(VERSION, 2, 1, 1, 5, 6, [])],
         [head(VERSION, 2, 1, 1, 5, [6, 7.0], [])],
         [head(VERSION, 2, 1, 1, 5, [6, True], [])],
         [head(VERSION, 2, 1, 1, 5, [[6]], [])],
-        [head(VERSION, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False, True)],
-        [head(VERSION, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False, True)],
-        [head(VERSION, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False, True)],
-        [head(VERSION, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False, True)],
-        [head(VERSION, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False, True)],
-        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False, True)],
-        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0, True)],
+        [b"\x95\x03\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
+        [head(VERSION, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(VERSION, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(VERSION, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(VERSION, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False, False)],
+        [head(VERSION, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False, False)],
+        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False, False)],
+        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0, False)],
+        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], False, 0)],
+        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(VERSION, 12, 0, 0, 1, 1, 0, [1, 2.0])],
+        [head(VERSION, 12, 0, 0, 1, 1, 0, [True])],
     ],
     ids=repr,
 )

@@ -1,0 +1,42 @@
+"""A process' spans as messages, in pieces of a bounded size; what arrives is checked as every message is."""
+
+from collections.abc import Iterator, Sequence
+
+from ppd_runtime.pipeline.messages import KIND_NAMES, Spans, WireError
+from ppd_runtime.spans import Kind, ProcessSpans, Span
+
+MOST_SPANS = 4096
+"""In one message; that is about 150 kB."""
+_WIDTH = len(Span._fields)
+_NUMBERS = {name: number for number, name in enumerate(KIND_NAMES)} | {"": -1}
+_NAMES = {number: name for name, number in _NUMBERS.items()}
+
+
+def pack(recorded: ProcessSpans, request: int) -> Iterator[Spans]:
+    """The messages that hold `recorded`, one at least."""
+    for start in range(0, max(len(recorded.spans), 1), MOST_SPANS):
+        piece = recorded.spans[start : start + MOST_SPANS]
+        numbers = [int(number) for span in piece for number in (*span[:-1], _NUMBERS[span.message])]
+        yield Spans(recorded.rank, request, recorded.pid, recorded.wall_offset_ns, recorded.dropped, numbers)
+
+
+def unpack(pieces: Sequence[Spans]) -> ProcessSpans:
+    """What `pack` was given, from its messages in their order.
+
+    Raises:
+        WireError: for messages that it would not have written.
+    """
+    first, spans = pieces[0], []
+    for piece in pieces:
+        numbers = piece.numbers
+        if len(numbers) % _WIDTH or len(numbers) > _WIDTH * MOST_SPANS:
+            raise WireError(f"spans of {len(numbers)} numbers")
+        spans += [_span(numbers[i : i + _WIDTH]) for i in range(0, len(numbers), _WIDTH)]
+    return ProcessSpans(first.sender, first.pid, first.wall_offset_ns, first.dropped, tuple(spans))
+
+
+def _span(numbers: list[int]) -> Span:
+    kind, began, ended, position, token, first, last, peer, message = numbers
+    if not 0 <= kind < len(Kind) or not 0 <= began <= ended or message not in _NAMES:
+        raise WireError("a span of no kind, or that ended before it began")
+    return Span(kind, began, ended, position, token, first, last, peer, _NAMES[message])

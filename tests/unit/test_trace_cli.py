@@ -1,0 +1,77 @@
+"""`ppd generate --trace --timeline`: both files, or one line about a mistake before anything starts."""
+
+import json
+import os
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.cli.generate import generate
+
+app = typer.Typer()
+app.command()(generate)
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["The quick", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("layout", [("--method", "autoregressive"), ("--transport", "local", "--k", 1)])
+def test_both_files_are_written_and_the_text_stays(folder, tmp_path, layout):
+    pytest.importorskip("matplotlib")
+    trace, timeline = tmp_path / "t.json", tmp_path / "t.png"
+    options = ("--model", folder, *layout, "--max-new-tokens", 6, "--ignore-eos", "--json")
+    result = invoke(*options, "--trace", trace, "--timeline", timeline)
+    assert (result.exit_code, result.stderr) == (0, "")
+    expected = OrdinaryDecoding(folder).generate("The quick", max_new_tokens=6, ignore_eos=True)
+    assert tuple(json.loads(result.stdout)["token_ids"]) == expected.token_ids
+    events = json.loads(trace.read_text())["traceEvents"]
+    passes = [event["args"] for event in events if event["name"].startswith("layers") and event["pid"] == 1]
+    main_passes = json.loads(result.stdout)["stats"]["main_layer_passes"]
+    assert sum(args["last_layer"] - args["first_layer"] for args in passes) >= main_passes
+    assert timeline.read_bytes().startswith(b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == [trace, timeline]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--trace", "missing/t.json"), "missing/t.json: give a file in a folder that exists"),
+        (("--timeline", "missing/t.png"), "missing/t.png: give a file in a folder that exists"),
+        (("--trace", "."), ".: give a file in a folder that exists"),
+        (("--trace", "x.png", "--timeline", "./x.png"), "x.png: is to be written twice; give each its own file"),
+        (("--timeline", "t.txt"), "t.txt: no kind of image; choose one of"),
+    ],
+)
+def test_mistaken_files_are_refused_before_anything_starts(options, complaint, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    result = invoke("--model", "no/such/model", *options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"ppd: {complaint}")
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    result = invoke("--model", "no/such/model", "--trace", tmp_path / "t.json")
+    assert result.exit_code == 2
+    assert "cannot be written to" in result.stderr
+
+
+def test_a_timeline_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = invoke("--model", "no/such/model", "--timeline", tmp_path / "t.png")
+    assert result.exit_code == 2
+    assert result.stderr == "ppd: plots need matplotlib: pip install 'ppd-runtime[plots]'\n"
