@@ -149,7 +149,7 @@ def test_nothing_is_left_behind(folder, ending):
 def _workers() -> list[psutil.Process]:
     """This process' workers that run."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "ppd_runtime.worker_process" in child.cmdline()]
+    return [child for child in running if "ppd_runtime.start_worker" in child.cmdline()]
 
 
 def _kill(name: str) -> None:
