@@ -40,7 +40,7 @@ class OrdinaryDecoding(TextGenerator):
         info = describe(model)
         super().__init__(info, load_tokenizer(info))
         place = choose_device(device)
-        number = choose_dtype(dtype, place, info)
+        number = choose_dtype(dtype, place, info, threads)
         code = compile_ahead(info, number, place) if compile else ()
         self.stage = load_stage(info, info.num_layers, number, place, code, emulate)
 
