@@ -57,6 +57,7 @@ def measure(options: argparse.Namespace) -> Figures:
             compile=options.compile,
             exit_head=exit_head(options, ordinary, prompts),
             emulate=device,
+            run_ahead=not options.no_run_ahead,
         )
         stack.enter_context(runtime)
         library = None if device else _library_model(ordinary)
@@ -134,6 +135,7 @@ def _figures(
         "k": options.k,
         "exit_layer": runtime.exit_layer,
         "compiled": options.compile,
+        "run_ahead": not options.no_run_ahead,
         "pinned": bool(runtime.main_cores),
         "stall_share": statistics.median(got.stats.stall_s / got.stats.latency_s for _, got in pairs),
     }
@@ -168,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rounds", type=positive, default=7, help="paired runs of every prompt")
     options.add_argument("--match-rate", type=float, help="an exit head that is right with this probability")
     options.add_argument("--compile", action="store_true", help="ordinary and pipelined decoding in compiled code")
+    options.add_argument("--no-run-ahead", action="store_true", help="a lone sub-process waits for exit states")
     options.add_argument("--launcher", choices=LAUNCHERS, default="processes")
     options.add_argument("--emulate-layer-ms", type=float, help="devices that take so long for a layer")
     options.add_argument("--emulate-head-ms", type=float, default=0.0, help="and for a head")

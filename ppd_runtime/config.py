@@ -92,6 +92,8 @@ class RuntimeConfig:
     """CPU threads for one worker's matrix products."""
     compile: bool = False
     """Run one-token passes in compiled code; the first time takes a while, then it is kept on disk."""
+    run_ahead: bool = True
+    """Let a lone sub-process (k=1, exit at half depth) go on without waiting for exit states."""
     launcher: str = "ray"
     """ray (actors, on a node of our own or a cluster's) or processes (plain ones of this host, without Ray)."""
 
@@ -105,8 +107,9 @@ class RuntimeConfig:
         _check_choice("launcher", self.launcher, LAUNCHERS)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile={self.compile!r}: give True or False")
+        for name in ("compile", "run_ahead"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r}: give True or False")
         if self.workers is not None:
             _check_int("workers", self.workers, 1)
         if self.workers is not None and self.workers != self.k:

@@ -64,6 +64,8 @@ class PPDRuntime(TextGenerator):
         threads_per_worker: CPU threads for one worker's matrix products.
         compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk. The
             tokens are those of `OrdinaryDecoding` with `compile=True`.
+        run_ahead: where one sub-process is all (k=1) and the exit is at half depth, it starts the next token before it
+            hears what became of the last, which saves a hit its hops. Costs it some work in vain.
         emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
             workers than there are devices; figures from it are an emulation's.
         progress: is told in a line what the start-up waits for; None logs it.
@@ -87,11 +89,23 @@ class PPDRuntime(TextGenerator):
         ray_address: str | None = None,
         threads_per_worker: int = 1,
         compile: bool = False,
+        run_ahead: bool = True,
         emulate: EmulatedDevice | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.config = RuntimeConfig(
-            model, k, exit_layer, workers, dtype, device, transport, ray_address, threads_per_worker, compile, launcher
+            model=model,
+            k=k,
+            exit_layer=exit_layer,
+            workers=workers,
+            dtype=dtype,
+            device=device,
+            transport=transport,
+            ray_address=ray_address,
+            threads_per_worker=threads_per_worker,
+            compile=compile,
+            run_ahead=run_ahead,
+            launcher=launcher,
         )
         if threads_per_worker > available_cores():
             cores = f"{available_cores()} CPU cores"
@@ -259,6 +273,7 @@ def _worker_specs(
             exit_head=exit_head,
             cores=cores[rank],
             emulate=emulate,
+            run_ahead=config.run_ahead,
         )
         for rank in range(config.k + 1)
     ]

@@ -26,6 +26,7 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Token,
 )
+from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.sub_process import SubProcess
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
@@ -58,6 +59,14 @@ class WorkerSpec:
     def name(self) -> str:
         """What messages to people call it."""
         return "the main process" if self.rank == MAIN else f"sub-process {self.rank}"
+
+    run_ahead: bool = True
+    """Whether a sub-process that can go on without exit states does."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the only sub-process reads exit states off its own stage."""
+        return self.run_ahead and self.k == 1 and self.info.num_layers == 2 * self.exit_layer
 
     @property
     def num_layers(self) -> int:
@@ -122,7 +131,8 @@ class Worker:
             self._help(begin, sampler)
 
     def _decode(self, begin: Begin, sampler: Sampler) -> None:
-        main = MainProcess(self.stage, self.spec.exit_layer, self._subs, self._send, begin)
+        asked = not self.spec.runs_ahead
+        main = MainProcess(self.stage, self.spec.exit_layer, self._subs, self._send, begin, shares_exit_states=asked)
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer)
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
@@ -140,7 +150,12 @@ class Worker:
         self._endpoint.send(CLIENT, finished)
 
     def _help(self, begin: Begin, sampler: Sampler) -> None:
-        sub = SubProcess(self.stage, self._exit_head(sampler), self.spec.rank, self._subs, self._send, begin)
+        head, rank = self._exit_head(sampler), self.spec.rank
+        sub: SubProcess | RunAheadSubProcess
+        if self.spec.runs_ahead:
+            sub = RunAheadSubProcess(self.stage, head, rank, self._send, begin)
+        else:
+            sub = SubProcess(self.stage, head, rank, self._subs, self._send, begin)
         self._drive(sub.serve(), begin.request)
         report = Report(self.spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
         self._endpoint.send(CLIENT, report)

@@ -17,6 +17,7 @@ from ppd_runtime.models.loading import ModelInfo, describe, load_layers, load_to
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
+from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.sub_process import SubProcess
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
@@ -49,7 +50,7 @@ class Decoded:
     decisive: list[Tensor]
     winners: list[int] = field(default_factory=list)
     main: MainProcess | None = None
-    subs: list[SubProcess] = field(default_factory=list)
+    subs: list[SubProcess | RunAheadSubProcess] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     network: MachineNetwork | None = None
 
@@ -98,17 +99,23 @@ class Bench:
         seed: int | None = None,
         impatience: float = 0.0,
         lost: Sequence[int] = (),
+        run_ahead: bool = False,
     ) -> Decoded:
         """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
         network, ranks = MachineNetwork(seed, impatience), range(1, k + 1)
         begin, sampler = begin_message(prompt, params), Sampler(params)
         for rank in lost:
             network.add(rank, iter_forever())
-        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin)
-        subs = []
+        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, shares_exit_states=not run_ahead)
+        subs: list[SubProcess | RunAheadSubProcess] = []
         for rank in (rank for rank in ranks if rank not in lost):
             stage = self.stage(self.info.num_layers - exit_layer)
-            sub = SubProcess(stage, head or SharedHead(stage, sampler), rank, ranks, network.send, begin)
+            exit_head = head or SharedHead(stage, sampler)
+            if run_ahead:
+                stage.layers_at_once = 1 + (seed or 0) % stage.num_layers
+                sub = RunAheadSubProcess(stage, exit_head, rank, network.send, begin)
+            else:
+                sub = SubProcess(stage, exit_head, rank, ranks, network.send, begin)
             network.add(rank, sub.serve())
             subs.append(sub)
         network.add(0, main.decode(sampler, self._stop(params)))

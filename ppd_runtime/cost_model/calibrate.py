@@ -286,10 +286,10 @@ class _TimedDecoder:
         with self._timed("exit head"):
             self._exit_head.candidates(hidden, self._history, self._conditions.k)
         with self._timed("export"):
-            entries = self._stage.export_entry(position, early)
+            entries = self._stage.export_entries(position, position + 1, early)
         self._stage.truncate(position)
         with self._timed("import"):
-            self._stage.import_entries([entries])
+            self._stage.import_entries(list(entries))
         return self._finish(self._stage.run(early, self._num_layers, hidden, position))
 
     def times(self, texts: Sequence[_Times]) -> dict[str, float]:

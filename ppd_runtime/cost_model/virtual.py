@@ -62,7 +62,7 @@ class VirtualStage:
     """A `StageLike` that computes nothing: it counts entries, layer by layer, and spends time."""
 
     def __init__(self, clock: Clock, num_layers: int, head_time: float = 0.0) -> None:
-        self.num_layers = num_layers
+        self.num_layers = self.layers_at_once = num_layers
         self._clock, self._head_time = clock, head_time
         self._lengths = [0] * num_layers
 
@@ -92,9 +92,9 @@ class VirtualStage:
         """Drop the entries of all but the first `length` tokens."""
         self._lengths = [min(held, length) for held in self._lengths]
 
-    def export_entry(self, position: int, last: int) -> Any:
-        """One token's entries of layers 0 to `last`: just how many layers there are."""
-        return last
+    def export_entries(self, first: int, end: int, last: int) -> Any:
+        """Entries of the tokens `first` to `end` in layers 0 to `last`: just how many layers each has."""
+        return [last] * (end - first)
 
     def import_entries(self, entries: Sequence[Any]) -> None:
         """Append consecutive tokens' entries to the layers that they came from."""

@@ -28,7 +28,8 @@ class PreallocatedLayer(CacheLayerMixin):
         self.capacity = capacity
         self.sliding_window = sliding_window
         self.length = 0
-        self._rows: tuple[Tensor, ...] = ()
+        self.rows: tuple[Tensor, ...] = ()
+        """Keys and values as they lie in memory, `[rows, heads, head_dim]`, capacity rounded up."""
         self._first_rows: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -40,8 +41,8 @@ class PreallocatedLayer(CacheLayerMixin):
         """Allocate for the shapes, dtype and device of the first entries."""
         size = _whole_rows(self.capacity)
         heads = key_states.shape[1]
-        self._rows = tuple(t.new_zeros(size, heads, t.shape[-1]) for t in (key_states, value_states))
-        self.keys, self.values = (rows[: self.capacity].transpose(0, 1)[None] for rows in self._rows)
+        self.rows = tuple(t.new_zeros(size, heads, t.shape[-1]) for t in (key_states, value_states))
+        self.keys, self.values = (rows[: self.capacity].transpose(0, 1)[None] for rows in self.rows)
         self.is_initialized = True
 
     def update(
@@ -73,7 +74,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.length += 1
         size = _whole_rows(self.length)
         if self._first_rows is None or self._first_rows[0].shape[0] != size:
-            keys, values = self._rows
+            keys, values = self.rows
             self._first_rows = keys[:size], values[:size]
         return self._first_rows
 
@@ -123,13 +124,16 @@ class StageCache:
         for layer in self.layers:
             layer.length = min(layer.length, length)
 
-    def export_entry(self, position: int, last: int) -> Tensor:
-        """A copy of one token's entries in layers 0 to `last` (exclusive): `[last, 2, heads, head_dim]`."""
-        rows = [t[0, :, position] for layer in self.layers[:last] for t in (layer.keys, layer.values)]
-        return torch.stack(rows).view(last, 2, *rows[0].shape)
+    def export_entries(self, first: int, end: int, last: int) -> Tensor:
+        """A copy of the entries of the tokens `first` to `end` in layers 0 to `last` (both ends exclusive).
+
+        `[tokens, last, 2, heads, head_dim]`.
+        """
+        rows = [rows[first:end] for layer in self.layers[:last] for rows in layer.rows]
+        return torch.stack(rows, dim=1).view(end - first, last, 2, *rows[0].shape[1:])
 
     def import_entries(self, entries: Sequence[Tensor]) -> None:
-        """Append consecutive tokens' entries, each as `export_entry` gives them, to the layers they came from."""
+        """Append consecutive tokens' entries, each as `export_entries` gives it, to the layers they came from."""
         stacked = torch.stack(list(entries), dim=3)  # [layers, 2, heads, tokens, head_dim]
         for layer, (keys, values) in zip(self.layers, stacked.unbind(), strict=False):
             layer.write(keys[None], values[None])

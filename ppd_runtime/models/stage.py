@@ -35,6 +35,8 @@ class Stage:
     def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None" = None) -> None:
         self.model, self._compiled = model, compiled
         self.num_layers: int = model.config.num_hidden_layers
+        self.layers_at_once = -(-self.num_layers // 3) if compiled else self.num_layers
+        """Layers best run in one call: each call of the library's has a price of its own, a compiled one has none."""
         self.layer_passes = 0
         """One-sequence layer passes run so far: a pass over any number of tokens through one layer counts one."""
         self.layer_seconds = 0.0
@@ -80,13 +82,13 @@ class Stage:
         self.cache.truncate(length)
 
     @torch.inference_mode()
-    def export_entry(self, position: int, last: int) -> Tensor:
-        """A copy of the entries at `position` in layers 0 to `last`: `[last, 2, heads, head_dim]`."""
-        return self.cache.export_entry(position, last)
+    def export_entries(self, first: int, end: int, last: int) -> Tensor:
+        """A copy of the entries of tokens `first` to `end` in layers 0 to `last`: `[tokens, last, 2, heads, dim]`."""
+        return self.cache.export_entries(first, end, last)
 
     @torch.inference_mode()
     def import_entries(self, entries: Sequence[Tensor]) -> None:
-        """Append consecutive tokens' entries to the first layers, each as `export_entry` gives them."""
+        """Append consecutive tokens' entries to the first layers, each as `export_entries` gives it."""
         self.cache.import_entries([entry.to(self.device) for entry in entries])
 
     @torch.inference_mode()

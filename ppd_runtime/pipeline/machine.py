@@ -33,6 +33,8 @@ class StageLike(Protocol):
     """What the machines need of a stage; `ppd_runtime.models.stage.Stage` is the real one."""
 
     num_layers: int
+    layers_at_once: int
+    """Layers that are best run in one call; more than 1 where each call has a price."""
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for `capacity` tokens."""
@@ -49,8 +51,8 @@ class StageLike(Protocol):
     def truncate(self, length: int) -> None:
         """Drop the entries of all but the first `length` tokens."""
 
-    def export_entry(self, position: int, last: int) -> Tensor:
-        """Copy one token's entries out of layers 0 to `last`."""
+    def export_entries(self, first: int, end: int, last: int) -> Tensor:
+        """Copy the entries of the tokens `first` to `end` out of layers 0 to `last`, one token a row."""
 
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append consecutive tokens' entries to the first layers."""

@@ -37,15 +37,27 @@ _SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is
 class _Heard:
     """What the sub-processes have said about one position, by rank."""
 
-    candidates: dict[int, int] = field(default_factory=dict)
+    candidates: dict[int, Candidate] = field(default_factory=dict)
     head_starts: dict[int, HeadStart] = field(default_factory=dict)
 
 
 class MainProcess:
-    """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks."""
+    """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks.
 
-    def __init__(self, stage: StageLike, exit_layer: int, subs: Sequence[int], send: Send, begin: Begin) -> None:
+    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead.
+    """
+
+    def __init__(
+        self,
+        stage: StageLike,
+        exit_layer: int,
+        subs: Sequence[int],
+        send: Send,
+        begin: Begin,
+        shares_exit_states: bool = True,
+    ) -> None:
         self.stage, self.exit_layer, self.subs, self.send, self.begin = stage, exit_layer, tuple(subs), send, begin
+        self.shares_exit_states = shares_exit_states
         self.head_start = stage.num_layers - exit_layer
         self.history = list(begin.prompt_ids)
         self.finish_reason = ""
@@ -53,7 +65,7 @@ class MainProcess:
         """Layer passes on the path of the tokens."""
         self.recomputed_layer_passes = 0
         """Layer passes for entries that no sub-process delivered in time."""
-        self._heard: defaultdict[int, _Heard] = defaultdict(_Heard)
+        self._heard: defaultdict[int, _Heard] = defaultdict(_Heard)  # by position
         self._entries: dict[int, Tensor] = {}
         self._absences = dict.fromkeys(self.subs, 0)
         self._cancelled = False
@@ -77,6 +89,7 @@ class MainProcess:
                 self.finish_reason = "cancelled"
                 break
             asked = early is not None and self.head_start == self.exit_layer and not stop.last_allowed
+            asked = asked and self.shares_exit_states
             winner = early.sender if early else MISS
             self._tell(self.subs, token, winner, early.hidden if early and asked else None)
             self._tell((CLIENT,), token, winner)
@@ -94,7 +107,7 @@ class MainProcess:
         newest = len(self.history) - 1
         start = newest + 1 - size
         hidden = self.stage.run(first_layer, self.exit_layer, inputs, start)
-        if ask:
+        if ask and self.shares_exit_states:
             self.send(self.subs, ExitState(MAIN, self.begin.request, newest, hidden[:, -1:]))
         self.layer_passes += self.stage.num_layers - first_layer
         return self.stage.run(self.exit_layer, self.stage.num_layers, hidden, start)
@@ -118,17 +131,21 @@ class MainProcess:
                     self._absences[rank] += 1
                 break
             self._take(message)
-        head_starts = self._heard[position].head_starts
-        self._heard.clear()
+        head_starts = self._heard.pop(position, _Heard()).head_starts
         self._absences.update(dict.fromkeys(head_starts, 0))
-        return next((early for early in head_starts.values() if early.token_id == token), None)
+        return next((early for early in head_starts.values() if self._is_right(early, token)), None)
+
+    def _is_right(self, named: Candidate | HeadStart, token: int) -> bool:
+        """Whether it is the newest token's, and started from this very text."""
+        path = named.path
+        return named.token_id == token and (not path or self.history[-1 - len(path) : -1] == path)
 
     def _awaited(self, position: int, token: int) -> list[int]:
         """The sub-processes whose early start of `token` is on its way; none once there is one."""
         heard = self._heard[position]
-        if self._cancelled or any(early.token_id == token for early in heard.head_starts.values()):
+        if self._cancelled or any(self._is_right(early, token) for early in heard.head_starts.values()):
             return []
-        named_it = [rank for rank, named in heard.candidates.items() if named == token]
+        named_it = [rank for rank, named in heard.candidates.items() if self._is_right(named, token)]
         if position % _SECOND_CHANCE == 0:  # who is a little late each time never finds out how late otherwise
             return named_it
         return [rank for rank in named_it if self._absences[rank] < _MOST_ABSENCES]
@@ -168,9 +185,10 @@ class MainProcess:
         if isinstance(message, Cancel):
             self._cancelled = True
         elif isinstance(message, Entries):
-            self._entries[message.position] = message.entries
+            self._entries.update(enumerate(message.entries, message.position))
         elif isinstance(message, Candidate | HeadStart) and message.position >= len(self.history) - 1:
             heard = self._heard[message.position]
-            heard.candidates[message.sender] = message.token_id
-            if isinstance(message, HeadStart):
+            if isinstance(message, Candidate):
+                heard.candidates[message.sender] = message
+            else:
                 heard.head_starts[message.sender] = message

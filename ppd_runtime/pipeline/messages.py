@@ -8,15 +8,14 @@ whatever is wrong becomes a `WireError`.
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 import msgpack
-import numpy as np
 import torch
 from torch import Tensor
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAIN = 0
 """The main process' address; sub-processes are 1 to k, by the rank of their candidate."""
 CLIENT = -1
@@ -77,6 +76,8 @@ class Candidate(Message):
 
     position: int
     token_id: int
+    path: list[int] = field(default_factory=list)
+    """Tokens right before it that were candidates themselves; those further back were certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class HeadStart(Message):
     position: int
     token_id: int
     hidden: Tensor
+    path: list[int] = field(default_factory=list)
+    """As a `Candidate`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,10 @@ class Token(Message):
 
 @dataclass(frozen=True, slots=True)
 class Entries(Message):
-    """Winner → main and the other subs: its key/value entries at `position`, `[layers, 2, heads, head_dim]`."""
+    """Winner → main and the other subs: its key/value entries of the token at `position` and those after it.
+
+    `[tokens, layers, 2, heads, head_dim]`.
+    """
 
     position: int
     entries: Tensor
@@ -258,6 +264,4 @@ def _tensor(description: object, frame: bytes | memoryview) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size > _MAX_TENSOR_BYTES or size != len(frame):
         raise WireError("a tensor whose bytes do not fit its shape")
-    tensor = torch.empty(shape, dtype=dtype)
-    tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
-    return tensor
+    return torch.frombuffer(bytearray(frame), dtype=dtype).view(shape)

@@ -115,7 +115,7 @@ class SubProcess:
         elif isinstance(message, ExitState):
             self._exit_state = message
         elif isinstance(message, Entries):
-            self._entries[message.position] = message.entries
+            self._entries.update(enumerate(message.entries, message.position))
         elif isinstance(message, Token):
             self._take_token(message)
 
@@ -135,6 +135,6 @@ class SubProcess:
     def _ship_entries(self) -> None:
         """Send the entries of the token that this process won, if it has not yet."""
         if self._owed is not None:
-            entries = self.stage.export_entry(self._owed, self.stage.num_layers)
+            entries = self.stage.export_entries(self._owed, self._owed + 1, self.stage.num_layers)
             self.send(self._peers, Entries(self.rank, self.begin.request, self._owed, entries))
             self._owed = None

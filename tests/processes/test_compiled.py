@@ -119,7 +119,7 @@ def test_entries_of_compiled_passes_travel(model_folder: ModelFolder, kept: Path
         winner.run(0, 2, [position], position)
         loser.run(0, 2, [position + 1], position)
         loser.truncate(position)
-        loser.import_entries([winner.export_entry(position, 2)])
+        loser.import_entries([winner.export_entries(position, position + 1, 2)[0]])
     last = len(PROMPT) + 4
     assert torch.equal(winner.run(0, 2, [9], last), loser.run(0, 2, [9], last))
 

@@ -102,7 +102,7 @@ def test_a_layer_keeps_the_dtype_and_the_size_of_values(dtype: torch.dtype) -> N
 def test_entries_arrive_where_they_came_from(positions: list[int]) -> None:
     config = MistralConfig(num_hidden_layers=4, sliding_window=WINDOW)
     source, target = filled_cache(config, 20), filled_cache(config, 5)
-    target.import_entries([source.export_entry(position, 3) for position in positions])
+    target.import_entries([source.export_entries(position, position + 1, 3)[0] for position in positions])
     assert [layer.length for layer in target.layers] == [5 + len(positions)] * 3 + [5]
     for ours, theirs in zip(target.layers[:3], source.layers, strict=False):
         end = 5 + len(positions)
@@ -112,21 +112,21 @@ def test_entries_arrive_where_they_came_from(positions: list[int]) -> None:
 
 def test_an_exported_entry_is_a_copy_with_the_promised_shape() -> None:
     cache = filled_cache(LlamaConfig(num_hidden_layers=3), 5)
-    entry = cache.export_entry(4, 2)
+    entry = cache.export_entries(4, 4 + 1, 2)[0]
     assert entry.shape == (2, 2, HEADS, DIM)
     kept = entry.clone()
     cache.truncate(0)
     for layer in cache.layers:
         layer.write(*entries(5, 77))
     assert torch.equal(entry, kept)
-    assert not torch.equal(cache.export_entry(4, 2), kept)
+    assert not torch.equal(cache.export_entries(4, 4 + 1, 2)[0], kept)
 
 
 def test_entries_can_be_imported_into_an_empty_cache() -> None:
     config = LlamaConfig(num_hidden_layers=2)
     source, target = filled_cache(config, 3), StageCache(config, CAPACITY)
-    target.import_entries([source.export_entry(i, 2) for i in range(3)])
-    assert torch.equal(target.export_entry(2, 2), source.export_entry(2, 2))
+    target.import_entries([source.export_entries(i, i + 1, 2)[0] for i in range(3)])
+    assert torch.equal(target.export_entries(2, 2 + 1, 2)[0], source.export_entries(2, 2 + 1, 2)[0])
 
 
 def test_a_view_is_the_same_layers_under_the_models_numbers() -> None:

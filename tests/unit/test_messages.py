@@ -37,6 +37,8 @@ from ppd_runtime.pipeline.messages import (
 KINDS = (Begin, ExitState, Candidate, HeadStart, Token, Entries, End, Cancel, Finished, Report, Failed, Shutdown)
 """In the order of their numbers on the wire."""
 
+VERSION = 2
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 small_settings = settings(max_examples=150, derandomize=True, deadline=None)
@@ -129,7 +131,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
     values[Tensor | None] = values[Tensor]
     frames = on_the_wire(kind(*(values[wanted] for wanted in field_types(kind))))
     described = values | {Tensor: ["float32", [2]], Tensor | None: ["float32", [2]]}
-    assert frames[0] == head(1, KINDS.index(kind), *(described[wanted] for wanted in field_types(kind)))
+    assert frames[0] == head(VERSION, KINDS.index(kind), *(described[wanted] for wanted in field_types(kind)))
     assert all(frame == b"\x00\x00\x80\x3f" * 2 for frame in frames[1:])
 
 
@@ -203,46 +205,46 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
         [head()],
         [head(1)],
         [head(0, 6, 0, 0)],
-        [head(2, 6, 0, 0)],
+        [head(VERSION + 1, 6, 0, 0)],
         [head("1", 6, 0, 0)],
         [head(None, 6, 0, 0)],
         [head([1], 6, 0, 0)],
         [head(True, 6, 0, 0)],
         [head(1.0, 6, 0, 0)],
-        [head(1, -1, 0, 0)],
-        [head(1, len(KINDS), 0, 0)],
-        [head(1, 2**63, 0, 0)],
-        [head(1, "6", 0, 0)],
-        [head(1, True, 0, 0)],
-        [head(1, 6.0, 0, 0)],
-        [head(1, 6)],
-        [head(1, 6, 0)],
-        [head(1, 6, 0, 0, 0)],
-        [head(1, 6, 0, 0), b""],
-        [head(1, 6, 0, 0) + b"\x00"],
-        [head(1, 6, 0, 0)[:-1]],
-        [head(1, 6, 0, True)],
-        [head(1, 6, 0, 0.0)],
-        [head(1, 6, 0, "0")],
-        [head(1, 6, 0, None)],
-        [head(1, 6, [0], 0)],
-        [head(1, 6, b"0", 0)],
-        [head(1, 6, {}, 0)],
-        [head(1, 6, {1: 2}, 0)],
-        [head(1, 6, msgpack.ExtType(1, b"x"), 0)],
-        [head(1, 6, msgpack.Timestamp(1), 0)],
+        [head(VERSION, -1, 0, 0)],
+        [head(VERSION, len(KINDS), 0, 0)],
+        [head(VERSION, 2**63, 0, 0)],
+        [head(VERSION, "6", 0, 0)],
+        [head(VERSION, True, 0, 0)],
+        [head(VERSION, 6.0, 0, 0)],
+        [head(VERSION, 6)],
+        [head(VERSION, 6, 0)],
+        [head(VERSION, 6, 0, 0, 0)],
+        [head(VERSION, 6, 0, 0), b""],
+        [head(VERSION, 6, 0, 0) + b"\x00"],
+        [head(VERSION, 6, 0, 0)[:-1]],
+        [head(VERSION, 6, 0, True)],
+        [head(VERSION, 6, 0, 0.0)],
+        [head(VERSION, 6, 0, "0")],
+        [head(VERSION, 6, 0, None)],
+        [head(VERSION, 6, [0], 0)],
+        [head(VERSION, 6, b"0", 0)],
+        [head(VERSION, 6, {}, 0)],
+        [head(VERSION, 6, {1: 2}, 0)],
+        [head(VERSION, 6, msgpack.ExtType(1, b"x"), 0)],
+        [head(VERSION, 6, msgpack.Timestamp(1), 0)],
         [msgpack.packb({1: 2})],
         [msgpack.packb(5)],
-        [head(1, 10, 0, 0, "x" * (2**16 + 1))],
-        [head(1, 10, 0, 0, b"bytes")],
-        [b"\x95\x01\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
-        [head(1, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False)],
-        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False)],
-        [head(1, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0)],
+        [head(VERSION, 10, 0, 0, "x" * (2**16 + 1))],
+        [head(VERSION, 10, 0, 0, b"bytes")],
+        [b"\x95\x02\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
+        [head(VERSION, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(VERSION, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(VERSION, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(VERSION, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False)],
+        [head(VERSION, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False)],
+        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False)],
+        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0)],
     ],
     ids=repr,
 )
@@ -280,8 +282,8 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
 )
 def test_tensors_that_do_not_fit_their_description_are_refused(description: object, frame: bytes) -> None:
     with pytest.raises(WireError):
-        decode([head(1, 1, 0, 0, 0, description), frame])
-    assert decode([head(1, 1, 0, 0, 0, ["float32", [2]]), bytes(8)]).hidden.tolist() == [0, 0]
+        decode([head(VERSION, 1, 0, 0, 0, description), frame])
+    assert decode([head(VERSION, 1, 0, 0, 0, ["float32", [2]]), bytes(8)]).hidden.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("num_frames", [1, 3])
@@ -298,9 +300,10 @@ def test_huge_declared_shapes_take_no_memory(shape: list[int], monkeypatch: pyte
     def allocate(*_: object, **__: object) -> None:
         raise AssertionError("memory was asked for")
 
-    monkeypatch.setattr(messages.torch, "empty", allocate)
+    for maker in ("empty", "frombuffer"):
+        monkeypatch.setattr(messages.torch, maker, allocate)
     with pytest.raises(WireError):
-        decode([head(1, 1, 0, 0, 0, ["float32", shape]), bytes(8)])
+        decode([head(VERSION, 1, 0, 0, 0, ["float32", shape]), bytes(8)])
 
 
 @pytest.mark.parametrize(
@@ -311,10 +314,10 @@ def test_huge_declared_shapes_take_no_memory(shape: list[int], monkeypatch: pyte
         b"\xc6\xff\xff\xff\xff",  # bytes
         b"\xdb\xff\xff\xff\xff",  # a text
         b"\xc9\xff\xff\xff\xff\x01",  # an extension
-        b"\x94\x01\x06\x00\xdd\xff\xff\xff\xff",
+        b"\x94\x02\x06\x00\xdd\xff\xff\xff\xff",
         b"\x91" * 100_000,
         b"\xdd\x00\x00\xff\xff" * 20_000,
-        b"\x94\x01\x06\x00" + b"\x91" * 400 + b"\x00",
+        b"\x94\x02\x06\x00" + b"\x91" * 400 + b"\x00",
         b"\x81\x00" * 50_000,
         b"\x00" * (16 * 2**20 + 1),
     ],
@@ -346,7 +349,7 @@ def test_arbitrary_bytes_are_a_message_or_a_wire_error(frames: list[bytes]) -> N
 @example(1, [0, 0, 0, ["float32", [2**64 - 1]]], [b""])
 def test_arbitrary_fields_are_a_message_or_a_wire_error(kind: int, fields: list[object], rest: list[bytes]) -> None:
     with contextlib.suppress(WireError):
-        assert isinstance(decode([head(1, kind, *fields), *rest]), KINDS[kind])
+        assert isinstance(decode([head(VERSION, kind, *fields), *rest]), KINDS[kind])
 
 
 @settings(max_examples=400, derandomize=True, deadline=None)

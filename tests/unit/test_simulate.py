@@ -188,7 +188,7 @@ def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
     stage.run(0, 4, [0, 1], 0)
     stage.truncate(1)
     assert [stage.length(layer) for layer in range(4)] == [1] * 4
-    stage.import_entries([stage.export_entry(0, 2)])
+    stage.import_entries([stage.export_entries(0, 0 + 1, 2)[0]])
     assert [stage.length(layer) for layer in range(4)] == [2, 2, 1, 1]
     with pytest.raises(RuntimeError, match="layer 0 holds 2 tokens, not 1"):
         stage.run(0, 2, VirtualHidden(1), 1)

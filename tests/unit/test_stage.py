@@ -134,7 +134,7 @@ def test_imported_entries_give_the_same_continuation(model_folder: ModelFolder, 
             sub.run(0, head_start, [token], position)
             continue
         hidden = sub.run(0, head_start, [token], position)
-        waiting.append(sub.export_entry(position, head_start))
+        waiting.append(sub.export_entries(position, position + 1, head_start)[0])
         states.append(main.run(head_start, n, hidden, position))
     assert all_equal(states, expected)
     assert main.length(n - 1) == LENGTH - 1
@@ -150,10 +150,10 @@ def test_subs_continue_with_the_winners_entries(model_folder: ModelFolder, famil
         winner.run(0, 2, [position], position)
         loser.run(0, 2, [position + 1], position)
         loser.truncate(position)
-        loser.import_entries([winner.export_entry(position, 2)])
+        loser.import_entries([winner.export_entries(position, position + 1, 2)[0]])
     last = LENGTH - 1
     assert torch.equal(winner.run(0, 2, [9], last), loser.run(0, 2, [9], last))
-    assert torch.equal(winner.export_entry(last, 2), loser.export_entry(last, 2))
+    assert torch.equal(winner.export_entries(last, last + 1, 2)[0], loser.export_entries(last, last + 1, 2)[0])
 
 
 def test_a_sub_process_stage_has_the_models_first_layers(model_folder: ModelFolder, family: str, dtype: str) -> None:
@@ -214,7 +214,7 @@ def test_hidden_states_given_out_are_not_overwritten(model_folder: ModelFolder) 
     stage = load_stage(model_folder("llama"))
     stage.begin(LENGTH)
     hidden = stage.run(0, 2, PROMPT, 0)
-    entry = stage.export_entry(2, 2)
+    entry = stage.export_entries(2, 2 + 1, 2)[0]
     kept = [t.clone() for t in (hidden, entry)]
     stage.run(2, 4, hidden, 0)
     stage.truncate(0)

@@ -1,0 +1,128 @@
+"""A lone sub-process that runs ahead: it starts the token after its candidate before it hears what became of that one.
+
+With one candidate a token and the exit at half depth, the state behind a candidate's early layers *is* the exit state
+of the next token. So this sub-process needs to hear tokens only, and a hit carries no hop: the main process finds the
+next early start waiting. Beyond Algorithm 2 of the paper, whose sub-processes wait for each exit state.
+"""
+
+from collections.abc import Generator
+
+from torch import Tensor
+
+from ppd_runtime.models.exit_heads import ExitHead
+from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike
+from ppd_runtime.pipeline.messages import MAIN, Begin, Candidate, End, Entries, HeadStart, Message, Token
+
+_MOST_OWED = 8  # entries go out so many at a time, or once the main process needs them
+_MOST_AHEAD = 2  # candidates beyond the last certain token; a second one in store evens out uneven passes
+
+
+class RunAheadSubProcess:
+    """Serves one request as the only sub-process, `rank` 1; the exit head reads the states of its own stage.
+
+    Its candidates form a chain. When a token contradicts it, the rest of the chain is dropped, in the middle of a pass
+    if need be. Candidates name the part of the chain that was not certain yet, so that the main process takes none
+    that was started from another text.
+    """
+
+    def __init__(self, stage: StageLike, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
+        self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
+        self.chain = list(begin.prompt_ids)
+        """The prompt, the tokens that are certain, and the candidates behind them."""
+        self.layer_passes = 0
+        """Layer passes for candidates, those in vain too."""
+        self.coherence_layer_passes = 0
+        """Layer passes for the prompt and for tokens that were not in the chain."""
+        self._certain = len(self.chain)
+        self._last = len(self.chain) + begin.max_new_tokens - 2  # position of the last token that another follows
+        self._state: Tensor | None = None  # of the chain's newest token; None until its layers have run
+        self._forks = 0
+        self._owed: list[int] = []  # consecutive positions whose entries the main process has not got yet
+        self._wanted = False  # whether it needs them now
+        self._over = False
+
+    def serve(self) -> Machine:
+        """Follow the request to its end."""
+        self.stage.begin(len(self.chain) + self.begin.max_new_tokens)
+        self._state = self.stage.run(0, self.stage.num_layers, self.chain, 0)[:, -1:]
+        self.coherence_layer_passes += self.stage.num_layers
+        while not self._over:
+            message = yield Receive(0 if self._has_work() else None)
+            if message is not None:
+                self._take(message)
+                yield from self._take_all()
+            self._ship_entries()
+            if not self._over and self._has_work():
+                yield from self._work()
+
+    def _has_work(self) -> bool:
+        ahead = len(self.chain) - self._certain
+        return self._state is None or (ahead < _MOST_AHEAD and len(self.chain) <= self._last)
+
+    def _work(self) -> Machine:
+        """Run a token that is not in the cache yet, or name the next candidate and start it."""
+        if self._state is None:
+            position = self.stage.length(self.stage.num_layers - 1)
+            self.coherence_layer_passes += yield from self._run(position)
+            return
+        position = len(self.chain)
+        (token,) = self.exit_head.candidates(self._state, self.chain, 1)
+        path = self.chain[self._certain :]
+        self.send((MAIN,), Candidate(self.rank, self.begin.request, position, token, path))
+        self.chain.append(token)
+        self._state = None
+        self.layer_passes += yield from self._run(position)
+        if self._state is not None and position >= self._certain:
+            path = self.chain[self._certain : position]
+            self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, token, self._state, path))
+
+    def _run(self, position: int) -> Generator[Receive, Message | None, int]:
+        """Run the chain's token at `position` unless another takes its place meanwhile; the layer passes it took."""
+        forks, num_layers, step = self._forks, self.stage.num_layers, self.stage.layers_at_once
+        inputs: list[int] | Tensor = [self.chain[position]]
+        for first in range(0, num_layers, step):
+            if first:
+                yield from self._take_all()
+                if self._over or self._forks != forks:
+                    return first
+            inputs = self.stage.run(first, min(first + step, num_layers), inputs, position)
+        if position == len(self.chain) - 1 and isinstance(inputs, Tensor):
+            self._state = inputs
+        return num_layers
+
+    def _take_all(self) -> Machine:
+        message = yield Receive(0)
+        while message is not None:
+            self._take(message)
+            message = yield Receive(0)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, End):
+            self._over = True
+        elif isinstance(message, Token) and message.position == self._certain:
+            self._take_token(message)
+
+    def _take_token(self, message: Token) -> None:
+        position = message.position
+        self._certain += 1
+        if len(self.chain) == position:
+            self.chain.append(message.token_id)
+            self._state = None
+        elif self.chain[position] != message.token_id:
+            self.chain[position:] = [message.token_id]
+            self.stage.truncate(position)
+            self._state = None
+            self._forks += 1
+        if message.winner == self.rank:
+            self._owed.append(position)
+        else:
+            self._wanted = True
+
+    def _ship_entries(self) -> None:
+        """Send the entries of the tokens that this process won; the main process needs them at its next miss."""
+        if self._owed and (self._wanted or len(self._owed) >= _MOST_OWED):
+            first, end = self._owed[0], self._owed[-1] + 1
+            entries = self.stage.export_entries(first, end, self.stage.num_layers)
+            self.send((MAIN,), Entries(self.rank, self.begin.request, first, entries))
+            self._owed.clear()
+        self._wanted = False

@@ -1,0 +1,105 @@
+"""The sub-process that runs ahead: whatever it guesses and whenever it hears of it, tokens stay ordinary decoding's."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_runs import PROMPTS, Bench, Decoded, rehearsed
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.pipeline.messages import Candidate, Entries, ExitState, HeadStart, Token
+
+GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
+DEPTH, EXIT = 6, 3
+
+
+@pytest.fixture(scope="module")
+def bench(model_folder):
+    """A small Llama of even depth."""
+    return Bench.of(model_folder("llama", num_layers=DEPTH))
+
+
+def same(got: Decoded, expected: Decoded) -> None:
+    """Tokens and the hidden states that decided them, to the last bit."""
+    assert got.tokens == expected.tokens
+    assert got.reason == expected.reason
+    assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True))
+
+
+def run(bench: Bench, params: SamplingParams, rate: float, **options: object) -> tuple[Decoded, Decoded]:
+    prompt = bench.prompt_ids(PROMPTS[3])
+    expected = bench.ordinary(prompt, params)
+    head = rehearsed(prompt, expected.tokens, rate, bench.info.vocab_size, seed=3)
+    return bench.pipelined(prompt, params, 1, EXIT, head, run_ahead=True, **options), expected
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_in_fair_order_every_right_candidate_is_used(bench, rate):
+    got, expected = run(bench, GREEDY, rate)
+    same(got, expected)
+    compared = len(expected.tokens) - 1
+    assert got.main.layer_passes == DEPTH * len(expected.tokens) - EXIT * got.hits
+    assert got.main.recomputed_layer_passes == 0
+    assert got.main.stage.layer_passes == got.main.layer_passes
+    (sub,) = got.subs
+    assert sub.stage.layer_passes == sub.layer_passes + sub.coherence_layer_passes
+    assert sub.coherence_layer_passes // EXIT - 1 in (compared - got.hits - 1, compared - got.hits)
+    assert got.hits == (rate * compared if rate in (0.0, 1.0) else pytest.approx(compared / 2, abs=4))
+    sent = [message for _, message in got.network.sent]
+    assert not any(isinstance(message, ExitState) for message in sent)
+    assert not any(isinstance(message, Token) and message.hidden is not None for message in sent)
+    shipped = [m.position + i for m in sent if isinstance(m, Entries) for i in range(len(m.entries))]
+    assert shipped == sorted(set(shipped)), "no token's entries twice"
+    won = [i for i, winner in enumerate(got.winners, len(bench.prompt_ids(PROMPTS[3]))) if winner == 1]
+    assert set(shipped) <= set(won)
+    assert len(shipped) >= len(won) - 8
+    ahead = [message for message in sent if isinstance(message, Candidate) and message.path]
+    assert ahead, "a token is started before the one in front of it is certain"
+    assert max(len(message.path) for message in ahead) == 1
+    last = len(bench.prompt_ids(PROMPTS[3])) + GREEDY.max_new_tokens - 2
+    assert max(m.position for m in sent if isinstance(m, Candidate | HeadStart)) == last, "none that nobody needs"
+
+
+def test_with_the_models_own_head(bench):
+    for params in (GREEDY, SAMPLED):
+        for text in PROMPTS:
+            prompt = bench.prompt_ids(text)
+            same(bench.pipelined(prompt, params, 1, EXIT, run_ahead=True), bench.ordinary(prompt, params))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_layers_with_windows(model_folder, family):
+    bench = Bench.of(model_folder(family, num_layers=DEPTH, dtype="bfloat16"), "bfloat16")
+    got, expected = run(bench, SAMPLED, 0.6, seed=2)
+    same(got, expected)
+    assert got.hits
+
+
+@given(
+    pattern=st.integers(0, 2**32 - 1),
+    rate=st.sampled_from([0.2, 0.5, 0.8, 0.95]),
+    order=st.integers(0, 2**32 - 1),
+    impatience=st.sampled_from([0.0, 0.05, 0.3]),
+    length=st.integers(1, 24),
+    sampled=st.booleans(),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_hit_pattern_any_order_any_straggler(bench, pattern, rate, order, impatience, length, sampled):
+    """Chains dropped in the middle of a pass, late candidates, early starts from a text that never came to be."""
+    params = SamplingParams(max_new_tokens=length, temperature=0.8 * sampled, seed=5, ignore_eos=True)
+    prompt = bench.prompt_ids(PROMPTS[pattern % len(PROMPTS)])
+    expected = bench.ordinary(prompt, params)
+    head = rehearsed(prompt, expected.tokens, rate, bench.info.vocab_size, pattern)
+    got = bench.pipelined(prompt, params, 1, EXIT, head, order, impatience, run_ahead=True)
+    same(got, expected)
+    assert got.main.layer_passes == DEPTH * length - EXIT * got.hits
+    assert got.main.stage.layer_passes == got.main.layer_passes + got.main.recomputed_layer_passes
+    (sub,) = got.subs
+    assert sub.stage.layer_passes == sub.layer_passes + sub.coherence_layer_passes
+
+
+def test_a_lost_one_costs_no_token(bench):
+    got, expected = run(bench, GREEDY, 1.0, lost=(1,))
+    same(got, expected)
+    assert got.hits == 0
