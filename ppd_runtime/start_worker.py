@@ -3,7 +3,6 @@
 Nothing is imported before the worker is: the imports are most of its start.
 """
 
-import gc
 import os
 
 from ppd_runtime.imports import quick_imports
@@ -16,7 +15,6 @@ class Actor:
         with quick_imports():
             from ppd_runtime.worker_process import open_worker
 
-            gc.freeze()  # nor later, in all that the modules made
         self._worker, self._endpoint = open_worker(order)
 
     def ready(self) -> int:
@@ -34,7 +32,6 @@ def main() -> None:
     with quick_imports():
         from ppd_runtime.worker_process import serve_from_standard_input
 
-        gc.freeze()
     serve_from_standard_input()
 
 
