@@ -41,7 +41,7 @@ class EmulatedStage(Stage):
 
     def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None", device: EmulatedDevice) -> None:
         super().__init__(model, compiled)
-        self.layers_at_once = 1
+        self.layers_at_once = -(-self.num_layers // 3)
         self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
         _wake_in_time()
 

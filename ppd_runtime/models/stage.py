@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
+from ppd_runtime.models.rotary import RotaryTable
 
 if TYPE_CHECKING:
     from ppd_runtime.models.compiled import CompiledLayers
@@ -43,6 +44,9 @@ class Stage:
         """Recent time of one layer for one token."""
         self._pieces: dict[tuple[int, int], nn.Module] = {}
         self._views: dict[tuple[int, int], LayerRangeCache] = {}
+        rotary = getattr(model.model, "rotary_emb", None)
+        self._rotary = None if rotary is None else RotaryTable(rotary)
+        self._positions = torch.arange(0, device=model.device)[None]
         self.head = FinalHead(model)
         self.cache = StageCache(model.config, 0)
 
@@ -55,6 +59,8 @@ class Stage:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
         self.cache = StageCache(self.model.config, capacity)
         self._views.clear()
+        if capacity > self._positions.shape[1]:
+            self._positions = torch.arange(capacity, device=self.device)[None]
 
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run layers `first` to `last` (half-open) and append to their caches; the hidden states behind them.
@@ -104,23 +110,32 @@ class Stage:
         if self._compiled and position and len(inputs if isinstance(inputs, list) else inputs[0]) == 1:
             hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
             return self._compiled.run(first, last, hidden, self.cache.layers)
-        return self._run_library(first, last, inputs)
+        return self._run_library(first, last, inputs, position)
 
     def _embed(self, token_ids: list[int]) -> Tensor:
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
-    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor) -> Tensor:
+    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        feed: dict[str, Tensor]
         if isinstance(inputs, Tensor):
             feed = {"inputs_embeds": inputs.to(self.device)}
         else:
             feed = {"input_ids": torch.tensor([inputs], device=self.device)}
         key = (first, last)
         if key not in self._pieces:
-            self._pieces[key] = layer_range(self.model, first, last)
+            self._pieces[key] = self._piece(first, last)
         if key not in self._views:
             self._views[key] = self.cache.view(first, last)
+        size = next(iter(feed.values())).shape[1]
+        feed["position_ids"] = self._positions[:, position : position + size]
         output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
         return output.last_hidden_state
+
+    def _piece(self, first: int, last: int) -> nn.Module:
+        piece = layer_range(self.model, first, last)
+        if self._rotary is not None:
+            piece.rotary_emb = self._rotary
+        return piece
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models_for_tests import FAMILIES, SLIDING_WINDOW, greedy_with_transformers, load_stage
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime.models.stage import Stage
@@ -332,3 +334,38 @@ def test_workers_share_the_memory_of_a_models_files(model_folder: ModelFolder, d
     assert size_mb > 25
     assert converted > size_mb, "the measurement sees weights that are not shared"
     assert mapped < size_mb / 10
+
+
+class _Operations(TorchDispatchMode):
+    """Every operation with the bytes of the memory that its result lies in: a view's are those of what it views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.seen.append((func.overloadpacket.__name__, result.untyped_storage().nbytes()))
+        return result
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2"])
+def test_a_one_token_pass_allocates_no_more_at_a_later_position(model_folder: ModelFolder, family: str) -> None:
+    """And computes no masks, positions or rotary tables: those are there before.
+
+    Where layers have windows, the library makes a mask of the window's size once a pass.
+    """
+    stage = load_stage(model_folder(family))
+    stage.begin(64)
+    stage.run(0, 4, list(range(20, 40)), 0)
+    seen = {}
+    for position in range(20, 60):
+        with _Operations() as operations:
+            stage.run(0, 4, [5], position)
+        seen[position] = operations.seen
+    names = {name for name, _ in seen[25]}
+    assert "linear" in names
+    assert not names & {"arange", "cos", "sin", "full", "tril", "triu", "where", "masked_fill", "zeros", "index"}
+    assert seen[30] == seen[25]
+    assert seen[59] == seen[25]

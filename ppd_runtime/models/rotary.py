@@ -1,0 +1,36 @@
+"""Rotary embeddings from a table, so that a one-token pass computes no sines."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_POSITIONS_AT_ONCE = 256
+_CHANGING = {"dynamic", "longrope"}  # their frequencies depend on the length of the text
+
+
+class RotaryTable(nn.Module):
+    """A decoder's own rotary embedding, asked once for many positions; passes over one token get views of its answer.
+
+    On GPUs, and where frequencies change with the text, every pass asks the embedding itself.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self._rotary = [rotary]  # in a list: it is the model's, not a part of this module
+        kinds = getattr(rotary, "rope_type", "default")
+        self._fixed = not _CHANGING & set(kinds.values() if isinstance(kinds, dict) else [kinds])
+        self._blocks: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, `[1, tokens, head_dim]` each, for `position_ids`, `[1, tokens]`."""
+        if position_ids.numel() != 1 or not self._fixed or position_ids.device.type != "cpu":
+            return self._rotary[0](hidden, position_ids, *kind, **named)
+        block, row = divmod(int(position_ids), _POSITIONS_AT_ONCE)
+        key = (block, hidden.dtype, *kind, *named.values())
+        if key not in self._blocks:
+            first = block * _POSITIONS_AT_ONCE
+            positions = torch.arange(first, first + _POSITIONS_AT_ONCE)[None]
+            self._blocks[key] = self._rotary[0](hidden, positions, *kind, **named)
+        cosines, sines = self._blocks[key]
+        return cosines[:, row : row + 1], sines[:, row : row + 1]
