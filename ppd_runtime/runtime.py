@@ -61,7 +61,7 @@ class PPDRuntime(TextGenerator):
         workers: sub-processes; None is k, and so far nothing else.
         exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
             a `RehearsedHead` for tests and benchmarks.
-        dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).
+        dtype: float32, bfloat16, float16 or auto (what `choose_dtype` finds fastest; the same for `OrdinaryDecoding`).
         device: cpu, cuda or auto.
         transport: "unix" or "zeromq" (processes, with these sockets between them), "local" (threads of this process)
             or "auto" (unix).
@@ -303,6 +303,7 @@ def _worker_specs(
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
     device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker)
     cores = assign_cores(config.k + 1, config.threads_per_worker)
     if config.transport == "local":
         cores = [()] * (config.k + 1)  # threads of a process whose placement is its owner's business
@@ -316,7 +317,7 @@ def _worker_specs(
             k=config.k,
             info=info,
             exit_layer=exit_layer,
-            dtype=choose_dtype(config.dtype, device, info),
+            dtype=dtype,
             device=devices[rank],
             threads=config.threads_per_worker,
             exit_head=exit_head,

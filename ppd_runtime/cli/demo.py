@@ -21,11 +21,10 @@ def demo(
 ) -> None:
     """Stream a completion from the embedded model, then time pipelined beside ordinary decoding."""
     with one_line_errors():
+        from ppd_runtime import OrdinaryDecoding, PPDRuntime
         from ppd_runtime.config import SamplingParams
         from ppd_runtime.launching import available_cores
         from ppd_runtime.measure.against_ordinary import compare
-        from ppd_runtime.ordinary import OrdinaryDecoding
-        from ppd_runtime.runtime import PPDRuntime
 
         SamplingParams(max_new_tokens)  # refuses what cannot work before anything starts
         cores = available_cores()

@@ -58,9 +58,8 @@ def generate(
 ) -> None:
     """Continue a text; the tokens are the same whatever the method, k, exit layer or transport."""
     with one_line_errors():
+        from ppd_runtime import OrdinaryDecoding, PPDRuntime
         from ppd_runtime.config import SamplingParams
-        from ppd_runtime.ordinary import OrdinaryDecoding
-        from ppd_runtime.runtime import PPDRuntime
 
         traced = _check_outputs(trace, timeline)
         text = _read_prompt(prompt, prompt_file)
