@@ -17,7 +17,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from ppd_runtime.imports import quick_imports
-
-    with quick_imports():
-        return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 def quick_imports() -> Iterator[None]:
     """Look for no garbage meanwhile, nor later in what is there by then: that is a third of an import's time.
 
-    What modules make lives on. A cycle that is garbage already when this ends is never freed.
+    For processes of our own: a cycle that is garbage already when this ends is never freed.
     """
     was_enabled = gc.isenabled()
     gc.disable()
