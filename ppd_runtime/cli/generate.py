@@ -11,8 +11,8 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.imports import quick_imports
 from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.imports import quick_imports
 
 if TYPE_CHECKING:
     from ppd_runtime.generation import Generation, TextGenerator
