@@ -1,12 +1,14 @@
 """Every benchmark, one after the other, and a report of them: `make bench`, or `python -m benchmarks`.
 
 The report is DATE_MACHINE.md, with the commands, their tables, the versions and the commit; it appears when all of them
-have run, or not at all.
+have run, or not at all, and never in an earlier one's place. Where a benchmark fails the report says so, the others go
+on, and the exit code is 1.
 """
 
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import shlex
 import subprocess
@@ -20,25 +22,32 @@ from benchmarks.recording import Figures, environment, slug, write_whole
 
 _RESULTS = Path(__file__).parent / "results"
 _EMULATED = "Emulated devices: stages compute their real results and then sleep until a layer's time has passed"
-_PLAN = (
-    ("Start-up", "startup --rounds 2"),
-    ("Hops between two processes", "hop --count 300"),
-    ("The demo model", "pipeline --rounds 7"),
-    ("A wider model with a set match rate", "pipeline --model random:512x12 --match-rate 0 --tokens 64 --rounds 3"),
-    ("", "pipeline --model random:512x12 --match-rate 0.7 --tokens 64 --rounds 3"),
-    ("", "pipeline --model random:512x12 --match-rate 1 --tokens 64 --rounds 3"),
-    (_EMULATED, "pipeline --k 3 --emulate-layer-ms 3 --tokens 64 --rounds 3"),
-    ("", "pipeline --k 7 --emulate-layer-ms 3 --tokens 64 --rounds 3"),
-    ("", "pipeline --k 3 --emulate-layer-ms 1 --tokens 64 --rounds 5"),
+_DEADLINE_S = 900
+_WIDE = "--model random:512x12 --dtype float32"
+PLAN = (
+    ("Ordinary decoding and its floor", "decode --dtype float32"),
+    ("", f"decode {_WIDE} --rounds 7"),
+    ("Hops between two processes", "hop --count 200"),
+    ("Start-up", "startup --rounds 1"),
+    ("The demo model", "pipeline --rounds 5"),
+    ("", "pipeline --compile --rounds 5"),
+    ("", "pipeline --match-rate 0 --rounds 3"),
+    ("", "pipeline --match-rate 1 --rounds 3"),
+    ("A wider model with a set match rate", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 3"),
+    ("", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 3 --compile"),
+    (_EMULATED, "pipeline --k 3 --compile --emulate-layer-ms 3 --tokens 64 --rounds 3"),
+    ("", "pipeline --k 7 --compile --emulate-layer-ms 3 --tokens 64 --rounds 3"),
+    ("", "pipeline --k 3 --compile --emulate-layer-ms 1 --tokens 64 --rounds 3"),
     ("The same devices, used in two ways", "equal_devices --rounds 5"),
-    ("", "equal_devices --model random:512x12 --match-rate 0.7 --tokens 64 --rounds 3"),
-    ("The planner's predictions", "planner --exit-layers 6,8,10 --rounds 2"),
+    ("", f"equal_devices {_WIDE} --match-rate 0.7 --tokens 64 --rounds 3"),
+    ("The planner's predictions", "planner --exit-layers 6,9 --tokens 64 --rounds 2"),
 )
+"""(heading, command) each; less than 15 minutes on two cores."""
 
 
-def report(plan: Sequence[tuple[str, str]]) -> str:
-    """Run the commands of a plan, (heading, command) each; the report in Markdown."""
-    where, began = environment(), time.monotonic()
+def report(plan: Sequence[tuple[str, str]]) -> tuple[str, int]:
+    """Run the commands of a plan; the report in Markdown, and how many of them failed."""
+    where, began, failures = environment(), time.monotonic(), 0
     lines = [f"# {datetime.date.today()}, {where['machine']}", ""]
     lines += [f"Commit {where['commit'] or 'unknown'}. {_versions(where)}.", ""]
     lines += [
@@ -46,21 +55,38 @@ def report(plan: Sequence[tuple[str, str]]) -> str:
         "",
     ]
     for heading, command in plan:
-        sys.stderr.write(f"{time.monotonic() - began:4.0f} s  {command}\n")
+        its_begin = time.monotonic()
+        sys.stderr.write(f"{its_begin - began:4.0f} s  {command}\n")
+        outcome, failed = _outcome(command)
+        failures += failed
         lines += [f"## {heading}", ""] if heading else []
-        lines += ["```", f"python -m benchmarks.{command}", "```", "", _table(command), ""]
-    return "\n".join([*lines, f"All of it took {(time.monotonic() - began) / 60:.0f} minutes.", ""])
+        lines += ["```", f"python -m benchmarks.{command}", "```", "", outcome, ""]
+        lines += [f"({time.monotonic() - its_begin:.0f} s)", ""]
+    lines += [f"All of it took {(time.monotonic() - began) / 60:.1f} minutes; {failures} of {len(plan)} failed.", ""]
+    return "\n".join(lines), failures
 
 
-def _table(command: str) -> str:
-    """Run one benchmark in a Python of its own; its table."""
+def _outcome(command: str) -> tuple[str, bool]:
+    """Run one benchmark in a Python of its own; its table, or how it failed, and whether it did."""
     name, *options = shlex.split(command)
     with tempfile.TemporaryDirectory(prefix="ppd-bench-") as folder:
         path = Path(folder, "figures.json")
         arguments = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(path)]
-        subprocess.run(arguments, stdout=subprocess.DEVNULL, check=True)
+        try:
+            done = subprocess.run(arguments, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+        except subprocess.TimeoutExpired:
+            return f"FAILED: it had not ended after {_DEADLINE_S} s.", True
+        if done.returncode:
+            last_words = (done.stderr.strip().splitlines() or ["no last words"])[-1]
+            return f"FAILED with exit code {done.returncode}: {last_words}", True
         figures: Figures = json.loads(path.read_text())
-    return importlib.import_module(f"benchmarks.{name}").table(figures)
+    return importlib.import_module(f"benchmarks.{name}").table(figures), False
+
+
+def unused_path(folder: Path, name: str) -> Path:
+    """NAME.md, or NAME-2.md and so on: an earlier run's report stays."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in (folder / f"{each}.md" for each in names) if not path.exists())
 
 
 def _versions(where: Figures) -> str:
@@ -74,9 +100,11 @@ def main() -> None:
     folder: Path = parser.parse_args().folder
     if not folder.is_dir():
         parser.exit(2, f"{parser.prog}: --folder {folder}: there is no such folder\n")
-    path = folder / f"{datetime.date.today()}_{slug(environment())}.md"
-    write_whole(path, report(_PLAN))
+    text, failures = report(PLAN)
+    path = unused_path(folder, f"{datetime.date.today()}_{slug(environment())}")
+    write_whole(path, text)
     print(path)
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

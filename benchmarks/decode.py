@@ -8,29 +8,26 @@ rounds' own ratios.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers import __version__ as transformers_version
 
 from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
-from benchmarks.recording import mean_ledger_ms
-from ppd_runtime.config import SamplingParams
-from ppd_runtime.models.loading import choose_dtype, compile_ahead, describe, load_stage
+from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, pinned, positive, run
+from ppd_runtime.config import DTYPES, SamplingParams
+from ppd_runtime.models.loading import ModelInfo, choose_dtype, compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.results import Ledger
 from ppd_runtime.sampling import TimedSampler
 
+WAYS = ("eager", "compiled")
 _PROMPT = list(range(20, 36))
 
 
@@ -61,9 +58,21 @@ def floor_time(model: PreTrainedModel, num_tokens: int) -> float:
     return (time.perf_counter() - began) / (num_tokens - 1)
 
 
-def measure(options: argparse.Namespace, model: str) -> dict[str, object]:
-    """Run everything in turn; the figures by name."""
-    info = describe(model)
+def measure(options: argparse.Namespace) -> Figures:
+    """Run everything in turn, on one core; the figures by name."""
+    for name, value in (("--tokens", options.tokens), ("--rounds", options.rounds)):
+        if value < 2:
+            raise ValueError(f"{name} {value}: give at least 2")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with model_folder(options.model) as model, pinned([max(os.sched_getaffinity(0))]):
+            return _measure(options, describe(model))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
     dtype = choose_dtype(options.dtype, "cpu", info)
     eager = load_stage(info, info.num_layers, dtype, "cpu")
     began = time.perf_counter()
@@ -86,12 +95,10 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, object]:
         "compiled_start_s": start_s,
         "tokens": options.tokens,
         "rounds": options.rounds,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one used",
-        "versions": {"torch": torch.__version__, "transformers": transformers_version},
     }
 
 
-def _figures(rounds: list[dict[str, float]], way: str) -> dict[str, object]:
+def _figures(rounds: list[dict[str, float]], way: str) -> Figures:
     def median_ms(name: str) -> float:
         return statistics.median(times[name] for times in rounds) * 1000
 
@@ -106,24 +113,33 @@ def _figures(rounds: list[dict[str, float]], way: str) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Measure and print, or write, the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help='"demo", a folder, or random:HIDDENxLAYERS')
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens in each run")
-    parser.add_argument("--rounds", type=int, default=15, help="paired runs, two at least")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    with model_folder(options.model) as model:
-        figures = json.dumps(measure(options, model), indent=2)
-    print(figures)
-    if options.json:
-        options.json.write_text(figures + "\n")
+def table(figures: Figures) -> str:
+    """A row for each way, in Markdown."""
+    columns = ["model", "dtype", "way", "ms a token", "floor, ms", "ratio to the floor", "quartiles"]
+    columns += ["transformers `generate`, ms", "ratio to it"]
+    rows = [
+        [
+            figures["model"],
+            figures["dtype"],
+            way,
+            *(figures[way][name] for name in ("step_ms", "floor_ms", "ratio_to_floor")),
+            f"{figures[way]['ratio_quartiles'][0]:.3f} to {figures[way]['ratio_quartiles'][2]:.3f}",
+            *(figures[way][name] for name in ("hf_ms", "ratio_to_hf")),
+        ]
+        for way in WAYS
+    ]
+    return markdown(columns, rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = new_parser(__doc__)
+    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--dtype", choices=DTYPES, default="auto")
+    options.add_argument("--tokens", type=positive, default=64, help="new tokens in each run, two at least")
+    options.add_argument("--rounds", type=positive, default=15, help="paired runs, two at least")
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    run(parser(), measure, table)

@@ -35,6 +35,7 @@ def measure(options: argparse.Namespace) -> Figures:
         model = stack.enter_context(model_folder(options.model))
         settings = {"dtype": options.dtype, "device": "cpu"}
         one = OrdinaryDecoding(model, **settings)
+        settings["dtype"] = str(one.stage.model.dtype).removeprefix("torch.")  # "auto" may depend on the threads
         parallel = OrdinaryDecoding(model, threads=options.devices, **settings)
         prompts = [one.tokenizer.encode(prompt) for prompt in PROMPTS]
         head, k = exit_head(options, one, prompts), options.devices - 1

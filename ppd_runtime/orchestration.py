@@ -15,37 +15,24 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ppd_runtime.launching import START_DEADLINE_S, Progress, socket_folder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime.start_worker import Actor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint
-from ppd_runtime.worker import Worker, WorkerSpec
+from ppd_runtime.worker import WorkerSpec
+from ppd_runtime.worker_process import start_order
 
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
 
 
-class _Actor:
-    def __init__(self, spec: WorkerSpec, transport: str, folder: str) -> None:
-        self._worker = Worker(spec)
-        self._endpoint = open_endpoint(transport, folder, spec.rank, has_own_core=bool(spec.cores))
-
-    def ready(self) -> int:
-        """The worker's process number, once its layers are loaded."""
-        return os.getpid()
-
-    def serve(self) -> None:
-        """Serve requests until told to shut down."""
-        self._worker.serve(self._endpoint)
-        self._endpoint.close()
-
-
 @ray.remote(max_restarts=0)
-class PPDMain(_Actor):
+class PPDMain(Actor):
     """The main process; the class' name is what `ps` shows."""
 
 
 @ray.remote(max_restarts=0)
-class PPDSub(_Actor):
+class PPDSub(Actor):
     """A sub-process; the class' name is what `ps` shows."""
 
 
@@ -78,8 +65,9 @@ class RayWorkers:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         for spec in self._specs:
             actor_class: Any = PPDMain if spec.rank == MAIN else PPDSub
+            order = start_order(spec, self._transport, self._folder)
             options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here}
-            self._actors[spec.rank] = actor_class.options(**options).remote(spec, self._transport, self._folder)
+            self._actors[spec.rank] = actor_class.options(**options).remote(order)
         self._wait_until_ready(progress)
         self._serving = {rank: actor.serve.remote() for rank, actor in self._actors.items()}
 

@@ -45,7 +45,7 @@ class OrdinaryDecoding(TextGenerator):
         info = describe(model)
         super().__init__(info, load_tokenizer(info))
         place = choose_device(device)
-        number = choose_dtype(dtype, place, info)
+        number = choose_dtype(dtype, place, info, threads)
         code = compile_ahead(info, number, place) if compile else None
         self._traced, self._conditions = trace, emulation_note(emulate)
         self.stage = load_stage(info, info.num_layers, number, place, code, emulate)

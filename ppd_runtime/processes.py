@@ -23,7 +23,7 @@ _STOP_DEADLINE_S = 5.0
 
 
 class ProcessWorkers:
-    """Every worker a process, `python -m ppd_runtime.worker_process`, in a session of its own.
+    """Every worker a process, `python -m ppd_runtime.start_worker`, in a session of its own.
 
     A worker ends with its owner, however that ends: it holds the other end of the worker's standard input.
     """
@@ -48,7 +48,7 @@ class ProcessWorkers:
         name = "main" if spec.rank == MAIN else f"sub-{spec.rank}"
         with self._errors_of(spec.rank).open("w") as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", "ppd_runtime.worker_process", name],
+                [sys.executable, "-m", "ppd_runtime.start_worker", name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -3,6 +3,7 @@
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from ppd_runtime.results import Ledger
@@ -64,7 +65,7 @@ class Recorder:
         self._last = ended
         if self._spans is not None:
             name = type(message).__name__ if message is not None else ""
-            named = getattr(message, "token_ids", ())
+            named: Sequence[int] = getattr(message, "token_ids", ())
             token = getattr(message, "token_id", named[0] if len(named) == 1 else -1)
             position = getattr(message, "position", -1)
             self._keep(Span(kind, _ns(began), _ns(ended), position, token, peer=peer, message=name))

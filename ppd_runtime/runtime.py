@@ -65,7 +65,7 @@ class PPDRuntime(TextGenerator):
             temperature 1, by `benchmarks.siblings`).
         exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
             a `RehearsedHead` for tests and benchmarks.
-        dtype: float32, bfloat16, float16 or auto (float32 on CPUs, the model's own on GPUs).
+        dtype: float32, bfloat16, float16 or auto (what `choose_dtype` finds fastest; the same for `OrdinaryDecoding`).
         device: cpu, cuda or auto.
         transport: "unix" or "zeromq" (processes, with these sockets between them), "local" (threads of this process)
             or "auto" (unix).
@@ -307,6 +307,7 @@ def _worker_specs(
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
     device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker)
     processes = 1 + config.num_subs
     cores = assign_cores(processes, config.threads_per_worker)
     if config.transport == "local":
@@ -322,7 +323,7 @@ def _worker_specs(
             num_subs=config.num_subs,
             info=info,
             exit_layer=exit_layer,
-            dtype=choose_dtype(config.dtype, device, info),
+            dtype=dtype,
             device=devices[rank],
             threads=config.threads_per_worker,
             exit_head=exit_head,

@@ -1,7 +1,8 @@
-"""One worker as a process of its own: `python -m ppd_runtime.worker_process NAME`, its specification on standard input.
+"""One worker in a process of its own, from its specification as a line of text.
 
-It says on standard output, in one JSON line, that it has loaded its layers or why it could not. Standard input stays
-open for as long as the process that started it lives: when it ends, the worker ends too.
+A plain process reads the line from standard input and says on standard output, in one JSON line, that it has loaded its
+layers or why it could not. Standard input stays open for as long as the process that started it lives: when it ends,
+the worker ends too.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.trained_heads import HeadInfo
+from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint
 from ppd_runtime.worker import Worker, WorkerSpec
 
@@ -62,15 +64,21 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | RehearsedHead:
     return HeadInfo(**head | {"folder": Path(head["folder"])})
 
 
-def main() -> None:
+def open_worker(order: str) -> tuple[Worker, Endpoint]:
+    """The worker that `start_order` described, its layers loaded, and its place in the network."""
+    told = json.loads(order)
+    spec = read_spec(told["spec"])
+    worker = Worker(spec)
+    return worker, open_endpoint(told["transport"], told["folder"], spec.rank, has_own_core=bool(spec.cores))
+
+
+def serve_from_standard_input() -> None:
     """Load the layers, say so, and serve until told to shut down or left alone."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, args=(order["folder"],), daemon=True).start()
-    spec = read_spec(order["spec"])
+    order = sys.stdin.readline()
+    threading.Thread(target=_end_with_parent, args=(json.loads(order)["folder"],), daemon=True).start()
     try:
-        worker = Worker(spec)
-        endpoint = open_endpoint(order["transport"], order["folder"], spec.rank, has_own_core=bool(spec.cores))
+        worker, endpoint = open_worker(order)
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         raise
@@ -85,7 +93,3 @@ def _end_with_parent(folder: str) -> None:
         pass
     shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do so
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ import typer
 
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import print_stream, show_progress
+from ppd_runtime.imports import quick_imports
 
 if TYPE_CHECKING:
     from ppd_runtime.measure.against_ordinary import Comparison
@@ -21,11 +22,11 @@ def demo(
 ) -> None:
     """Stream a completion from the embedded model, then time pipelined beside ordinary decoding."""
     with one_line_errors():
-        from ppd_runtime.config import SamplingParams
-        from ppd_runtime.launching import available_cores
-        from ppd_runtime.measure.against_ordinary import compare
-        from ppd_runtime.ordinary import OrdinaryDecoding
-        from ppd_runtime.runtime import PPDRuntime
+        with quick_imports():
+            from ppd_runtime import OrdinaryDecoding, PPDRuntime
+            from ppd_runtime.config import SamplingParams
+            from ppd_runtime.launching import available_cores
+            from ppd_runtime.measure.against_ordinary import compare
 
         SamplingParams(max_new_tokens)  # refuses what cannot work before anything starts
         cores = available_cores()

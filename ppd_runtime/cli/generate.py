@@ -12,6 +12,7 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.imports import quick_imports
 
 if TYPE_CHECKING:
     from ppd_runtime.generation import Generation, TextGenerator
@@ -58,9 +59,9 @@ def generate(
 ) -> None:
     """Continue a text; the tokens are the same whatever the method, k, exit layer or transport."""
     with one_line_errors():
-        from ppd_runtime.config import SamplingParams
-        from ppd_runtime.ordinary import OrdinaryDecoding
-        from ppd_runtime.runtime import PPDRuntime
+        with quick_imports():
+            from ppd_runtime import OrdinaryDecoding, PPDRuntime
+            from ppd_runtime.config import SamplingParams
 
         traced = _check_outputs(trace, timeline)
         text = _read_prompt(prompt, prompt_file)

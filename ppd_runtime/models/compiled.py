@@ -36,7 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.models import kv_cache
-from ppd_runtime.models.artifacts import artifact
+from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, LayerRangeCache, PreallocatedLayer, sliding_windows
 from ppd_runtime.models.stage import layer_range
 
@@ -294,18 +294,11 @@ def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> di
     sources = [__file__, kv_cache.__file__, inspect.getfile(model_class)]
     return {
         "dtype": str(dtype),
-        "machine": [device.type, platform.machine(), *_capabilities(device)],
+        "machine": [device.type, platform.machine(), *capabilities(device)],
         "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
         "versions": [torch.__version__, transformers.__version__, platform.python_version()],
         "inductor": _INDUCTOR,
     }
-
-
-def _capabilities(device: torch.device) -> list[str]:
-    """The instructions that code made here may use."""
-    if device.type == "cuda":
-        return [torch.cuda.get_device_name(device)]
-    return sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
 
 
 def _load(path: Path, device: torch.device) -> Any:

@@ -18,13 +18,17 @@ class PreallocatedLayer(CacheLayerMixin):
     tokens of the pass, as transformers' own cache does; so any layer can drop its newest entries at any time.
 
     In memory a token's entries lie together, `[rows, heads, head_dim]`, so that the first rows are a tensor like any
-    other, whatever the capacity. All rows hold finite numbers: what a mask hides is multiplied by 0.
+    other, whatever the capacity. All rows hold finite numbers: what a mask hides is multiplied by 0. The memory is the
+    `index`-th part of `memory`, where its layers share one.
     """
 
     is_croppable = True
 
-    def __init__(self, capacity: int, sliding_window: int | None) -> None:
+    def __init__(
+        self, capacity: int, sliding_window: int | None, memory: "_SharedMemory | None" = None, index: int = 0
+    ) -> None:
         super().__init__()
+        self._memory, self._index = memory or _SharedMemory(index + 1), index
         self.capacity = capacity
         self.sliding_window = sliding_window
         self.length = 0
@@ -40,8 +44,7 @@ class PreallocatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the shapes, dtype and device of the first entries."""
         size = _whole_rows(self.capacity)
-        heads = key_states.shape[1]
-        self.rows = tuple(t.new_zeros(size, heads, t.shape[-1]) for t in (key_states, value_states))
+        self.rows = self._memory.part(self._index, size, key_states, value_states)
         self.keys, self.values = (rows[: self.capacity].transpose(0, 1)[None] for rows in self.rows)
         self.is_initialized = True
 
@@ -58,8 +61,7 @@ class PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[-2]
-        if end > self.capacity:
-            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {end}")
+        self.check_room(end)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -69,8 +71,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
         There are as many as the next multiple of `ATTENDED_ROWS`: that depends on the newest token's position alone.
         """
-        if self.length + tokens > self.capacity:
-            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {self.length + tokens}")
+        self.check_room(self.length + tokens)
         self.length += tokens
         size = _whole_rows(self.length)
         if self._first_rows is None or self._first_rows[0].shape[0] != size:
@@ -84,6 +85,11 @@ class PreallocatedLayer(CacheLayerMixin):
             for rows in self.rows:
                 rows[position] = rows[position + index]
         self.length = position + 1
+
+    def check_room(self, tokens: int) -> None:
+        """Raise IndexError where so many tokens do not fit."""
+        if tokens > self.capacity:
+            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {tokens}")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the entries that a pass of `query_length` tokens attends to."""
@@ -116,11 +122,33 @@ class LayerRangeCache(Cache):
         return self.layers[layer_idx - self.offset].update(key_states, value_states)
 
 
+class _SharedMemory:
+    """One tensor for the entries of all layers, so that a token's are copied at once."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self.whole: Tensor | None = None
+        """`[layers, 2, rows, heads, head_dim]`; None before the first layer asks, and where layers are not alike."""
+        self._alike = True
+
+    def part(self, index: int, size: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Zeroed rows for a layer whose entries look like `keys` and `values`, `[1, heads, tokens, head_dim]`."""
+        shape = (size, keys.shape[1], keys.shape[3])
+        if self.whole is None and self._alike and keys.shape == values.shape:
+            self.whole = keys.new_zeros(self._num_layers, 2, *shape)
+        if self.whole is not None and (self.whole.shape[2:], self.whole.dtype) == (shape, keys.dtype):
+            return self.whole[index, 0], self.whole[index, 1]
+        self.whole, self._alike = None, False
+        return keys.new_zeros(shape), values.new_zeros(size, values.shape[1], values.shape[3])
+
+
 class StageCache:
     """The entries of a stage's layers for one sequence of at most `capacity` tokens."""
 
     def __init__(self, config: PretrainedConfig, capacity: int) -> None:
-        self.layers = [PreallocatedLayer(capacity, window) for window in sliding_windows(config)]
+        windows = sliding_windows(config)
+        self._memory = _SharedMemory(len(windows))
+        self.layers = [PreallocatedLayer(capacity, window, self._memory, i) for i, window in enumerate(windows)]
 
     def view(self, first: int, last: int) -> LayerRangeCache:
         """Layers `first` (inclusive) to `last` (exclusive), for one forward pass."""
@@ -141,14 +169,31 @@ class StageCache:
 
         `[tokens, last, 2, heads, head_dim]`.
         """
+        if (whole := self._memory.whole) is not None:
+            return whole[:last, :, first:end].permute(2, 0, 1, 3, 4).contiguous()
         rows = [rows[first:end] for layer in self.layers[:last] for rows in layer.rows]
         return torch.stack(rows, dim=1).view(end - first, last, 2, *rows[0].shape[1:])
 
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append consecutive tokens' entries, each as `export_entries` gives it, to the layers they came from."""
+        layers = self.layers[: entries[0].shape[0]]
+        if self._memory.whole is not None and all(layer.is_initialized for layer in layers):
+            self._import_at_once(layers, entries)
+            return
         stacked = torch.stack(list(entries), dim=3)  # [layers, 2, heads, tokens, head_dim]
-        for layer, (keys, values) in zip(self.layers, stacked.unbind(), strict=False):
+        for layer, (keys, values) in zip(layers, stacked.unbind(), strict=True):
             layer.write(keys[None], values[None])
+
+    def _import_at_once(self, layers: Sequence[PreallocatedLayer], entries: Sequence[Tensor]) -> None:
+        first = layers[0].length
+        end = first + len(entries)
+        for layer in layers:
+            if layer.length != first:
+                raise RuntimeError(f"layers hold {first} and {layer.length} tokens: entries continue all or none")
+            layer.check_room(end)
+            layer.length = end
+        assert self._memory.whole is not None
+        self._memory.whole[: len(layers), :, first:end] = torch.stack(list(entries), dim=2)
 
 
 def _whole_rows(length: int) -> int:

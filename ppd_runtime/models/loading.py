@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.fastest_dtype import fastest_dtype
 from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
@@ -166,17 +167,17 @@ def choose_device(device: str) -> str:
     return device
 
 
-def choose_dtype(dtype: str, device: str, info: ModelInfo) -> torch.dtype:
-    """The dtype that "auto" stands for: float32 on CPUs, the model's own on GPUs.
+def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1) -> torch.dtype:
+    """The dtype that "auto" stands for: the model's own on GPUs; on CPUs `fastest_dtype`, which is kept on disk.
 
     Not measured at each start: two starts on a busy machine could differ, and with them the tokens.
     """
     if dtype != "auto":
         return getattr(torch, dtype)
-    chosen = torch.float32
-    if device != "cpu":
-        stored = AutoConfig.from_pretrained(info.folder).dtype
-        chosen = stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    config = AutoConfig.from_pretrained(info.folder)
+    chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    if device == "cpu":
+        chosen = fastest_dtype(_skeleton(config, 1).model.layers[0], info.num_layers, config.dtype, threads)
     logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
     return chosen
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 from torch._inductor.cpp_builder import get_cpp_compiler
 
+from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.artifacts import cache_folder
 from ppd_runtime.models.exit_heads import RehearsedHead
@@ -76,3 +77,12 @@ def test_the_command_line_compiles_once(model_folder):
     texts = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["text"] for _ in range(2)]
     assert {path: path.stat().st_mtime_ns for path in cache_folder().iterdir()} == before
     assert texts == [ordinary.generate("a fox", max_new_tokens=8).text] * 2
+
+
+def test_the_benchmark_of_steps(model_folder):
+    options = f"--model {model_folder('llama', num_layers=5)} --dtype float32 --tokens 4 --rounds 2"
+    found = decode.measure(decode.parser().parse_args(options.split()))
+    for way in ("eager", "compiled"):
+        assert {"step_ms", "floor_ms", "ratio_to_floor", "hf_ms"} <= set(found[way])
+        assert found[way]["step_ms"] > found[way]["floor_ms"] > 0
+        assert f" | {way} | " in decode.table(found)

@@ -166,7 +166,7 @@ def _assert_one_clock(result, began: int, ended: int) -> None:
 def _workers() -> list[psutil.Process]:
     """This process' workers that run."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "ppd_runtime.worker_process" in child.cmdline()]
+    return [child for child in running if "ppd_runtime.start_worker" in child.cmdline()]
 
 
 def _kill(name: str) -> None:

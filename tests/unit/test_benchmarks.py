@@ -2,16 +2,18 @@
 
 import argparse
 import json
+import shlex
 
 import pytest
 
-from benchmarks import equal_devices, hop, pipeline, planner, siblings, startup
+from benchmarks import decode, equal_devices, hop, pipeline, planner, siblings, startup
+from benchmarks.__main__ import PLAN
 from benchmarks.models import model_folder, random_shape
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
 from ppd_runtime.models.loading import describe, load_tokenizer
 from ppd_runtime.results import Ledger
 
-MODULES = (equal_devices, hop, pipeline, planner, siblings, startup)
+MODULES = (decode, equal_devices, hop, pipeline, planner, siblings, startup)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -30,6 +32,7 @@ def test_every_benchmark_has_defaults_and_writes_json(module, tmp_path):
         (hop, ["--sizes", "10,x"]),
         (planner, ["--exit-layers", "6,,7"]),
         (startup, ["--rounds", "-1"]),
+        (decode, ["--dtype", "int8"]),
     ],
 )
 def test_options_that_are_refused(module, arguments, capsys):
@@ -47,6 +50,8 @@ def test_options_that_are_refused(module, arguments, capsys):
         (pipeline, ["--model", "random:100x4"], "--model random:100x4: give random:HIDDENxLAYERS"),
         (equal_devices, ["--devices", "1"], "--devices 1: "),
         (equal_devices, ["--devices", "9999"], "--devices 9999: "),
+        (decode, ["--rounds", "1"], "--rounds 1: give at least 2"),
+        (decode, ["--tokens", "1"], "--tokens 1: give at least 2"),
         (startup, ["--layouts", "ordinary,dask"], "--layouts dask: choose from "),
     ],
 )
@@ -58,6 +63,13 @@ def test_mistakes_end_with_one_line(module, arguments, words, monkeypatch, capsy
     written = capsys.readouterr().err
     assert words in written
     assert written.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [command for _, command in PLAN])
+def test_the_plans_commands_can_be_run(command):
+    name, *options = shlex.split(command)
+    module = next(module for module in MODULES if module.__name__ == f"benchmarks.{name}")
+    module.parser().parse_args(options)
 
 
 def test_figures_are_written_with_machine_versions_and_commit(monkeypatch, tmp_path, capsys):

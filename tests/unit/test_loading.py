@@ -325,7 +325,6 @@ def test_weight_files_are_listed_once_and_in_order(model_folder: ModelFolder, tm
 def test_devices_and_dtypes(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     info = describe(str(model_folder("llama", dtype="bfloat16")))
     assert choose_device("cpu") == "cpu"
-    assert choose_dtype("auto", "cpu", info) == torch.float32
     assert choose_dtype("auto", "cuda", info) == torch.bfloat16
     assert choose_dtype("float16", "cpu", info) == torch.float16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -303,6 +303,39 @@ def test_layers_that_are_left_out_take_no_memory(model_folder: ModelFolder) -> N
     assert peaks["part"] < 70
 
 
+_OWN_MEMORY = """
+import json, re, sys, torch
+from pathlib import Path
+from ppd_runtime.models.loading import describe, load_layers
+
+def own():
+    return int(re.search(r"RssAnon:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+def load(folder, dtype):
+    model = load_layers(describe(folder), 6, getattr(torch, dtype), "cpu")
+    return model, sum(float(p.detach().sum()) for p in model.parameters())
+
+kept, grown = [load(sys.argv[1], sys.argv[2])], []
+for dtype in (sys.argv[2], "float64"):
+    before = own()
+    kept.append(load(sys.argv[1], dtype))
+    grown.append(own() - before)
+print(json.dumps(grown))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process' own memory there")
+def test_workers_share_the_memory_of_a_models_files(model_folder: ModelFolder, dtype: str) -> None:
+    """A second worker's weights are the same pages of the mapped file; in another dtype they cannot be."""
+    folder = model_folder("llama", num_layers=6, hidden_size=512, dtype=dtype)
+    size_mb = (folder / "model.safetensors").stat().st_size / 2**20
+    arguments = [sys.executable, "-c", _OWN_MEMORY, str(folder), dtype]
+    mapped, converted = json.loads(subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout)
+    assert size_mb > 25
+    assert converted > size_mb, "the measurement sees weights that are not shared"
+    assert mapped < size_mb / 10
+
+
 class _Operations(TorchDispatchMode):
     """Every operation with the bytes of the memory that its result lies in: a view's are those of what it views."""
 

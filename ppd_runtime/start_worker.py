@@ -1,0 +1,39 @@
+"""Where a worker in a Python of its own begins: `python -m ppd_runtime.start_worker NAME`, or a Ray actor.
+
+Nothing is imported before the worker is: the imports are most of its start.
+"""
+
+import os
+
+from ppd_runtime.imports import quick_imports
+
+
+class Actor:
+    """A worker as Ray runs it, made from the line that `start_order` gives."""
+
+    def __init__(self, order: str) -> None:
+        with quick_imports():
+            from ppd_runtime.worker_process import open_worker
+
+        self._worker, self._endpoint = open_worker(order)
+
+    def ready(self) -> int:
+        """The worker's process number, once its layers are loaded."""
+        return os.getpid()
+
+    def serve(self) -> None:
+        """Serve requests until told to shut down."""
+        self._worker.serve(self._endpoint)
+        self._endpoint.close()
+
+
+def main() -> None:
+    """A worker as a plain process."""
+    with quick_imports():
+        from ppd_runtime.worker_process import serve_from_standard_input
+
+    serve_from_standard_input()
+
+
+if __name__ == "__main__":
+    main()
