@@ -108,6 +108,8 @@ class TimedSampler(Sampler):
 def _best(scores: Tensor, k: int) -> list[int]:
     """The k highest, the first of them as `argmax` chooses among equals (`topk` may choose another)."""
     first = int(scores.argmax())
+    if k == 1:
+        return [first]
     return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]
 
 

@@ -122,7 +122,11 @@ class MainProcess:
         here: a candidate that is not even named yet cannot be ready sooner than that.
         """
         position = len(self.history) - 1
-        yield from self._take_all()
+        while self._early_start(position, token) is None:
+            message = yield Receive(0)
+            if message is None:
+                break
+            self._take(message)
         wish = Receive(self.head_start)
         while awaited := self._awaited(position, token):
             message = yield wish
@@ -131,9 +135,13 @@ class MainProcess:
                     self._absences[rank] += 1
                 break
             self._take(message)
-        head_starts = self._heard.pop(position, _Heard()).head_starts
-        self._absences.update(dict.fromkeys(head_starts, 0))
-        return next((early for early in head_starts.values() if self._is_right(early, token)), None)
+        early = self._early_start(position, token)
+        self._absences.update(dict.fromkeys(self._heard.pop(position, _Heard()).head_starts, 0))
+        return early
+
+    def _early_start(self, position: int, token: int) -> HeadStart | None:
+        head_starts = self._heard[position].head_starts.values()
+        return next((early for early in head_starts if self._is_right(early, token)), None)
 
     def _is_right(self, named: Candidate | HeadStart, token: int) -> bool:
         """Whether it names the newest token, and started from this very text."""
@@ -143,7 +151,7 @@ class MainProcess:
     def _awaited(self, position: int, token: int) -> list[int]:
         """The sub-processes whose early start of `token` is on its way; none once there is one."""
         heard = self._heard[position]
-        if self._cancelled or any(self._is_right(early, token) for early in heard.head_starts.values()):
+        if self._cancelled or self._early_start(position, token):
             return []
         named_it = [rank for rank, named in heard.candidates.items() if self._is_right(named, token)]
         if position % _SECOND_CHANCE == 0:  # who is a little late each time never finds out how late otherwise
@@ -174,12 +182,6 @@ class MainProcess:
             entries.append(self._entries.pop(position))
             position += 1
         return entries
-
-    def _take_all(self) -> Machine:
-        message = yield Receive(0)
-        while message is not None:
-            self._take(message)
-            message = yield Receive(0)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Cancel):
