@@ -341,6 +341,11 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
         code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
         specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings}}) for spec in specs]
+    if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
+        kind = str(specs[MAIN].dtype).removeprefix("torch.")
+        logger.warning(
+            "workers=%d with k=%d in %s: a token may differ, see the README", config.num_subs, config.k, kind
+        )
     available, threads = available_cores(), config.threads_per_worker
     if specs[0].device == "cpu" and available < len(specs) * threads:
         workers = f"{len(specs)} workers" + (f" with {threads} threads each" if threads > 1 else "")

@@ -37,6 +37,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.models import kv_cache
 from ppd_runtime.models.artifacts import artifact, capabilities
+from ppd_runtime.models.cuda_graphs import Recordings
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, LayerRangeCache, PreallocatedLayer, sliding_windows
 from ppd_runtime.models.stage import layer_range
 
@@ -66,18 +67,26 @@ class CompiledLayers:
         self._codes = {siblings: [codes[paths[i]] for i in layers] for siblings, paths in files.items()}
         self._weights = [list(_weights(layer_range(model, i, i + 1)).values()) for i in layers]
         self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self._recordings = Recordings() if model.device.type == "cuda" else None
 
     def run(self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
         """Run `[1, siblings, hidden_size]` through layers `first` to `last` (half-open); append to their caches.
 
         `caches` are all layers' caches; those of the range have been written before.
         """
-        self._position.fill_(caches[first].length)
-        siblings = hidden.shape[1]
-        codes = self._codes[siblings]
-        for i in range(first, last):
-            keys, values = caches[i].next_rows(siblings)
-            (hidden,) = codes[i].run([hidden, self._position, keys, values, *self._weights[i]])
+        position, siblings = caches[first].length, hidden.shape[1]
+        rows = [caches[i].next_rows(siblings) for i in range(first, last)]
+        if self._recordings:
+            places = tuple(tensor.data_ptr() for pair in rows for tensor in pair)
+            key = (first, last, siblings, rows[0][0].shape[0], places)
+            return self._recordings.run(key, hidden, position, partial(self._launch, first, rows))
+        self._position.fill_(position)
+        return self._launch(first, rows, hidden, self._position)
+
+    def _launch(self, first: int, rows: list[tuple[Tensor, Tensor]], hidden: Tensor, position: Tensor) -> Tensor:
+        codes = self._codes[hidden.shape[1]]
+        for i, (keys, values) in enumerate(rows, first):
+            (hidden,) = codes[i].run([hidden, position, keys, values, *self._weights[i]])
         return hidden
 
 
@@ -307,7 +316,8 @@ def _load(path: Path, device: torch.device) -> Any:
 
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     try:
-        return AOTIModelPackageLoader(str(path), "model", False, 1, -1 if index is None else index)
+        can_be_recorded = device.type == "cuda"  # without locks of its own, which a recording cannot hold
+        return AOTIModelPackageLoader(str(path), "model", can_be_recorded, 1, -1 if index is None else index)
     except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made anew") from error
