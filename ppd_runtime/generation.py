@@ -63,6 +63,11 @@ class TextGenerator(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The dtype of weights and passes, such as float32; what "auto" came to."""
+
     @abstractmethod
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         """Yield each new token, then the totals; `live`: each as soon as it is certain."""

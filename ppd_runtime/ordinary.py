@@ -50,6 +50,11 @@ class OrdinaryDecoding(TextGenerator):
         self._traced, self._conditions = trace, emulation_note(emulate)
         self.stage = load_stage(info, info.num_layers, number, place, code, emulate)
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights and passes, such as float32; what "auto" came to."""
+        return str(self.stage.model.dtype).removeprefix("torch.")
+
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         threads_before = torch.get_num_threads()
         torch.set_num_threads(self.config.threads_per_worker)

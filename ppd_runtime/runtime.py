@@ -153,6 +153,11 @@ class PPDRuntime(TextGenerator):
             self._stop = weakref.finalize(self, self._workers.close)
 
     @property
+    def dtype(self) -> str:
+        """The dtype of weights and passes, such as float32; what "auto" came to."""
+        return str(self._specs[MAIN].dtype).removeprefix("torch.")
+
+    @property
     def main_cores(self) -> tuple[int, ...]:
         """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
         return self._specs[MAIN].cores

@@ -96,7 +96,7 @@ def _show(
 ) -> "GenerationResult":
     with generator:
         if json_method:
-            print_json(generation, json_method)
+            print_json(generation, json_method, generator.dtype)
         else:
             print_stream(generation, prompt)
     return generation.result
@@ -164,7 +164,7 @@ def print_stream(generation: "Generation", prompt: str) -> None:
     console.print()
 
 
-def print_json(generation: "Generation", method: Method) -> None:
+def print_json(generation: "Generation", method: Method, dtype: str) -> None:
     """Print the finished generation as one JSON object."""
     for _ in generation:
         pass
@@ -182,6 +182,7 @@ def print_json(generation: "Generation", method: Method) -> None:
         "prompt_tokens": len(result.prompt_ids),
         "finish_reason": result.finish_reason,
         "method": method.value,
+        "dtype": dtype,
         "stats": stats,
     }
     print(json.dumps(output))

@@ -47,6 +47,7 @@ def test_json_holds_the_oracles_tokens(folder, method):
     assert tuple(output["token_ids"]) == expected.token_ids
     assert output["text"] == expected.text
     assert output["method"] == method
+    assert output["dtype"] in ("float32", "bfloat16")
     assert output["stats"]["new_tokens"] == 12
     assert sum(output["stats"]["ledger"].values()) == pytest.approx(output["stats"]["latency_s"], rel=0.03)
 
