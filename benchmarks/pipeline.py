@@ -42,6 +42,7 @@ def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: times are for tokens after the first, give at least 2")
+    torch.set_num_threads(1)  # transformers' too: a second thread would share the one core
     device, real_time = None, False
     if options.emulate_layer_ms is not None:
         device = EmulatedDevice(options.emulate_layer_ms, options.emulate_head_ms)

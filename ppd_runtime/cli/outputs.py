@@ -10,6 +10,8 @@ def check_outputs(*paths: Path | None) -> None:
     for number, path in enumerate(given):
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"{path}: give a file in a folder that exists")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: is a device or a pipe, which would be replaced; give a file")
         if not os.access(path.parent, os.W_OK):
             raise ValueError(f"{path}: its folder cannot be written to; give a file in another")
         if path.resolve() in [other.resolve() for other in given[:number]]:

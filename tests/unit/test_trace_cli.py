@@ -62,6 +62,14 @@ def test_mistaken_files_are_refused_before_anything_starts(options, complaint, t
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_no_plain_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    result = invoke("--model", "no/such/model", "--trace", tmp_path / "pipe")
+    assert result.exit_code == 2
+    assert "is a device or a pipe" in result.stderr
+    assert (tmp_path / "pipe").is_fifo()
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     tmp_path.chmod(0o500)
