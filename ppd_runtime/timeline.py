@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.image_files import new_figure, save_figure
 from ppd_runtime.spans import Kind, ProcessSpans, Span
 from ppd_runtime.trace import Hop, Trace
 
@@ -149,13 +149,6 @@ class Timeline:
         return (nanoseconds - self._origin) / 1e6
 
 
-def check_timeline(path: Path) -> None:
-    """Raise ValueError where matplotlib is not installed, or does not know the kind of file."""
-    known = _new_figure(1, 1).canvas.get_supported_filetypes()
-    if _kind(path) not in known:
-        raise ValueError(f"{path}: no kind of image; choose one of {', '.join(sorted(known))}")
-
-
 def draw_timeline(trace: Trace, path: Path, word: Callable[[int], str], num_tokens: int = 12) -> None:
     """Draw the first tokens of a trace; `word` gives a token's text.
 
@@ -165,7 +158,7 @@ def draw_timeline(trace: Trace, path: Path, word: Callable[[int], str], num_toke
     timeline = Timeline(trace, num_tokens, word)
     num_rows = len(trace.processes)
     width = 3 + 0.95 * len(timeline.verdicts)
-    figure = _new_figure(width, 1.9 + 0.5 * num_rows)
+    figure = new_figure(width, 1.9 + 0.5 * num_rows)
     axes = figure.subplots()
     axes.set_xlim(timeline.begin, timeline.end + 0.01 * (timeline.end - timeline.begin))
     inches_per_ms = (width - 1.5) / (timeline.end - timeline.begin)
@@ -182,9 +175,9 @@ def draw_timeline(trace: Trace, path: Path, word: Callable[[int], str], num_toke
     axes.set_xlabel("ms since the request arrived")
     figure.suptitle(_title(timeline), size="medium")
     _legend(figure, trace)
-    with whole_file(path) as unfinished, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # of a script that the font lacks: a box is drawn
-        figure.savefig(unfinished, dpi=110, format=_kind(path))
+        save_figure(figure, path, dpi=110)
 
 
 def _draw_box(axes: "Axes", box: Box, timeline: Timeline, inches_per_ms: float) -> None:
@@ -227,15 +220,3 @@ def _legend(figure: "Figure", trace: Trace) -> None:
         handles.append(Line2D([], [], color=HIT, label="hit: its hidden state is used"))
         handles.append(Line2D([], [], color=MISS, label="miss"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
-
-
-def _new_figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'ppd-runtime[plots]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _kind(path: Path) -> str:
-    return path.suffix[1:].lower() or "png"

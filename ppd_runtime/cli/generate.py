@@ -106,9 +106,9 @@ def _check_outputs(trace: Path | None, timeline: Path | None) -> bool:
     """Whether there is anything to record; raises ValueError for files that could not be written afterwards."""
     check_outputs(trace, timeline)
     if timeline is not None:
-        from ppd_runtime.timeline import check_timeline
+        from ppd_runtime.image_files import check_image_file
 
-        check_timeline(timeline)
+        check_image_file(timeline)
     return trace is not None or timeline is not None
 
 

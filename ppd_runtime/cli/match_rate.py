@@ -83,9 +83,9 @@ def _check_outputs(json_file: Path | None, plot: Path | None, resume: bool) -> N
         raise ValueError("--resume goes on from what is kept beside the --json file: give --json as well")
     check_outputs(json_file, plot)
     if plot is not None:
-        from ppd_runtime.measure.plots import check_plot
+        from ppd_runtime.image_files import check_image_file
 
-        check_plot(plot)
+        check_image_file(plot)
 
 
 def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":

@@ -3,21 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.image_files import new_figure, save_figure
 from ppd_runtime.measure.match_rate_report import MatchRateReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _TITLES = {"logits": "by logits", "shared_noise": "by logits and shared noise"}
-
-
-def check_plot(path: Path) -> None:
-    """Raise ValueError where matplotlib is not installed, or does not know the kind of file."""
-    known = _new_figure(1, 1).canvas.get_supported_filetypes()
-    if _kind(path) not in known:
-        raise ValueError(f"{path}: no kind of image; choose one of {', '.join(sorted(known))}")
 
 
 def draw_heatmaps(report: MatchRateReport, path: Path) -> None:
@@ -29,7 +21,7 @@ def draw_heatmaps(report: MatchRateReport, path: Path) -> None:
     setting, ranking = report.setting, report.setting.rankings[0]
     k = report.middle_k
     widths = [3.5] * len(setting.rankings) + [5.5]
-    figure = _new_figure(1 + sum(widths), 2 + 0.3 * len(setting.exit_layers))
+    figure = new_figure(1 + sum(widths), 2 + 0.3 * len(setting.exit_layers))
     *by_k, by_position = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
     for axes, name in zip(by_k, setting.rankings, strict=True):
         rates = report.overall[name]
@@ -41,8 +33,7 @@ def draw_heatmaps(report: MatchRateReport, path: Path) -> None:
     by_k[0].set_yticks(range(len(setting.exit_layers)), list(map(str, setting.exit_layers)))
     by_k[0].set_ylabel("exit layer")
     figure.suptitle(f"match rates of {report.model}, {report.runtime_rates.comparisons} tokens")
-    with whole_file(path) as unfinished:
-        figure.savefig(unfinished, dpi=150, format=_kind(path))
+    save_figure(figure, path, dpi=150)
 
 
 def _heatmap(axes: "Axes", rows: list[list[float]], labels: list[str], what: str, title: str) -> None:
@@ -53,15 +44,3 @@ def _heatmap(axes: "Axes", rows: list[list[float]], labels: list[str], what: str
     axes.set_xticks(range(len(labels)), labels, size="small")
     axes.set_xlabel(what)
     axes.set_title(title, size="medium")
-
-
-def _new_figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'ppd-runtime[plots]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _kind(path: Path) -> str:
-    return path.suffix[1:].lower() or "png"

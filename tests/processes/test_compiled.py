@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from compilers import needs_compiler
 from models_for_tests import load_stage as load_eager
 from torch import Tensor
-from torch._inductor.cpp_builder import get_cpp_compiler
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.artifacts import artifact, cache_folder
@@ -24,16 +24,7 @@ LENGTH = ATTENDED_ROWS + 8
 ModelFolder = Callable[..., Path]
 
 
-def _no_compiler() -> str:
-    try:
-        get_cpp_compiler()
-    except RuntimeError as error:
-        return f"no C++ compiler here: {error}"
-    return ""
-
-
 on_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-needs_compiler = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from torch._inductor.cpp_builder import get_cpp_compiler
+from compilers import needs_compiler
 
 from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -15,15 +15,7 @@ from ppd_runtime.models.exit_heads import RehearsedHead
 NEW_TOKENS = 70  # past a step of the attended rows
 
 
-def _no_compiler() -> str:
-    try:
-        get_cpp_compiler()
-    except RuntimeError as error:
-        return f"no C++ compiler here: {error}"
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.image_files import check_image_file
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.pipeline.messages import Spans, WireError, decode, encode
 from ppd_runtime.pipeline.span_messages import MOST_SPANS, pack, unpack
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind, ProcessSpans, Span
-from ppd_runtime.timeline import Timeline, check_timeline, draw_timeline
+from ppd_runtime.timeline import Timeline, draw_timeline
 from ppd_runtime.trace import Trace
 
 PROMPT = [5, 9, 200, 31]
@@ -257,7 +258,7 @@ def test_timelines_are_drawn(traced, ordinary, tmp_path):
         draw_timeline(result.trace, path, lambda token: f"$ {token}\n")
         assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no kind of image"):
-        check_timeline(Path("timeline.txt"))
+        check_image_file(Path("timeline.txt"))
 
 
 def test_nothing_is_drawn_without_the_main_process(traced):
