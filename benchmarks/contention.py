@@ -5,7 +5,9 @@
 No pipeline: two processes, each on a core of its own and with the stage that a worker would have loaded, run the floor
 of `benchmarks.decode` over and over. The main process runs the products of its last d̄ layers, what a hit leaves to it,
 or of all d; the sub-process those of its first d − d̄. Each runs alone and beside the other, in turn, in an order that
-changes from round to round; the first round is dropped. Only passes during which the other was surely busy count.
+changes from round to round; the first round is dropped. Both run for a while before passes count, and after. The least
+share of its core that a process had in a turn stands beside the bound: well below 1 others used the cores too, and the
+figures are not to be trusted.
 
 With k = 1 both processes are busy all the time, so a token after a hit takes the slower one's pass and one after a miss
 all layers beside a busy sub-process. At match rate p, as a share of ordinary decoding's time (all layers, alone):
@@ -64,6 +66,8 @@ class Round:
     sub_beside: float
     all_alone: float
     all_beside: float
+    core_share: float
+    """Of its core's time, the least that a process got in a turn; below 1 other programs were in the way."""
 
     def ratio(self, match_rate: float) -> float:
         """Pipelined over ordinary decoding's time for a token; the bound above."""
@@ -87,7 +91,7 @@ class CoreProcess:
         self._connection.send(turn)
 
     def answer(self, deadline_s: float = _DEADLINE_S) -> Any:
-        """What it says next: its layers' bytes when it has loaded them, then seconds of a pass for each turn."""
+        """What it says next: its layers' bytes when it has loaded them, then what `pass_time` gives for each turn."""
         if not self._connection.poll(deadline_s):
             raise TimeoutError(f"the {self._name} has said nothing for {deadline_s:.0f} s")
         try:
@@ -117,27 +121,27 @@ class Pair:
         late, early, every = self._late, self._early, self._all
         turns = [(late, None), (None, early), (late, early), (every, None), (every, early)]
         first = number % len(turns)
-        times = {turn: self._take(turn) for turn in (*turns[first:], *turns[:first])}
+        taken = {turn: self._take(turn) for turn in (*turns[first:], *turns[:first])}
         return Round(
-            hit_alone=times[late, None][0],
-            hit_beside=times[late, early][0],
-            sub_alone=times[None, early][1],
-            sub_beside=times[late, early][1],
-            all_alone=times[every, None][0],
-            all_beside=times[every, early][0],
+            hit_alone=taken[late, None][0][0],
+            hit_beside=taken[late, early][0][0],
+            sub_alone=taken[None, early][0][0],
+            sub_beside=taken[late, early][1][0],
+            all_alone=taken[every, None][0][0],
+            all_beside=taken[every, early][0][0],
+            core_share=min(share for answers in taken.values() for _, share in answers),
         )
 
-    def _take(self, ranges: Sequence[tuple[int, int] | None]) -> list[float]:
-        """Have both run their layers at the same time; seconds of a pass, 0 for one that is left idle."""
+    def _take(self, ranges: Sequence[tuple[int, int] | None]) -> list[tuple[float, float]]:
+        """Have both run their layers at the same time, or one alone; the answers of those that had something to do."""
         begin = time.perf_counter() + 2 * _RAMP_S
-        asked = list(zip(self._processes, ranges, strict=True))
+        asked = [(process, layers) for process, layers in zip(self._processes, ranges, strict=True) if layers]
         for process, layers in asked:
-            if layers:
-                process.ask(Turn(*layers, begin, begin + self._seconds))
-        times = [process.answer() if layers else 0.0 for process, layers in asked]
-        if None in times:
-            raise ValueError(f"--seconds {self._seconds}: not one pass is that short, give more")
-        return times
+            process.ask(Turn(*layers, begin, begin + self._seconds))
+        answers = [process.answer() for process, _ in asked]
+        if any(seconds is None for seconds, _ in answers):
+            raise ValueError(f"--seconds {self._seconds}: too short for a pass here, or the cores are busy; give more")
+        return answers
 
 
 def serve(connection: Connection, info: ModelInfo, last: int, dtype: torch.dtype, cores: Sequence[int]) -> None:
@@ -152,29 +156,31 @@ def serve(connection: Connection, info: ModelInfo, last: int, dtype: torch.dtype
 
 
 @torch.inference_mode()
-def pass_time(products: Products, turn: Turn) -> float | None:
-    """Median seconds of the passes that count; None where none was that short.
+def pass_time(products: Products, turn: Turn) -> tuple[float | None, float]:
+    """Median seconds of the passes that count, None where none was short enough; and the share of the core it had.
 
     A median, because now and then a pass also holds another program's turn on the core.
     """
-    time.sleep(max(0.0, turn.begin - _RAMP_S - time.perf_counter()))
-    moments = [time.perf_counter()]
+    start = turn.begin - _RAMP_S
+    time.sleep(max(0.0, start - time.perf_counter()))
+    spent_before, moments = time.process_time(), [time.perf_counter()]
     while moments[-1] < turn.end + _RAMP_S:
         products.run()
         moments.append(time.perf_counter())
     counted = [b - a for a, b in itertools.pairwise(moments) if turn.begin <= a and b <= turn.end]
-    return statistics.median(counted) if counted else None
+    share = (time.process_time() - spent_before) / (moments[-1] - start)
+    return statistics.median(counted) if counted else None, share
 
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name, times by round."""
-    cores = assign_cores(2, 1)
-    if not cores[0]:
-        raise ValueError(f"contention is between two cores, and this process may use {available_cores()}: allow it two")
     if not 0 <= options.match_rate <= 1:
         raise ValueError(f"--match-rate {options.match_rate}: give a share from 0 to 1")
     if not 0 < options.seconds <= _LONGEST_TURN_S:
         raise ValueError(f"--seconds {options.seconds}: give more than 0 and {_LONGEST_TURN_S:.0f} at the most")
+    cores = assign_cores(2, 1)
+    if not cores[0]:
+        raise ValueError(f"contention is between two cores, and this process may use {available_cores()}: allow it two")
     with contextlib.ExitStack() as stack:
         info = describe(stack.enter_context(model_folder(options.model)))
         dtype, exit_layer = choose_dtype(options.dtype, "cpu", info), -(-info.num_layers // 2)
@@ -193,7 +199,8 @@ def measure(options: argparse.Namespace) -> Figures:
         "seconds": options.seconds,
         "rounds": options.rounds,
         "rows": _rows(rounds, layer_bytes, exit_layer),
-        "bound": _bound(rounds, options.match_rate, info.num_layers, exit_layer),
+        "core_share": [times.core_share for times in rounds],
+        "bound": bound(rounds, options.match_rate, info.num_layers, exit_layer),
     }
 
 
@@ -215,7 +222,7 @@ def _rows(rounds: Sequence[Round], layer_bytes: Sequence[int], exit_layer: int) 
     ]
 
 
-def _bound(rounds: Sequence[Round], match_rate: float, num_layers: int, exit_layer: int) -> Figures:
+def bound(rounds: Sequence[Round], match_rate: float, num_layers: int, exit_layer: int) -> Figures:
     """The ratios and, where the theorem saves anything, the savings by round."""
     theorem = 1 - match_rate * (num_layers - exit_layer) / num_layers
     ratios = [times.ratio(match_rate) for times in rounds]
@@ -228,10 +235,17 @@ def table(figures: Figures) -> str:
     columns = ["model", "dtype", "products", "MB", "alone, ms", "beside the other, ms", "factor"]
     columns += ["alone, GB/s", "beside, GB/s"]
     rows = [[figures["model"], figures["dtype"], *_cells(row)] for row in figures["rows"]]
-    bound = figures["bound"]
-    names = ["match rate", "bound on the ratio, k = 1", "Theorem 4.1", "greatest realised saving"]
-    savings = bound["greatest_saving"]
-    row = [bound["match_rate"], spread(bound["ratio"]), bound["theorem"], spread(savings) if savings else None]
+    told = figures["bound"]
+    names = [
+        "match rate",
+        "bound on the ratio, k = 1",
+        "Theorem 4.1",
+        "greatest realised saving",
+        "a core's share, least",
+    ]
+    savings = told["greatest_saving"]
+    row = [told["match_rate"], spread(told["ratio"]), told["theorem"], spread(savings) if savings else None]
+    row += [spread(figures["core_share"])]
     return f"{markdown(columns, rows)}\n\n{markdown(names, [row])}"
 
 
