@@ -93,8 +93,8 @@ def test_contention():
         pytest.approx(found["rows"][1]["megabytes"] * n) for n in (2, 1, 3)
     ]
     slower = max(found["rows"][0]["beside_ms"][0], found["rows"][1]["beside_ms"][0])
-    assert found["bound"]["ratio"] == [pytest.approx(slower / found["rows"][2]["alone_ms"][0])]
-    assert found["bound"]["theorem"] == pytest.approx(2 / 3)
+    assert found["bounds"]["rows"][0]["ratio"] == [pytest.approx(slower / found["rows"][2]["alone_ms"][0])]
+    assert found["bounds"]["theorem"] == pytest.approx(2 / 3)
 
 
 def test_tracing():

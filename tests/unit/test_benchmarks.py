@@ -168,16 +168,20 @@ def test_contention_needs_two_cores():
 def test_the_bound_is_the_theorem_where_nothing_is_contended():
     calm = contention.Round(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, core_share=1.0)
     assert [calm.ratio(rate) for rate in (0, 0.5, 1)] == [1, 0.75, 0.5]
-    bound = contention.bound([calm], 0.5, num_layers=12, exit_layer=6)
-    assert (bound["theorem"], bound["ratio"], bound["greatest_saving"]) == (0.75, [0.75], [1.0])
+    bounds = contention.bounds([calm], 0.5, num_layers=12, exit_layer=6)
+    assert bounds["theorem"] == 0.75
+    assert [row["ratio"] for row in bounds["rows"]] == [[pytest.approx(0.75)]] * 4
+    assert [row["greatest_saving"] for row in bounds["rows"]] == [[pytest.approx(1)]] * 4
 
 
 def test_the_bound_where_one_core_slows_the_other_down():
     busy = contention.Round(1.0, 1.2, 1.0, 1.4, 2.0, 2.2, core_share=1.0)
-    assert busy.ratio(0.5) == pytest.approx((1.4 + 2.2) / 4)
-    bound = contention.bound([busy], 0.5, num_layers=12, exit_layer=6)
-    assert bound["greatest_saving"] == [pytest.approx(0.1 / 0.25)]
-    assert contention.bound([busy], 0.0, num_layers=12, exit_layer=6)["greatest_saving"] is None
+    bounds = contention.bounds([busy], 0.5, num_layers=12, exit_layer=6)
+    savings = {row["step_to_floor"]: row["greatest_saving"] for row in bounds["rows"]}
+    assert bounds["rows"][0]["ratio"] == [pytest.approx((1.4 + 2.2) / 4)]
+    assert savings[1.0] == [pytest.approx(0.1 / 0.25)]
+    assert savings[2.0] == [pytest.approx((0.4 + 1) / 2)]
+    assert contention.bounds([busy], 0.0, num_layers=12, exit_layer=6)["rows"][0]["greatest_saving"] is None
 
 
 def test_passes_at_the_ends_of_a_turn_do_not_count():
