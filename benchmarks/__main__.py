@@ -27,8 +27,8 @@ _WIDE = "--model random:512x12 --dtype float32"
 PLAN = (
     ("Ordinary decoding and its floor", "decode --dtype float32"),
     ("", f"decode {_WIDE} --rounds 7"),
-    ("What recording costs", "tracing --rounds 20"),
-    ("", "tracing --rounds 20 --compile"),
+    ("What recording costs", "tracing --rounds 30"),
+    ("", "tracing --rounds 30 --compile"),
     ("Hops between two processes", "hop --count 200"),
     ("Start-up", "startup --rounds 1"),
     ("The demo model", "contention --match-rate 0.8 --seconds 0.2 --rounds 7"),

@@ -1,16 +1,19 @@
 """What recording costs: ordinary decoding without its notes, with the ledger that is always on, and with a trace.
 
-    python -m benchmarks.tracing --rounds 30 --json figures.json
+    python -m benchmarks.tracing --rounds 60 --json figures.json
     python -m benchmarks.tracing --compile
 
 For comparison only, "no notes" puts a recorder in place that does nothing; the readings of the clock around what would
 be noted, some tenths of a microsecond a token, stay. All three run on one core over one stage, in turn, in an order
 that changes from round to round; the first round is dropped. Ratios are medians of the rounds' own. Times are for a
-token after the first: putting a trace together behind the last is no token's time.
+token after the first: putting a trace together behind the last is no token's time. Runs are short and many, but what is
+recorded can still cost less than they tell apart; so a token's calls of the recorder are timed alone too.
 """
 
 import argparse
 import os
+import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -20,8 +23,12 @@ from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import DTYPES
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.results import GenerationResult
+from ppd_runtime.spans import Span
 
 WAYS = SILENT, LEDGER, TRACE = "no notes", "ledger", "ledger and trace"
+_AGAINST = ((SILENT, (LEDGER, TRACE)), (LEDGER, (TRACE,)))
+"""What others are compared with, and which."""
+_REPEATS = 101
 _PROMPT = "def read_lines(path):"
 
 
@@ -38,6 +45,9 @@ class SilentRecorder(Recorder):
         """Nothing."""
 
 
+_RECORDERS = {SILENT: SilentRecorder, LEDGER: Recorder, TRACE: Recorder}
+
+
 def measure(options: argparse.Namespace) -> Figures:
     """Run all three in turn; the figures by name, times by round."""
     for name, value in (("--tokens", options.tokens), ("--rounds", options.rounds)):
@@ -48,6 +58,8 @@ def measure(options: argparse.Namespace) -> Figures:
         plain, traced = OrdinaryDecoding(model, **settings), OrdinaryDecoding(model, trace=True, **settings)
         traced.stage = plain.stage  # the same weights at the same places
         results = _results(options, plain, traced)
+        spans = _spans(results[TRACE][-1])
+        calls = {way: calls_us(recorder(), way == TRACE, spans, options.tokens) for way, recorder in _RECORDERS.items()}
     return {
         "model": options.model,
         "dtype": plain.dtype,
@@ -55,7 +67,8 @@ def measure(options: argparse.Namespace) -> Figures:
         "tokens": options.tokens,
         "rounds": options.rounds,
         "ms_a_token": {way: [result.stats.time_per_token_s * 1000 for result in results[way]] for way in WAYS},
-        "spans_a_token": _spans(results[TRACE][-1]) / options.tokens,
+        "calls_us_a_token": calls,
+        "spans_a_token": len(spans) / options.tokens,
         "identical": len({result.token_ids for of_way in results.values() for result in of_way}) == 1,
     }
 
@@ -63,7 +76,7 @@ def measure(options: argparse.Namespace) -> Figures:
 def _results(
     options: argparse.Namespace, plain: OrdinaryDecoding, traced: OrdinaryDecoding
 ) -> dict[str, list[GenerationResult]]:
-    recorders = {SILENT: SilentRecorder(), LEDGER: Recorder(), TRACE: Recorder()}
+    recorders = {way: recorder() for way, recorder in _RECORDERS.items()}
     results: defaultdict[str, list[GenerationResult]] = defaultdict(list)
     for turn in range(options.rounds + 1):
         first = turn % len(WAYS)
@@ -75,13 +88,29 @@ def _results(
     return results
 
 
-def _spans(result: GenerationResult) -> int:
-    return sum(len(process.spans) for process in result.trace.processes) if result.trace else 0
+def calls_us(recorder: Recorder, traced: bool, spans: Sequence[Span], num_tokens: int) -> float:
+    """Microseconds that a token's calls of the recorder take; the silent one's are the price of calling alone."""
+    times = []
+    for _ in range(_REPEATS):
+        recorder.begin(traced)
+        began = time.perf_counter()
+        for span in spans:
+            recorder.note(span.kind, span.began_ns / 1e9, span.ended_ns / 1e9, span.position, span.token)
+        for _ in range(num_tokens):
+            recorder.resume()
+            recorder.pause()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) / num_tokens * 1e6
+
+
+def _spans(result: GenerationResult) -> tuple[Span, ...]:
+    return result.trace.processes[0].spans if result.trace else ()
 
 
 def table(figures: Figures) -> str:
     """A row for each way, in Markdown; medians with quartiles."""
     columns = ["model", "dtype", "compiled", "recorded", "ms a token", f"ratio to {SILENT}", f"ratio to the {LEDGER}"]
+    columns += ["the recorder's calls alone, µs a token"]
     times = figures["ms_a_token"]
     rows = [
         [
@@ -89,7 +118,8 @@ def table(figures: Figures) -> str:
             "yes" if figures["compiled"] else "no",
             way,
             spread(times[way]),
-            *(spread(_ratios(times[way], times[base]), 4) if way != base else None for base in (SILENT, LEDGER)),
+            *(spread(_ratios(times[way], times[base]), 4) if way in later else None for base, later in _AGAINST),
+            figures["calls_us_a_token"][way],
             figures["spans_a_token"] if way == TRACE else None,
             figures["identical"],
         ]
@@ -107,8 +137,8 @@ def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__)
     options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
     options.add_argument("--dtype", choices=DTYPES, default="auto")
-    options.add_argument("--tokens", type=positive, default=32, help="new tokens in each run, two at least")
-    options.add_argument("--rounds", type=positive, default=30, help="of one run each way, two at least")
+    options.add_argument("--tokens", type=positive, default=16, help="new tokens in each run, two at least")
+    options.add_argument("--rounds", type=positive, default=60, help="of one run each way, two at least")
     options.add_argument("--compile", action="store_true", help="decode in compiled code")
     return options
 

@@ -102,3 +102,4 @@ def test_tracing():
     assert {way: len(times) for way, times in found["ms_a_token"].items()} == dict.fromkeys(tracing.WAYS, 2)
     assert found["identical"]
     assert found["spans_a_token"] == 3
+    assert all(spent > 0 for spent in found["calls_us_a_token"].values())
