@@ -181,20 +181,14 @@ def pass_time(products: Products, turn: Turn) -> tuple[float | None, float]:
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name, times by round."""
-    if not 0 <= options.match_rate <= 1:
-        raise ValueError(f"--match-rate {options.match_rate}: give a share from 0 to 1")
-    if not 0 < options.seconds <= _LONGEST_TURN_S:
-        raise ValueError(f"--seconds {options.seconds}: give more than 0 and {_LONGEST_TURN_S:.0f} at the most")
-    cores = assign_cores(2, 1)
-    if not cores[0]:
-        raise ValueError(f"contention is between two cores, and this process may use {available_cores()}: allow it two")
+    cores = _checked_cores(options)
     with contextlib.ExitStack() as stack:
         info = describe(stack.enter_context(model_folder(options.model)))
         dtype, exit_layer = choose_dtype(options.dtype, "cpu", info), -(-info.num_layers // 2)
-        depths = (info.num_layers, info.num_layers - exit_layer)
+        depths = {"main process": info.num_layers, "sub-process": info.num_layers - exit_layer}
         main, sub = (
             stack.enter_context(contextlib.closing(CoreProcess(name, info, last, dtype, place)))
-            for name, last, place in zip(("main process", "sub-process"), depths, cores, strict=True)
+            for (name, last), place in zip(depths.items(), cores, strict=True)
         )
         layer_bytes, _ = main.answer(START_DEADLINE_S), sub.answer(START_DEADLINE_S)
         pair = Pair(main, sub, info.num_layers, exit_layer, options.seconds)
@@ -209,6 +203,18 @@ def measure(options: argparse.Namespace) -> Figures:
         "core_share": [times.core_share for times in rounds],
         "bounds": bounds(rounds, options.match_rate, info.num_layers, exit_layer),
     }
+
+
+def _checked_cores(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """A core for each process; raises ValueError for options that cannot work, or where there is only one."""
+    if not 0 <= options.match_rate <= 1:
+        raise ValueError(f"--match-rate {options.match_rate}: give a share from 0 to 1")
+    if not 0 < options.seconds <= _LONGEST_TURN_S:
+        raise ValueError(f"--seconds {options.seconds}: give more than 0 and {_LONGEST_TURN_S:.0f} at the most")
+    cores = assign_cores(2, 1)
+    if not cores[0]:
+        raise ValueError(f"contention is between two cores, and this process may use {available_cores()}: allow it two")
+    return cores
 
 
 def _rows(rounds: Sequence[Round], layer_bytes: Sequence[int], exit_layer: int) -> list[Figures]:
