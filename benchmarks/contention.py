@@ -19,6 +19,9 @@ all layers beside a busy sub-process. At match rate p, as a share of ordinary de
 That is for decoding which is its products and nothing else, without heads, messages and Python. A step that takes r
 times its floor (`benchmarks.decode` measures r) and whose other time is not contended and shrinks as the theorem says
 has the bound (bound + (r − 1) · theorem) / r; rows with r above 1 rest on that assumption.
+
+A saving above 1 is possible: half the layers may fit a cache that all of them do not. Other programs that fill a shared
+cache hide contention, for then a process alone does not find its weights there either.
 """
 
 import argparse
