@@ -6,6 +6,7 @@ import random
 import statistics
 
 import pytest
+import torch
 import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from ppd_runtime.cost_model.simulate import (
 )
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.cost_model.tradeoff import parse_factors
-from ppd_runtime.cost_model.virtual import Clock, VirtualHidden, VirtualStage
+from ppd_runtime.cost_model.virtual import Clock, VirtualStage
 
 app = typer.Typer()
 app.command()(command)
@@ -196,7 +197,7 @@ def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
     stage.import_entries([stage.export_entries(0, 0 + 1, 2)[0]])
     assert [stage.length(layer) for layer in range(4)] == [2, 2, 1, 1]
     with pytest.raises(RuntimeError, match="layer 0 holds 2 tokens, not 1"):
-        stage.run(0, 2, VirtualHidden(1), 1)
+        stage.run(0, 2, torch.empty(1, 1, 0), 1)
 
 
 @pytest.mark.parametrize(
