@@ -42,7 +42,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Simulate generations whose candidates are right at random, and set the mean beside Theorem 4.1's prediction."""
+    """Simulate generations whose candidates are right at random, and set the mean beside Theorem 4.1's prediction.
+
+    The prediction is Algorithm 2's, whose hits wait for two hops, also where the simulated sub-process runs ahead.
+    """
     with one_line_errors():
         from ppd_runtime.cost_model.simulate import Setting, predict, simulate_runs, summarise
         from ppd_runtime.cost_model.theory import Times

@@ -161,6 +161,7 @@ def plan(
     run_ahead: bool = True,
 ) -> Plan:
     """What is predicted for one setting; without `workers` there is one for each candidate."""
+    check_layers(num_layers, exit_layer)
     check_workers(k, workers)
     workers = workers or k
     runs_ahead = run_ahead and can_run_ahead(num_layers, exit_layer, k)
@@ -231,9 +232,11 @@ def ahead_time(num_layers: int, match_rate: float, calibration: Calibration) -> 
 
     And the full passes that this takes beyond Algorithm 2's: for candidates behind wrong ones, and for what comes too
     late. A token takes three messages, two more for a candidate behind a wrong one, and entries go out in batches.
+
+    Within 1 % of the simulated machines while a hop is shorter than d/2 layers. It knows no jitter, and where the exit
+    head and the final head take nearly the same time, an instant decides whether a pass in vain has begun.
     """
     exit_layer = num_layers // 2
-    check_layers(num_layers, exit_layer)
     found = follow(exit_layer, match_rate, calibration)
     messages = 3 + 2 * found.strays + entry_messages(match_rate)
     extra = exit_layer * (found.strays + found.recomputed) / num_layers
