@@ -219,7 +219,7 @@ def summarise(setting: Setting, runs: Sequence[Simulated]) -> Summary:
 
 
 def predict(setting: Setting, match_rate: float) -> Prediction:
-    """What Theorem 4.1 with overheads says of the setting; it knows no jitter, slow worker or link, or running ahead."""
+    """What Theorem 4.1 with overheads says of the setting: without jitter, slow workers or links, or running ahead."""
     text = (match_rate, setting.num_new_tokens)
     layers = (setting.num_layers, setting.exit_layer)
     per_token = expected_time(*layers, *text, setting.times) / setting.num_new_tokens
