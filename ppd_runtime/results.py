@@ -57,7 +57,7 @@ class Stats:
     hits: int
     """Tokens whose successor's pass started from a sub-process' work."""
     misses: int
-    """Tokens for which no candidate was right, or none was ready in time."""
+    """Tokens for which no candidate was right, none was ready in time, or, in a rest, none was asked for."""
     run_lengths: tuple[int, ...]
     """Tokens between two misses, in order; they sum to `new_tokens`."""
     latency_s: float

@@ -29,6 +29,7 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Token,
 )
+from ppd_runtime.pipeline.rest import Rest
 from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.sub_process import SubProcess
@@ -116,6 +117,7 @@ class Worker:
         self._recorder = self.stage.recorder
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
+        self._rest = Rest()
         self._pending: Begin | None = None
         self._hold_tokens = False
         self._held: list[Message] = []
@@ -149,7 +151,8 @@ class Worker:
 
     def _decode(self, begin: Begin, sampler: Sampler) -> None:
         asked = not self.spec.runs_ahead
-        main = MainProcess(self.stage, self.spec.exit_layer, self._subs, self._send, begin, shares_exit_states=asked)
+        layers = self.spec.exit_layer
+        main = MainProcess(self.stage, layers, self._subs, self._send, begin, asked, self._rest)
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer)
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)

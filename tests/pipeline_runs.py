@@ -17,6 +17,7 @@ from ppd_runtime.models.loading import ModelInfo, describe, load_layers, load_to
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
+from ppd_runtime.pipeline.rest import Rest
 from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.sub_process import SubProcess
 from ppd_runtime.sampling import Sampler
@@ -101,13 +102,14 @@ class Bench:
         lost: Sequence[int] = (),
         workers: int | None = None,
         run_ahead: bool = False,
+        rest: Rest | None = None,
     ) -> Decoded:
         """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
         network, ranks = MachineNetwork(seed, impatience), range(1, (workers or k) + 1)
         begin, sampler = begin_message(prompt, params), Sampler(params)
         for rank in lost:
             network.add(rank, iter_forever())
-        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, shares_exit_states=not run_ahead)
+        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, not run_ahead, rest)
         subs: list[SubProcess | RunAheadSubProcess] = []
         for rank in (rank for rank in ranks if rank not in lost):
             stage = self.stage(self.info.num_layers - exit_layer)

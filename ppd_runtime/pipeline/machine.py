@@ -29,6 +29,15 @@ Send = Callable[[Sequence[int], Message], None]
 """Delivers a message to several addresses; never blocks."""
 
 
+def pop_consecutive(entries: dict[int, Tensor], position: int, end: int) -> list[Tensor]:
+    """Take the entries of `position` and of those that follow it without a gap, up to `end`, out of a collection."""
+    run = []
+    while position < end and position in entries:
+        run.append(entries.pop(position))
+        position += 1
+    return run
+
+
 class StageLike(Protocol):
     """What the machines need of a stage; `ppd_runtime.models.stage.Stage` is the real one."""
 

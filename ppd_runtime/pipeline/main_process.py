@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike
+from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -19,6 +19,7 @@ from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
     Candidate,
+    CatchUp,
     End,
     Entries,
     ExitState,
@@ -26,6 +27,7 @@ from ppd_runtime.pipeline.messages import (
     Message,
     Token,
 )
+from ppd_runtime.pipeline.rest import Rest
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -44,7 +46,8 @@ class _Heard:
 class MainProcess:
     """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks.
 
-    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead.
+    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While `rest` says so
+    they are told nothing, and the tokens are ordinary decoding's in every respect.
     """
 
     def __init__(
@@ -55,9 +58,10 @@ class MainProcess:
         send: Send,
         begin: Begin,
         shares_exit_states: bool = True,
+        rest: Rest | None = None,
     ) -> None:
         self.stage, self.exit_layer, self.subs, self.send, self.begin = stage, exit_layer, tuple(subs), send, begin
-        self.shares_exit_states = shares_exit_states
+        self.shares_exit_states, self.rest = shares_exit_states, rest or Rest()
         self.head_start = stage.num_layers - exit_layer
         self.history = list(begin.prompt_ids)
         self.finish_reason = ""
@@ -68,12 +72,14 @@ class MainProcess:
         self._heard: defaultdict[int, _Heard] = defaultdict(_Heard)  # by position
         self._entries: dict[int, Tensor] = {}
         self._absences = dict.fromkeys(self.subs, 0)
+        self._told = len(self.history)  # tokens of the history that the sub-processes know
         self._cancelled = False
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
         """Decode to the end, sending each token to the sub-processes and the client as soon as it is certain."""
         self.stage.begin(len(self.history) + self.begin.max_new_tokens)
         self.send(self.subs, self.begin)
+        self.rest.begin()
         first_layer = 0
         inputs: list[int] | Tensor = list(self.history)
         asked = False
@@ -91,7 +97,7 @@ class MainProcess:
             winner, state = (early.sender, _state_of(token, early)) if early else (MISS, None)
             asked = state is not None and self.head_start == self.exit_layer and not stop.last_allowed
             asked = asked and self.shares_exit_states
-            self._tell(self.subs, token, winner, state if asked else None)
+            self._tell_subs(token, winner, state if asked else None)
             self._tell((CLIENT,), token, winner)
             if state is not None:
                 first_layer, inputs = self.head_start, state
@@ -107,13 +113,25 @@ class MainProcess:
         newest = len(self.history) - 1
         start = newest + 1 - size
         hidden = self.stage.run(first_layer, self.exit_layer, inputs, start)
-        if ask and self.shares_exit_states:
+        if ask and self.shares_exit_states and not self.rest.now:
             self.send(self.subs, ExitState(MAIN, self.begin.request, newest, hidden[:, -1:]))
         self.layer_passes += self.stage.num_layers - first_layer
         return self.stage.run(self.exit_layer, self.stage.num_layers, hidden, start)
 
     def _tell(self, addresses: Sequence[int], token: int, winner: int, hidden: Tensor | None = None) -> None:
         self.send(addresses, Token(MAIN, self.begin.request, len(self.history) - 1, token, winner, hidden))
+
+    def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
+        """Tell the sub-processes the newest token; after a rest, all that they have missed."""
+        first, newest = self._told, len(self.history) - 1
+        if self.rest.now:
+            return
+        if first == newest:
+            self._tell(self.subs, token, winner, hidden)
+        else:
+            entries = self.stage.export_entries(first, newest, self.head_start)
+            self.send(self.subs, CatchUp(MAIN, self.begin.request, first, self.history[first:], entries))
+        self._told = newest + 1
 
     def _settle(self, token: int) -> Generator[Receive, Message | None, HeadStart | None]:
         """The early start of the newest token, or None.
@@ -122,11 +140,14 @@ class MainProcess:
         here: a candidate that is not even named yet cannot be ready sooner than that.
         """
         position = len(self.history) - 1
-        while self._early_start(position, token) is None:
+        while self.rest.now or self._early_start(position, token) is None:
             message = yield Receive(0)
             if message is None:
                 break
             self._take(message)
+        if self.rest.now:
+            self.rest.note(False)
+            return None
         wish = Receive(self.head_start)
         while awaited := self._awaited(position, token):
             message = yield wish
@@ -136,7 +157,9 @@ class MainProcess:
                 break
             self._take(message)
         early = self._early_start(position, token)
-        self._absences.update(dict.fromkeys(self._heard.pop(position, _Heard()).head_starts, 0))
+        heard = self._heard.pop(position, _Heard())
+        self._absences.update(dict.fromkeys(heard.head_starts, 0))
+        self.rest.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
         return early
 
     def _early_start(self, position: int, token: int) -> HeadStart | None:
@@ -168,20 +191,13 @@ class MainProcess:
                 if message is not None:
                     self._take(message)
                     continue
-            run = self._consecutive_entries(position, newest)
+            run = pop_consecutive(self._entries, position, newest)
             if run:
                 self.stage.import_entries(run)
             else:
                 self.stage.run(0, self.head_start, [self.history[position]], position)
                 self.recomputed_layer_passes += self.head_start
         self._entries.clear()
-
-    def _consecutive_entries(self, position: int, end: int) -> list[Tensor]:
-        entries = []
-        while position < end and position in self._entries:
-            entries.append(self._entries.pop(position))
-            position += 1
-        return entries
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Cancel):

@@ -15,7 +15,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -123,6 +123,18 @@ class Entries(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class CatchUp(Message):
+    """Main → subs, after a rest: the tokens at `position` and behind it, and the entries of all but the newest.
+
+    `[tokens - 1, layers, 2, heads, head_dim]`, of the head-start layers.
+    """
+
+    position: int
+    token_ids: list[int]
+    entries: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class End(Message):
     """Main → subs: the request is over."""
 
@@ -198,6 +210,7 @@ _KINDS: tuple[type[Message], ...] = (
     Failed,
     Shutdown,
     Spans,
+    CatchUp,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""

@@ -10,11 +10,13 @@ from collections.abc import Generator
 from torch import Tensor
 
 from ppd_runtime.models.exit_heads import ExitHead
-from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike
-from ppd_runtime.pipeline.messages import MAIN, Begin, Candidate, End, Entries, HeadStart, Message, Token
+from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike, pop_consecutive
+from ppd_runtime.pipeline.messages import MAIN, Begin, Candidate, CatchUp, End, Entries, HeadStart, Message, Token
 
 _MOST_OWED = 8  # entries go out so many at a time, or once the main process needs them
 _MOST_AHEAD = 2  # candidates beyond the last certain token; a second one in store evens out uneven passes
+_SURE = 0.8  # share of hits from which a second one pays: of less, too many are dropped in the middle of their pass
+_MEMORY = 16  # verdicts over which that share is taken, by and large
 
 
 class RunAheadSubProcess:
@@ -35,8 +37,10 @@ class RunAheadSubProcess:
         """Layer passes for the prompt and for tokens that were not in the chain."""
         self._certain = len(self.chain)
         self._last = len(self.chain) + begin.max_new_tokens - 2  # position of the last token that another follows
+        self._hit_rate = 1.0
         self._state: Tensor | None = None  # of the chain's newest token; None until its layers have run
         self._forks = 0
+        self._entries: dict[int, Tensor] = {}  # of tokens that the main process alone has run, during a rest
         self._owed: list[int] = []  # consecutive positions whose entries the main process has not got yet
         self._wanted = False  # whether it needs them now
         self._over = False
@@ -56,13 +60,16 @@ class RunAheadSubProcess:
                 yield from self._work()
 
     def _has_work(self) -> bool:
-        ahead = len(self.chain) - self._certain
-        return self._state is None or (ahead < _MOST_AHEAD and len(self.chain) <= self._last)
+        most = self._certain + (_MOST_AHEAD if self._hit_rate >= _SURE else 1)
+        return self._state is None or (len(self.chain) < most and len(self.chain) <= self._last)
 
     def _work(self) -> Machine:
         """Run a token that is not in the cache yet, or name the next candidate and start it."""
         if self._state is None:
             position = self.stage.length(self.stage.num_layers - 1)
+            if run := pop_consecutive(self._entries, position, len(self.chain)):
+                self.stage.import_entries(run)
+                return
             self.coherence_layer_passes += yield from self._run(position)
             return
         position = len(self.chain)
@@ -101,22 +108,33 @@ class RunAheadSubProcess:
             self._over = True
         elif isinstance(message, Token) and message.position == self._certain:
             self._take_token(message)
+        elif isinstance(message, CatchUp) and message.position == self._certain:
+            self._take_missed(message)
 
     def _take_token(self, message: Token) -> None:
         position = message.position
+        hit = len(self.chain) > position and self.chain[position] == message.token_id
+        self._hit_rate += (hit - self._hit_rate) / _MEMORY
         self._certain += 1
-        if len(self.chain) == position:
-            self.chain.append(message.token_id)
-            self._state = None
-        elif self.chain[position] != message.token_id:
-            self.chain[position:] = [message.token_id]
-            self.stage.truncate(position)
-            self._state = None
-            self._forks += 1
+        if not hit:
+            self._go_on_from(position, [message.token_id])
         if message.winner == self.rank:
             self._owed.append(position)
         else:
             self._wanted = True
+
+    def _take_missed(self, message: CatchUp) -> None:
+        self._go_on_from(message.position, message.token_ids)
+        self._certain = len(self.chain)
+        self._entries.update(enumerate(message.entries, message.position))
+
+    def _go_on_from(self, position: int, token_ids: list[int]) -> None:
+        """Put certain tokens in the place of what the chain holds from `position` on."""
+        if len(self.chain) > position:
+            self.stage.truncate(position)
+            self._forks += 1
+        self.chain[position:] = token_ids
+        self._state = None
 
     def _ship_entries(self) -> None:
         """Send the entries of the tokens that this process won; the main process needs them at its next miss."""

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ppd_runtime.models.exit_heads import ExitHead
-from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike
+from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MAIN,
     MISS,
     Begin,
     Candidate,
+    CatchUp,
     End,
     Entries,
     ExitState,
@@ -89,8 +90,8 @@ class SubProcess:
         """Bring the cache up to the newest token: import the winner's entries, or compute."""
         wish = Receive(self.stage.num_layers)
         while not self._over and (position := self.stage.length(0)) < len(self.history):
-            if position in self._entries:
-                self.stage.import_entries([self._entries.pop(position)])
+            if run := pop_consecutive(self._entries, position, len(self.history)):
+                self.stage.import_entries(run)
             elif self._winners.get(position, MISS) in (MISS, self.rank):
                 self._compute([self.history[position]], position)
             else:
@@ -122,6 +123,10 @@ class SubProcess:
             self._entries.update(enumerate(message.entries, message.position))
         elif isinstance(message, Token):
             self._take_token(message)
+        elif isinstance(message, CatchUp) and message.position == len(self.history):
+            self._settle_trial(message.position, MISS)
+            self.history += message.token_ids
+            self._entries.update(enumerate(message.entries, message.position))
 
     def _take_token(self, message: Token) -> None:
         if message.position != len(self.history):

@@ -19,6 +19,7 @@ from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
     Candidate,
+    CatchUp,
     End,
     Entries,
     ExitState,
@@ -49,10 +50,11 @@ KINDS = (
     Failed,
     Shutdown,
     Spans,
+    CatchUp,
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 3
+VERSION = 4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -258,7 +260,7 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
         [head(VERSION, 2, 1, 1, 5, [6, 7.0], [])],
         [head(VERSION, 2, 1, 1, 5, [6, True], [])],
         [head(VERSION, 2, 1, 1, 5, [[6]], [])],
-        [b"\x95\x03\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
+        [b"\x95\x04\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
         [head(VERSION, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
         [head(VERSION, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
         [head(VERSION, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
@@ -345,10 +347,10 @@ def test_huge_declared_shapes_take_no_memory(shape: list[int], monkeypatch: pyte
         b"\xc6\xff\xff\xff\xff",  # bytes
         b"\xdb\xff\xff\xff\xff",  # a text
         b"\xc9\xff\xff\xff\xff\x01",  # an extension
-        b"\x94\x03\x06\x00\xdd\xff\xff\xff\xff",
+        b"\x94\x04\x06\x00\xdd\xff\xff\xff\xff",
         b"\x91" * 100_000,
         b"\xdd\x00\x00\xff\xff" * 20_000,
-        b"\x94\x03\x06\x00" + b"\x91" * 400 + b"\x00",
+        b"\x94\x04\x06\x00" + b"\x91" * 400 + b"\x00",
         b"\x81\x00" * 50_000,
         b"\x00" * (16 * 2**20 + 1),
     ],
