@@ -146,6 +146,11 @@ class RuntimeConfig:
         return exit_layer
 
 
+def can_run_ahead(num_layers: int, exit_layer: int, k: int) -> bool:
+    """Whether the layout is one in which a lone sub-process' last state is the next exit state."""
+    return k == 1 and num_layers == 2 * exit_layer
+
+
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r}: give a whole number")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.config import SamplingParams, can_run_ahead
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
 from ppd_runtime.models.loading import ModelInfo, load_stage, load_tokenizer
@@ -76,7 +76,7 @@ class WorkerSpec:
     @property
     def runs_ahead(self) -> bool:
         """Whether the only sub-process reads exit states off its own stage."""
-        return self.run_ahead and self.k == 1 and self.info.num_layers == 2 * self.exit_layer
+        return self.run_ahead and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
 
     @property
     def siblings(self) -> int:

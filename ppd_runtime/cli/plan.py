@@ -40,6 +40,9 @@ def plan(
         list[str] | None,
         typer.Option(help="N:FACTOR, a pass over N candidates in passes over one; may be given again."),
     ] = None,
+    run_ahead: Annotated[
+        bool, typer.Option(help="With k=1 and the exit at half depth, plan with running ahead, the runtime's default.")
+    ] = True,
     layer_ms: Annotated[float | None, typer.Option(help=f"Time of a layer, {_TIME}")] = None,
     head_ms: Annotated[float | None, typer.Option(help=f"Time of the final head, {_TIME}")] = None,
     exit_head_ms: Annotated[float | None, typer.Option(help=f"Time of an exit head, {_TIME}")] = None,
@@ -81,7 +84,7 @@ def plan(
         ks = None if k is None else parse_list("--k", k, int)
         counts = None if workers is None else parse_list("--workers", workers, int)
         widths = parse_factors("--width", width or ())
-        given = Given(match_rates, calibration, layers, ks, times, counts, widths)
+        given = Given(match_rates, calibration, layers, ks, times, counts, widths, run_ahead)
         sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
         planned = plan_with(
             given,
@@ -126,6 +129,6 @@ def _cells(ranking: "Ranking", row: "Plan | Alternative") -> list[str]:
 
     figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.compute_per_token:.2f}"]
     if isinstance(row, Plan):
-        number = str(ranking.plans.index(row) + 1)
+        number = f"{ranking.plans.index(row) + 1}{', running ahead' if row.runs_ahead else ''}"
         return [number, str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", *figures]
     return [row.name, "", "", str(row.devices), "", *figures]

@@ -35,11 +35,17 @@ def simulate(
     slow_link: Annotated[
         list[str] | None, typer.Option(help="RANK:FACTOR slows messages to and from a process; may be given again.")
     ] = None,
+    run_ahead: Annotated[
+        bool, typer.Option(help="With k=1 and the exit at half depth, go on without exit states, as the runtime does.")
+    ] = True,
     runs: Annotated[int, typer.Option(help="Generations to simulate.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Simulate generations whose candidates are right at random, and set the mean beside Theorem 4.1's prediction."""
+    """Simulate generations whose candidates are right at random, and set the mean beside Theorem 4.1's prediction.
+
+    The prediction is Algorithm 2's, whose hits wait for two hops, also where the simulated sub-process runs ahead.
+    """
     with one_line_errors():
         from ppd_runtime.cost_model.simulate import Setting, predict, simulate_runs, summarise
         from ppd_runtime.cost_model.theory import Times
@@ -55,6 +61,7 @@ def simulate(
             slow=parse_factors("--slow", slow or ()),
             slow_links=parse_factors("--slow-link", slow_link or ()),
             workers=workers,
+            run_ahead=run_ahead,
         )
         predicted = predict(setting, match_rate)
         simulated = summarise(setting, simulate_runs(setting, match_rate, runs, seed))

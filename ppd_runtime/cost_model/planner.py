@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ppd_runtime.config import can_run_ahead
+from ppd_runtime.cost_model.ahead import entry_messages, follow
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.checks import check_layers, check_share, check_whole, check_workers
 from ppd_runtime.cost_model.tradeoff import Rates
@@ -35,7 +37,7 @@ class TokenTime:
     entries: float
     """Importing key/value entries after hits."""
     waiting: float
-    """For early starts that are on their way."""
+    """For early starts that are on their way; where the sub-process runs ahead, for entries too."""
 
     @property
     def total(self) -> float:
@@ -51,6 +53,8 @@ class Plan:
     k: int
     workers: int
     """Sub-processes; with fewer than k, the first has ⌈k / workers⌉ of the candidates."""
+    runs_ahead: bool
+    """Whether the only sub-process goes on without exit states."""
     devices: int
     match_rate: float
     time: TokenTime
@@ -83,6 +87,8 @@ class Ranking:
 
     num_layers: int
     max_devices: int
+    run_ahead: bool
+    """Whether a lone sub-process that can run ahead is taken to do so."""
     plans: tuple[Plan, ...]
     ordinary: Alternative
     parallel: tuple[Alternative, ...]
@@ -99,10 +105,12 @@ def rank(
     max_devices: int,
     efficiency: float | None = None,
     workers: Sequence[int] | None = None,
+    run_ahead: bool = True,
 ) -> Ranking:
     """Rank every (exit layer, k) of `rates` on every number of workers that fits within `max_devices`.
 
     `workers` holds the numbers to consider; None is 1 to k, or k alone where the calibration knows of no widths.
+    `run_ahead` is the runtime's: off, every plan is Algorithm 2's.
 
     `efficiency` is tensor parallelism's speed-up over its number of devices, in (0, 1], whatever that is; None takes
     what was measured, else the published figures.
@@ -112,7 +120,7 @@ def rank(
     """
     check_request(max_devices, efficiency)
     plans = [
-        plan(num_layers, exit_layer, k, rate, calibration, count)
+        plan(num_layers, exit_layer, k, rate, calibration, count, run_ahead)
         for (exit_layer, k), rate in rates.items()
         for count in worker_counts(k, calibration, workers)
         if count + 1 <= max_devices
@@ -124,7 +132,7 @@ def rank(
     gains = bool(plans) and plans[0].speedup >= WORTH_IT
     least = 1 + min(min(worker_counts(k, calibration, workers), default=k) for _, k in rates)
     verdict = _verdict(plans, parallel, least, max_devices, calibration)
-    return Ranking(num_layers, max_devices, tuple(plans), ordinary, parallel, gains, verdict)
+    return Ranking(num_layers, max_devices, run_ahead, tuple(plans), ordinary, parallel, gains, verdict)
 
 
 def check_request(max_devices: int, efficiency: float | None) -> None:
@@ -150,23 +158,32 @@ def plan(
     match_rate: float,
     calibration: Calibration,
     workers: int | None = None,
+    run_ahead: bool = True,
 ) -> Plan:
     """What is predicted for one setting; without `workers` there is one for each candidate."""
+    check_layers(num_layers, exit_layer)
     check_workers(k, workers)
     workers = workers or k
-    width = calibration.width(math.ceil(k / workers))
-    time = token_time(num_layers, exit_layer, workers, match_rate, calibration, width)
+    runs_ahead = run_ahead and can_run_ahead(num_layers, exit_layer, k)
+    compute = compute_per_token(num_layers, exit_layer, k, match_rate)
+    if runs_ahead:
+        time, extra = ahead_time(num_layers, match_rate, calibration)
+        compute += extra
+    else:
+        width = calibration.width(math.ceil(k / workers))
+        time = token_time(num_layers, exit_layer, workers, match_rate, calibration, width)
     saved = (num_layers - exit_layer) * match_rate
     return Plan(
         exit_layer=exit_layer,
         k=k,
         workers=workers,
+        runs_ahead=runs_ahead,
         devices=workers + 1,
         match_rate=match_rate,
         time=time,
         ms_per_token=time.total,
         speedup=ordinary_ms(num_layers, calibration) / time.total,
-        compute_per_token=compute_per_token(num_layers, exit_layer, k, match_rate),
+        compute_per_token=compute,
         ideal_speedup=num_layers / (num_layers - saved),
     )
 
@@ -178,7 +195,7 @@ def ordinary_ms(num_layers: int, calibration: Calibration) -> float:
 
 
 def compute_per_token(num_layers: int, exit_layer: int, k: int, match_rate: float) -> float:
-    """Full passes for a token: `(d − (d − d̄)p + k(d − d̄) + k(d − d̄)(1 − p)) / d`.
+    """Full passes for a token in Algorithm 2: `(d − (d − d̄)p + k(d − d̄) + k(d − d̄)(1 − p)) / d`.
 
     The first three terms are Theorem 4.1's for long texts; the last one is what the k sub-processes run after a miss
     for their own caches.
@@ -190,7 +207,7 @@ def compute_per_token(num_layers: int, exit_layer: int, k: int, match_rate: floa
 def token_time(
     num_layers: int, exit_layer: int, workers: int, match_rate: float, calibration: Calibration, width: float = 1.0
 ) -> TokenTime:
-    """The expected time of a token after the first, by what it is spent on.
+    """The expected time of a token after the first in Algorithm 2, by what it is spent on.
 
     `width` is what a sub-process' pass over its candidates takes, in passes over one.
 
@@ -203,19 +220,45 @@ def token_time(
     check_whole("workers", workers, 1)
     check_share("match_rate", match_rate)
     early, between = num_layers - exit_layer, 2 * exit_layer - num_layers
-    shared_layers = early * (2 - match_rate)
-    # Hits run the last d̄ layers only, which half_factor knows for d̄ = d/2.
-    hit_layers = exit_layer * (1 - (1 - calibration.half_factor) * 2 * early / num_layers)
-    # A hit that begins at the exit layer has its hidden state sent with the token: one pass and W messages fewer.
+    # A hit that begins at the exit layer has its hidden state sent with the token: W messages fewer.
     merged = match_rate if between == 0 else 0.0
+    messages = (4 - merged) * workers
+    waiting = _waiting(early, between, workers, match_rate, calibration, width)
+    return _token_time(num_layers, exit_layer, match_rate, calibration, messages, waiting)
+
+
+def ahead_time(num_layers: int, match_rate: float, calibration: Calibration) -> tuple[TokenTime, float]:
+    """The expected time of a token after the first where the only sub-process runs ahead, by what it is spent on.
+
+    And the full passes that this takes beyond Algorithm 2's: for candidates behind wrong ones, and for what comes too
+    late. A token takes three messages, two more for a candidate behind a wrong one, and entries go out in batches.
+
+    Within 1 % of the simulated machines while a hop is shorter than d/2 layers. It knows no jitter, and where the exit
+    head and the final head take nearly the same time, an instant decides whether a pass in vain has begun.
+    """
+    exit_layer = num_layers // 2
+    found = follow(exit_layer, match_rate, calibration)
+    messages = 3 + 2 * found.strays + entry_messages(match_rate)
+    extra = exit_layer * (found.strays + found.recomputed) / num_layers
+    return _token_time(num_layers, exit_layer, match_rate, calibration, messages, found.waiting), extra
+
+
+def _token_time(
+    num_layers: int, exit_layer: int, match_rate: float, times: Calibration, messages: float, waiting: float
+) -> TokenTime:
+    """A token's time with so many messages and so long a wait; what else there is, every way has in common."""
+    early = num_layers - exit_layer
+    # Hits run the last d̄ layers only, which half_factor knows for d̄ = d/2.
+    hit_layers = exit_layer * (1 - (1 - times.half_factor) * 2 * early / num_layers)
+    one_pass = match_rate if 2 * exit_layer == num_layers else 0.0  # a hit that begins at the exit layer
     return TokenTime(
-        layers=(match_rate * hit_layers + (1 - match_rate) * num_layers) * calibration.layer_ms,
-        head=calibration.head_ms,
-        contention=shared_layers * calibration.layer_ms * (calibration.contention - 1),
-        passes=(2 - merged) * calibration.pass_ms,
-        messages=(4 - merged) * workers * calibration.message_ms,
-        entries=match_rate * (1 - match_rate) * calibration.import_ms,
-        waiting=_waiting(early, between, workers, match_rate, calibration, width),
+        layers=(match_rate * hit_layers + (1 - match_rate) * num_layers) * times.layer_ms,
+        head=times.head_ms,
+        contention=early * (2 - match_rate) * times.layer_ms * (times.contention - 1),
+        passes=(2 - one_pass) * times.pass_ms,
+        messages=messages * times.message_ms,
+        entries=match_rate * (1 - match_rate) * times.import_ms,
+        waiting=waiting,
     )
 
 
@@ -287,7 +330,8 @@ def _verdict(
         return f"don't: a main process and its sub-processes need at least {least} devices, there is {max_devices}"
     best = plans[0]
     fewer = f", workers={best.workers}" if best.workers < best.k else ""
-    setting = f"exit layer {best.exit_layer} with k={best.k}{fewer} on {best.devices} devices"
+    ahead = ", running ahead" if best.runs_ahead else ""
+    setting = f"exit layer {best.exit_layer} with k={best.k}{fewer} on {best.devices} devices{ahead}"
     if best.speedup >= WORTH_IT:
         text = f"{setting}: {best.ms_per_token:.3g} ms a token, {best.speedup:.2f} times ordinary decoding's speed"
     else:
@@ -322,7 +366,8 @@ def _waiting_for(best: Plan, calibration: Calibration) -> str:
     why = f"a hop takes {calibration.hop_ms:.3g} ms"
     if width > 1:
         why += f", a pass over a worker's candidates {width:.2f} times one over one"
-    return f"waiting for early starts ({why})"
+    what = "early starts and key/value entries" if best.runs_ahead else "early starts"
+    return f"waiting for {what} ({why})"
 
 
 def _beside(best: Plan, parallel: Sequence[Alternative]) -> str:

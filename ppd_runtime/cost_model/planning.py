@@ -39,6 +39,8 @@ class Given:
     """Numbers of workers to plan with; None is all that fit."""
     widths: Mapping[int, float] = field(default_factory=dict)
     """Passes over several candidates, in passes over one, in place of measured ones; see `Calibration.widths`."""
+    run_ahead: bool = True
+    """Whether a lone sub-process runs ahead where it can, as the runtime's does by default."""
 
     def __post_init__(self) -> None:
         for k in self.ks or ():
@@ -133,7 +135,7 @@ def plan_with(
         if not times.machine.endswith("cuda") and max_devices > (os.cpu_count() or 1):
             notes.append(f"this machine has {os.cpu_count()} cores: the plan is for {max_devices} devices like them")
     progress("")
-    ranking = rank(num_layers, times, rates.rates, max_devices, efficiency, given.workers)
+    ranking = rank(num_layers, times, rates.rates, max_devices, efficiency, given.workers, given.run_ahead)
     return Planned(ranking, times, rates, notes)
 
 

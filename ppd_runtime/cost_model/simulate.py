@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.config import SamplingParams, can_run_ahead
 from ppd_runtime.cost_model.checks import check_layers, check_number, check_share, check_whole, check_workers
 from ppd_runtime.cost_model.theory import (
     Times,
@@ -27,8 +27,11 @@ from ppd_runtime.cost_model.virtual import (
 )
 from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, Begin, Token
+from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.sub_process import SubProcess
 from ppd_runtime.text import StopRule
+
+_Sub = SubProcess | RunAheadSubProcess
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,13 @@ class Setting:
     """Factor on the hop of messages from or to a process, by rank."""
     workers: int | None = None
     """Sub-processes, at most k; None is one for each candidate."""
+    run_ahead: bool = True
+    """Whether a lone sub-process goes on without exit states where it can, as the runtime's does."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether it does: with one candidate a token and the exit at half depth."""
+        return self.run_ahead and can_run_ahead(self.num_layers, self.exit_layer, self.k)
 
     @property
     def num_subs(self) -> int:
@@ -209,7 +219,7 @@ def summarise(setting: Setting, runs: Sequence[Simulated]) -> Summary:
 
 
 def predict(setting: Setting, match_rate: float) -> Prediction:
-    """What Theorem 4.1 with overheads says of the setting; it knows of no jitter and of no slow worker or link."""
+    """What Theorem 4.1 with overheads says of the setting: without jitter, slow workers or links, or running ahead."""
     text = (match_rate, setting.num_new_tokens)
     layers = (setting.num_layers, setting.exit_layer)
     per_token = expected_time(*layers, *text, setting.times) / setting.num_new_tokens
@@ -239,18 +249,24 @@ def _add_main(network: VirtualNetwork, setting: Setting, seed: int) -> MainProce
     params = SamplingParams(max_new_tokens=setting.num_new_tokens)
     clock = _clock(setting, MAIN, seed)
     stage = VirtualStage(clock, setting.num_layers, setting.times.head)
-    main = MainProcess(stage, setting.exit_layer, _ranks(setting), partial(network.send, MAIN), _begin(setting))
+    send, asked = partial(network.send, MAIN), not setting.runs_ahead
+    main = MainProcess(stage, setting.exit_layer, _ranks(setting), send, _begin(setting), shares_exit_states=asked)
     machine = main.decode(VirtualSampler(params), StopRule(params, frozenset(), None))
     network.processes[MAIN] = VirtualProcess(clock, machine)
     return main
 
 
-def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequence[int], seed: int) -> SubProcess:
+def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequence[int], seed: int) -> _Sub:
     clock = _clock(setting, rank, seed)
     clock.now = network.hop_between(MAIN, rank)  # it begins when the request reaches it
     stage = VirtualStage(clock, setting.num_layers - setting.exit_layer, width=setting.width_of(rank))
     head = VirtualExitHead(clock, setting.times.exit_head, winners)
-    sub = SubProcess(stage, head, rank, _ranks(setting), setting.k, partial(network.send, rank), _begin(setting))
+    send, begin = partial(network.send, rank), _begin(setting)
+    sub: _Sub
+    if setting.runs_ahead:
+        sub = RunAheadSubProcess(stage, head, rank, send, begin)
+    else:
+        sub = SubProcess(stage, head, rank, _ranks(setting), setting.k, send, begin)
     network.processes[rank] = VirtualProcess(clock, sub.serve())
     return sub
 
@@ -269,7 +285,7 @@ def _begin(setting: Setting) -> Begin:
     return Begin(CLIENT, 0, [0], setting.num_new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True, True)
 
 
-def _result(network: VirtualNetwork, main: MainProcess, subs: Sequence[SubProcess]) -> Simulated:
+def _result(network: VirtualNetwork, main: MainProcess, subs: Sequence[_Sub]) -> Simulated:
     winners = [message.winner for message in network.to_client if isinstance(message, Token)]
     process = network.processes[MAIN]
     return Simulated(

@@ -9,8 +9,10 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ppd_runtime.pipeline.machine import Machine, Receive
 from ppd_runtime.pipeline.messages import CLIENT, Message
@@ -43,25 +45,10 @@ class Clock:
             self.now += self.layer_time * width * count
 
 
-@dataclass(frozen=True)
-class VirtualHidden:
-    """Stands in for hidden states: only the number of tokens is real."""
-
-    tokens: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Batch and tokens."""
-        return (1, self.tokens)
-
-    def __getitem__(self, key: object) -> "VirtualHidden":
-        return VirtualHidden(1)
-
-
 class VirtualStage:
     """A `StageLike` that computes nothing: it counts entries, layer by layer, and spends time.
 
-    A pass over siblings takes `width` times one over one token.
+    Its hidden states have no width, `[1, tokens, 0]`. A pass over siblings takes `width` times one over one token.
     """
 
     def __init__(self, clock: Clock, num_layers: int, head_time: float = 0.0, width: float = 1.0) -> None:
@@ -73,13 +60,13 @@ class VirtualStage:
         """Forget the last sequence."""
         self._lengths = [0] * self.num_layers
 
-    def run(self, first: int, last: int, inputs: Any, position: int) -> Any:
+    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Spend the time of a pass; a prompt's takes as long as one over one token."""
-        tokens = len(inputs) if isinstance(inputs, list) else inputs.tokens
+        tokens = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
         self._clock.spend_layers(last - first)
         return self._append(range(first, last), tokens, position)
 
-    def run_siblings(self, token_ids: Sequence[int], position: int) -> Any:
+    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
         """Spend the time of a pass over tokens that all stand at `position`."""
         self._clock.spend_layers(self.num_layers, self._width)
         return self._append(range(self.num_layers), len(token_ids), position)
@@ -88,12 +75,12 @@ class VirtualStage:
         """Of the siblings at `position`, keep one."""
         self._lengths = [position + 1] * self.num_layers
 
-    def _append(self, layers: range, tokens: int, position: int) -> VirtualHidden:
+    def _append(self, layers: range, tokens: int, position: int) -> Tensor:
         for layer in layers:
             if self._lengths[layer] != position:
                 raise RuntimeError(f"layer {layer} holds {self._lengths[layer]} tokens, not {position}")
             self._lengths[layer] += tokens
-        return VirtualHidden(tokens)
+        return torch.empty(1, tokens, 0)
 
     def logits(self, hidden: Any) -> Any:
         """Spend the final head's time."""
@@ -127,7 +114,10 @@ class VirtualSampler(Sampler):
 
 
 class VirtualExitHead:
-    """Names the right token where and at which rank a pattern says so."""
+    """Names the right token where and at which rank a pattern says so, whatever stands before it.
+
+    Behind a candidate that is wrong the next may so be right by luck: the main process must not take it.
+    """
 
     def __init__(self, clock: Clock, time: float, winners: Sequence[int]) -> None:
         """`winners` holds the right candidate's rank at positions 1, 2, …, or 0 where all are wrong."""

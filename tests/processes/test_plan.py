@@ -124,6 +124,9 @@ def test_the_page_shows_the_ranking(page: webdriver.Chrome) -> None:
         ]
         for row in ranking.plans
     ]
+    named = [row.find_element(By.TAG_NAME, "td").text.endswith("running ahead") for row in rows]
+    assert named == [row.runs_ahead for row in ranking.plans]
+    assert any(named)
     assert len(page.find_elements(By.CSS_SELECTOR, "#heatmap td")) == len(RATES)
 
 
@@ -145,12 +148,14 @@ def test_a_slider_moves_the_curve(page: webdriver.Chrome, slider: str) -> None:
     assert [a != b for a, b in zip(after[:2], before[:2], strict=True)] == moved
 
 
-def test_the_pages_formulas_are_pythons(page: webdriver.Chrome) -> None:
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_the_pages_formulas_are_pythons(page: webdriver.Chrome, run_ahead: bool) -> None:
     layouts = [(1, 1), (2, 2), (5, 5), (5, 1), (5, 3)]
     settings = [(layer, k, rate, workers) for layer in (6, 7, 11) for k, workers in layouts for rate in (0, 0.37, 1)]
-    drawn = page.execute_script("return arguments[0].map(setting => predict(...setting))", settings)
+    script = "data.run_ahead = arguments[1]; return arguments[0].map(setting => predict(...setting))"
+    drawn = page.execute_script(script, settings, run_ahead)
     for (layer, k, rate, workers), figures in zip(settings, drawn, strict=True):
-        expected = plan(12, layer, k, rate, CALIBRATION, workers)
+        expected = plan(12, layer, k, rate, CALIBRATION, workers, run_ahead)
         assert figures["ms"] == pytest.approx(expected.ms_per_token, rel=1e-12)
         assert figures["compute"] == pytest.approx(expected.compute_per_token, rel=1e-12)
     assert page.execute_script("return ordinary") == pytest.approx(ordinary_ms(12, CALIBRATION), rel=1e-12)

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppd_runtime.cost_model import theory
+from ppd_runtime.cost_model.ahead import entry_messages
 from ppd_runtime.cost_model.calibration import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import (
+    ahead_time,
     compute_per_token,
     ordinary_ms,
     parallel_efficiency,
@@ -21,6 +25,8 @@ from ppd_runtime.cost_model.planner import (
     token_time,
 )
 from ppd_runtime.cost_model.simulate import Setting, draw_winners, simulate
+from ppd_runtime.cost_model.virtual import VirtualNetwork
+from ppd_runtime.pipeline.messages import CLIENT, Entries, Message
 
 RATES = {(exit_layer, k): 0.6 + 0.05 * k for exit_layer in (6, 8, 11) for k in (1, 3, 5)}
 LAYERS_ONLY = Calibration(layer_ms=0.4)
@@ -67,6 +73,65 @@ def test_every_overhead_by_hand() -> None:
     assert half.passes == 0.5 * 2 + 0.5 * 4  # a hit begins behind the exit layer
     assert half.waiting == 0.5 * (6.5 + 0.5 * (1 + 0.5))
     assert half.total == pytest.approx(sum((30, 4, 6, 3, 1.75, half.waiting, half.entries)))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0])
+@pytest.mark.parametrize(
+    ("num_layers", "head", "exit_head", "hop"),
+    [(12, 1, 1, 0.1), (12, 1, 1.3, 0.1), (12, 1, 0.5, 0.1), (12, 0, 1, 1), (12, 1, 1, 5), (40, 1, 2, 1), (12, 0, 0, 2)],
+)
+def test_running_ahead_takes_what_the_machines_take(
+    num_layers: int, head: float, exit_head: float, hop: float, p: float
+) -> None:
+    """Waiting after hits and misses, early starts and entries that come too late, passes in vain."""
+    setting = Setting(num_layers, num_layers // 2, 1, 2500, theory.Times(1.0, head, exit_head, hop))
+    winners = draw_winners(setting, p, random.Random(3))
+    run, realised = simulate(setting, winners), sum(winners) / len(winners)
+    predicted = plan(num_layers, num_layers // 2, 1, realised, Calibration(1.0, head, exit_head, hop))
+    assert predicted.runs_ahead
+    assert run.time_per_token == pytest.approx(predicted.ms_per_token, rel=0.012)
+    passes = run.layer_passes + sum(run.sub_coherence_layer_passes) + run.main_recomputed_layer_passes
+    assert passes / (num_layers * 2500) == pytest.approx(predicted.compute_per_token, rel=0.02)
+
+
+@pytest.mark.parametrize(("p", "exit_head"), [(0.3, 1.2), (0.7, 0.8), (0.95, 1.2), (1.0, 1.0)])
+def test_messages_of_running_ahead_are_those_of_the_machines(
+    monkeypatch: pytest.MonkeyPatch, p: float, exit_head: float
+) -> None:
+    """What the main process sends and takes in, counted; the client's messages are everyone's."""
+    counted = Counter[type[Message]]()
+    send = VirtualNetwork.send
+
+    def counting(network: VirtualNetwork, sender: int, addresses: Sequence[int], message: Message) -> None:
+        counted[type(message)] += sum(address != CLIENT for address in addresses)
+        send(network, sender, addresses, message)
+
+    monkeypatch.setattr(VirtualNetwork, "send", counting)
+    setting = Setting(12, 6, 1, 2000, theory.Times(1.0, 1.0, exit_head, 0.05))
+    winners = draw_winners(setting, p, random.Random(3))
+    simulate(setting, winners)
+    realised = sum(winners) / len(winners)
+    time, _ = ahead_time(12, realised, Calibration(1.0, 1.0, exit_head, 0.05, message_ms=1e-9))
+    assert counted.total() / 2000 == pytest.approx(time.messages / 1e-9, rel=0.02)
+    assert counted[Entries] / 2000 == pytest.approx(entry_messages(realised), rel=0.05)
+
+
+def test_hits_of_running_ahead_wait_for_no_hop() -> None:
+    calibration = Calibration(1.0, 1.0, 1.0, 1.5)
+    assert plan(12, 6, 1, 1.0, calibration).ms_per_token == pytest.approx(7)
+    assert plan(12, 6, 1, 1.0, calibration, run_ahead=False).ms_per_token == pytest.approx(7 + 2 * 1.5)
+    assert [plan(12, *layout, 1.0, calibration).runs_ahead for layout in ((6, 1), (7, 1), (6, 2))] == [
+        True,
+        False,
+        False,
+    ]
+    assert not plan(13, 7, 1, 1.0, calibration).runs_ahead
+
+
+def test_the_verdict_says_whether_it_runs_ahead() -> None:
+    rankings = [rank(12, LAYERS_ONLY, {(6, 1): 0.9}, 2, run_ahead=run_ahead) for run_ahead in (True, False)]
+    assert ["with k=1 on 2 devices, running ahead:" in ranking.verdict for ranking in rankings] == [True, False]
+    assert [ranking.run_ahead for ranking in rankings] == [row.plans[0].runs_ahead for row in rankings] == [True, False]
 
 
 def test_layers_that_stay_in_caches_are_faster_in_hits() -> None:
@@ -154,7 +219,7 @@ def test_low_match_rates_are_the_reason() -> None:
     ],
 )
 def test_the_dearest_overhead_is_the_reason(overhead: dict[str, float], words: str) -> None:
-    ranking = rank(12, replace(LAYERS_ONLY, **overhead), {(6, 1): 0.65}, 2)
+    ranking = rank(12, replace(LAYERS_ONLY, **overhead), {(6, 1): 0.65}, 2, run_ahead=False)
     assert not ranking.gains
     assert "the match rate of 0.65 would allow 1.48 times, but" in ranking.verdict
     assert words in ranking.verdict

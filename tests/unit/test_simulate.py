@@ -6,6 +6,7 @@ import random
 import statistics
 
 import pytest
+import torch
 import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from ppd_runtime.cost_model.simulate import (
 )
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.cost_model.tradeoff import parse_factors
-from ppd_runtime.cost_model.virtual import Clock, VirtualHidden, VirtualStage
+from ppd_runtime.cost_model.virtual import Clock, VirtualStage
 
 app = typer.Typer()
 app.command()(command)
@@ -33,7 +34,7 @@ small = st.integers(0, 6)
 
 @st.composite
 def settings_and_winners(draw: st.DrawFn) -> tuple[Setting, list[int]]:
-    """Settings for which the formulas with overheads are exact; see `theory.hit_time`."""
+    """Settings of Algorithm 2 for which the formulas with overheads are exact; see `theory.hit_time`."""
     num_layers, k, tokens = draw(st.integers(2, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 14))
     exit_layer = draw(st.integers((num_layers + 1) // 2, num_layers - 1))
     width = draw(st.sampled_from([1.0, 1.25, 1.5])) if k > 1 else 1.0
@@ -45,7 +46,7 @@ def settings_and_winners(draw: st.DrawFn) -> tuple[Setting, list[int]]:
     assume(2 * times.hop + times.exit_head <= times.head + early)
     assume(2 * times.hop + times.exit_head + (width - 1) * early <= times.head + early)
     winners = draw(st.lists(st.integers(0, k), min_size=tokens - 1, max_size=tokens - 1))
-    return Setting(num_layers, exit_layer, k, tokens, times, workers=workers), winners
+    return Setting(num_layers, exit_layer, k, tokens, times, workers=workers, run_ahead=False), winners
 
 
 @given(settings_and_winners())
@@ -74,6 +75,52 @@ def test_compute_is_the_theorems_less_the_last_token_and_coherence_beside_it(exi
     early_of_a_token = 3 * head_start
     assert run.layer_passes == run.main_layer_passes + early_of_a_token * 9
     assert run.sub_coherence_layer_passes == (head_start * (1 + run.misses),) * 3
+
+
+def test_running_ahead_takes_theorem_4_1s_time_for_every_pattern() -> None:
+    for tokens in range(1, 9):
+        setting = Setting(8, 4, 1, tokens)
+        assert setting.runs_ahead
+        for winners in itertools.product((0, 1), repeat=tokens - 1):
+            run = simulate(setting, winners)
+            assert (run.time, run.hits, run.stall_time) == (8 * tokens - 4 * sum(winners), sum(winners), 0)
+            assert run.main_recomputed_layer_passes == 0
+
+
+@pytest.mark.parametrize("hop", [0.5, 1.0, 3.0])
+def test_hits_of_running_ahead_wait_for_no_hop(hop: float) -> None:
+    """Algorithm 2's pay two; below half of a pass and the heads, one more hop is one candidate further ahead."""
+    times = Times(head=1.0, exit_head=1.0, hop=hop)
+    ahead, algorithm2 = (simulate(Setting(12, 6, 1, 101, times, run_ahead=on), [1] * 100) for on in (True, False))
+    assert ahead.hits == algorithm2.hits == 100
+    assert ahead.time <= 13 + 100 * 7 + 2 * hop
+    assert algorithm2.time == 13 + 100 * (7 + 2 * hop)
+
+
+@pytest.mark.parametrize(("exit_head", "hop"), [(1.0, 0.0), (1.0, 0.1), (1.5, 0.5), (0.0, 3.0), (1.0, 5.0)])
+def test_what_running_ahead_costs_at_the_most(exit_head: float, hop: float) -> None:
+    """After a hit a miss can wait for entries, and run one pass again; the hit behind it can wait as long."""
+    times, generator = Times(head=1.0, exit_head=exit_head, hop=hop), random.Random(4)
+    patterns = [([1] * hits + [0] * misses) * 8 for hits in (1, 2, 7, 9) for misses in (1, 2, 3)]
+    patterns += [[int(generator.random() < rate) for _ in range(60)] for rate in (0.0, 0.2, 0.5, 0.8)]
+    for winners in patterns:
+        ahead, algorithm2 = (
+            simulate(Setting(12, 6, 1, len(winners) + 1, times, run_ahead=on), winners) for on in (True, False)
+        )
+        ordinary = theory.ordinary_time(12, len(winners) + 1, times)
+        assert ahead.time <= 1.4 * algorithm2.time
+        assert ahead.time <= 1.35 * ordinary
+        if not any(winners):
+            assert ahead.time == algorithm2.time == ordinary
+
+
+def test_an_early_start_from_a_text_that_never_came_to_be_is_not_taken() -> None:
+    """Behind each wrong candidate the exit head names the right token; its early start is of another text."""
+    setting = Setting(12, 6, 1, 9, Times(head=1.0, exit_head=0.5, hop=0.1))
+    run = simulate(setting, [0, 1] * 4)
+    assert run.hits <= 4
+    assert run.sub_layer_passes[0] > 6 * 8  # some were started
+    assert run.main_layer_passes == 12 * 9 - 6 * run.hits
 
 
 @pytest.mark.parametrize(
@@ -176,7 +223,7 @@ def test_a_slow_link_costs_time_only_where_its_end_is_right() -> None:
 
 
 def test_hops_longer_than_the_head_start_leave_ordinary_decoding() -> None:
-    run = simulate(Setting(8, 4, 1, 40, Times(hop=20.0)), [1] * 39)
+    run = simulate(Setting(8, 4, 1, 40, Times(hop=20.0), run_ahead=False), [1] * 39)
     assert (run.hits, run.misses) == (0, 39)
     assert run.main_layer_passes == 8 * 40
 
@@ -196,7 +243,7 @@ def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
     stage.import_entries([stage.export_entries(0, 0 + 1, 2)[0]])
     assert [stage.length(layer) for layer in range(4)] == [2, 2, 1, 1]
     with pytest.raises(RuntimeError, match="layer 0 holds 2 tokens, not 1"):
-        stage.run(0, 2, VirtualHidden(1), 1)
+        stage.run(0, 2, torch.empty(1, 1, 0), 1)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +307,16 @@ def test_command_prints_predicted_beside_simulated() -> None:
     assert result.exit_code == 0, result.output
     line = next(line for line in result.stdout.splitlines() if "latency, ms per token" in line)
     assert line.count("4.250") == 2
+
+
+def test_command_runs_ahead_unless_told_not_to() -> None:
+    arguments = "--layers 8 --exit-layer 4 --k 1 --match-rate 1 --tokens 16 --runs 1 --hop-ms 0.25 --json"
+    results = [CliRunner().invoke(app, [*arguments.split(), *option]) for option in ([], ["--no-run-ahead"])]
+    outputs = [json.loads(result.stdout) for result in results]
+    assert [output["run_ahead"] for output in outputs] == [True, False]
+    ahead, algorithm2 = (output["simulated"]["time_per_token"] for output in outputs)
+    assert algorithm2 == outputs[0]["predicted"]["time_per_token"] == (8 + 15 * 4.5) / 16
+    assert ahead < (8 + 15 * 4.1) / 16
 
 
 @pytest.mark.parametrize(
