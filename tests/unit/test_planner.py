@@ -27,6 +27,7 @@ from ppd_runtime.cost_model.planner import (
 from ppd_runtime.cost_model.simulate import Setting, draw_winners, simulate
 from ppd_runtime.cost_model.virtual import VirtualNetwork
 from ppd_runtime.pipeline.messages import CLIENT, Entries, Message
+from ppd_runtime.pipeline.rest import Rest
 
 RATES = {(exit_layer, k): 0.6 + 0.05 * k for exit_layer in (6, 8, 11) for k in (1, 3, 5)}
 LAYERS_ONLY = Calibration(layer_ms=0.4)
@@ -86,7 +87,8 @@ def test_running_ahead_takes_what_the_machines_take(
     """Waiting after hits and misses, early starts and entries that come too late, passes in vain."""
     setting = Setting(num_layers, num_layers // 2, 1, 2500, theory.Times(1.0, head, exit_head, hop))
     winners = draw_winners(setting, p, random.Random(3))
-    run, realised = simulate(setting, winners), sum(winners) / len(winners)
+    restless = Rest(trial=10**9)  # the planner's formulas know of no rest
+    run, realised = simulate(setting, winners, rest=restless), sum(winners) / len(winners)
     predicted = plan(num_layers, num_layers // 2, 1, realised, Calibration(1.0, head, exit_head, hop))
     assert predicted.runs_ahead
     assert run.time_per_token == pytest.approx(predicted.ms_per_token, rel=0.012)
