@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.trained_heads import KINDS, LM_HEAD, HeadNetwork
-from ppd_runtime.training.loop import FrozenModel, LearningFromModel
+from ppd_runtime.training.loop import FrozenModel, LearningFromModel, distillation_loss
 from ppd_runtime.training.recipe import ExitRecipe
 
 CROSS_ENTROPY, DISTIL = "cross-entropy", "distil"
@@ -77,8 +77,7 @@ class HeadTraining(LearningFromModel):
     def loss(self, rows: Tensor) -> Tensor:
         """Mean over the tokens of some rows."""
         states = self.frozen.exit_states(rows[:, :-1])
+        logits = self.logits(states)
         if self.recipe.loss == DISTIL:
-            targets = self.frozen.final_logits(states).softmax(-1).flatten(0, 1)
-        else:
-            targets = rows[:, 1:].flatten().to(states.device)
-        return F.cross_entropy(self.logits(states).float().flatten(0, 1), targets)
+            return distillation_loss(logits, self.frozen.final_logits(states))
+        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten().to(states.device))

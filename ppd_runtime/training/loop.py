@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -105,3 +106,8 @@ class LearningFromModel(Training):
     def autocast(self, device: torch.device) -> torch.autocast:
         """A half-precision model's products are in bfloat16: in float16 the gradients of tokens would vanish."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.frozen.model.dtype != torch.float32)
+
+
+def distillation_loss(logits: Tensor, final_logits: Tensor) -> Tensor:
+    """Cross-entropy to full depth's distribution, mean over the tokens; both `[rows, tokens, vocab_size]`."""
+    return F.cross_entropy(logits.float().flatten(0, 1), final_logits.softmax(-1).flatten(0, 1))
