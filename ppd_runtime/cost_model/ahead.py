@@ -13,7 +13,9 @@ from ppd_runtime.cost_model.checks import check_share
 
 BATCH = 8
 """Tokens whose entries go out together."""
-_TOKENS = 4000
+SURE, MEMORY = 0.8, 16
+"""The share of hits from which the sub-process is two tokens ahead, not one, and the verdicts that it is taken over."""
+_TOKENS = 6000
 _MULTIPLIER, _MODULUS = 16807, 2**31 - 1  # the "minimal standard" generator, which JavaScript's numbers hold too
 
 
@@ -43,7 +45,7 @@ def follow(early: int, match_rate: float, times: Calibration) -> Ahead:
     check_share("match_rate", match_rate)
     race = _Race(early, times)
     totals, counts = {True: [0.0, 0.0, 0.0], False: [0.0, 0.0, 0.0]}, {True: 0, False: 0}
-    for chance in _chances():
+    for chance in chances():
         right = chance < match_rate
         costs = race.hit() if right and race.in_time else race.miss(right)
         totals[right] = [total + cost for total, cost in zip(totals[right], costs, strict=True)]
@@ -52,8 +54,8 @@ def follow(early: int, match_rate: float, times: Calibration) -> Ahead:
     return Ahead(*(weights[True] * a + weights[False] * b for a, b in zip(totals[True], totals[False], strict=True)))
 
 
-def _chances() -> Iterator[float]:
-    """A fixed series of numbers between 0 and 1."""
+def chances() -> Iterator[float]:
+    """A fixed series of numbers between 0 and 1, one for each token that is followed."""
     state = 1
     for _ in range(_TOKENS):
         state = state * _MULTIPLIER % _MODULUS
@@ -63,9 +65,10 @@ def _chances() -> Iterator[float]:
 class _Race:
     """Both processes' times around the main process' decision for a token, which is time 0.
 
-    The sub-process' candidate for that token is finished at `finish`, and the one behind it is begun then or when the
-    token before, which left `since` ago, is there. A token that contradicts it finds it in the middle of a pass, which
-    it ends. Entries leave when a token was not its own, so after hits the main process waits for them.
+    The sub-process' candidate for that token is finished at `finish`. The one behind it is begun then, but not before
+    the token is there or, where most are hits, the token before it, which left `since` ago. A token that contradicts
+    it finds it in the middle of a pass, which it ends. Entries leave when a token was not its own, so after hits the
+    main process waits for them.
     """
 
     def __init__(self, early: int, times: Calibration) -> None:
@@ -78,7 +81,7 @@ class _Race:
         self.shipping = times.export_ms + times.message_ms
         self.hit_time = times.head_ms + (3 + 1 / BATCH) * times.message_ms + alone
         self.miss_time = times.head_ms + 3 * times.message_ms + 2 * self.half_pass
-        self.finish, self.since, self.owed = -self.hop, self.miss_time, 0
+        self.finish, self.since, self.owed, self.hit_rate = -self.hop, self.miss_time, 0, 1.0
 
     @property
     def in_time(self) -> bool:
@@ -88,14 +91,15 @@ class _Race:
     def hit(self) -> tuple[float, float, float]:
         """The candidate is right; what it costs, by the fields of `Ahead`."""
         waited = max(0.0, self.finish + self.hop)
-        begun = max(self.finish, self.hop - self.since)
+        begun = self._begun(waited)
         self.finish = begun + self.cycle + self.shipping / BATCH - (waited + self.hit_time)
         self.since, self.owed = self.hit_time, self.owed + 1
+        self.hit_rate += (1 - self.hit_rate) / MEMORY
         return waited, 0, 0
 
     def miss(self, right: bool) -> tuple[float, float, float]:
         """The candidate is wrong, or `right` but too late; what it costs, by the fields of `Ahead`."""
-        begun = max(self.finish, self.hop - self.since)
+        begun = self._begun(0.0)
         unnamed, stray = self.finish - self.cycle > self.hop, not right and begun < self.hop
         free = max(self.hop, self.finish - self.cycle if unnamed else begun + self.cycle if stray else self.finish)
         shipped = free + (self.shipping if self.owed else 0)
@@ -103,7 +107,12 @@ class _Race:
         follows = begun if right and not unnamed else shipped + self.catching_up
         self.since, self.owed = waited + self.miss_time, 0
         self.finish = follows + self.cycle - self.since
+        self.hit_rate += ((right and not unnamed) - self.hit_rate) / MEMORY
         return waited + right * self.half_pass, recomputed + right, stray - unnamed
+
+    def _begun(self, leaves: float) -> float:
+        """When the candidate behind is begun, if the token leaves at `leaves`."""
+        return max(self.finish, self.hop + (-self.since if self.hit_rate >= SURE else leaves))
 
     def _entries(self, arrival: float) -> tuple[float, int]:
         """The milliseconds until the entries of the hits before are there or run again, and how many are."""
