@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.floor import Products
 from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, pinned, positive, run
@@ -49,12 +48,10 @@ def stage_time(stage: Stage, num_tokens: int, ledgers: list[Ledger]) -> float:
 @torch.inference_mode()
 def floor_time(model: PreTrainedModel, num_tokens: int) -> float:
     """Seconds for the matrix products of one token."""
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    vectors = [torch.randn(1, 1, weight.shape[1], dtype=weight.dtype) for weight in weights]
+    products = Products(model)
     began = time.perf_counter()
     for _ in range(num_tokens - 1):
-        for weight, vector in zip(weights, vectors, strict=True):
-            linear(vector, weight)
+        products.run()
     return (time.perf_counter() - began) / (num_tokens - 1)
 
 

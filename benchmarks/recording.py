@@ -54,12 +54,12 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def spread(values: Sequence[float]) -> str:
-    """Median and quartiles."""
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Median and quartiles, with so many significant digits."""
     if len(values) < 2:
-        return f"{values[0]:.3g}"
+        return f"{values[0]:.{digits}g}"
     low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+    return f"{middle:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
 
 
 def mean_ledger_ms(ledgers: Sequence[Ledger]) -> dict[str, float]:

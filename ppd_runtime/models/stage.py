@@ -216,7 +216,7 @@ class FinalHead:
         self._model = model
         self._norm: nn.Module = model.model.norm
         self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
-        self._library = _shallow_copy(model)
+        self._library = shallow_copy(model)
         self._library.model = _NormOnly(self._norm)
         self._library.lm_head = self._lm_head
 
@@ -249,7 +249,7 @@ def _sees_itself(siblings: int, attended: int, model: PreTrainedModel) -> Tensor
 
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
     """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights."""
-    piece = _shallow_copy(model.model)
+    piece = shallow_copy(model.model)
     piece.layers = nn.ModuleList(model.model.layers[first:last])
     piece.norm = nn.Identity()
     piece.config = _range_config(model.model.config, first, last)
@@ -267,7 +267,7 @@ class _NormOnly(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
 
 
-def _shallow_copy(module: nn.Module) -> nn.Module:
+def shallow_copy(module: nn.Module) -> nn.Module:
     """The same module with a table of children of its own; parameters and children are shared."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)

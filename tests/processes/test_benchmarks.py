@@ -6,7 +6,8 @@
 import pytest
 
 from benchmarks import __main__ as everything
-from benchmarks import equal_devices, hop, pipeline, siblings, startup
+from benchmarks import contention, equal_devices, hop, pipeline, siblings, startup, tracing
+from ppd_runtime.launching import available_cores
 
 
 def figures(module, options):
@@ -80,3 +81,25 @@ def test_siblings():
     found = figures(siblings, "--model random:64x4 --dtype float32 --limit 2 --tokens 8 --prompt-tokens 20")
     assert (found["k"], found["workers"], found["texts"], found["tokens"]) == (3, 1, 2, 16)
     assert (found["identical_texts"], found["identical_tokens"], found["rate"]) == (2, 16, 1.0)
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="contention is between two cores")
+def test_contention():
+    found = figures(contention, "--model random:64x3 --dtype float32 --seconds 0.2 --rounds 1 --match-rate 1")
+    assert found["exit_layer"] == 2
+    products = ["main: layers 2 to 3", "sub: layers 1 to 1", "main: layers 1 to 3"]
+    assert [row["products"] for row in found["rows"]] == products
+    assert [row["megabytes"] for row in found["rows"]] == [
+        pytest.approx(found["rows"][1]["megabytes"] * n) for n in (2, 1, 3)
+    ]
+    slower = max(found["rows"][0]["beside_ms"][0], found["rows"][1]["beside_ms"][0])
+    assert found["bounds"]["rows"][0]["ratio"] == [pytest.approx(slower / found["rows"][2]["alone_ms"][0])]
+    assert found["bounds"]["theorem"] == pytest.approx(2 / 3)
+
+
+def test_tracing():
+    found = figures(tracing, "--model random:64x3 --dtype float32 --tokens 4 --rounds 2")
+    assert {way: len(times) for way, times in found["ms_a_token"].items()} == dict.fromkeys(tracing.WAYS, 2)
+    assert found["identical"]
+    assert found["spans_a_token"] == 3
+    assert all(spent > 0 for spent in found["calls_us_a_token"].values())

@@ -2,18 +2,23 @@
 
 import argparse
 import json
+import os
 import shlex
+import time
 
 import pytest
+from torch import nn
 
-from benchmarks import decode, equal_devices, hop, pipeline, planner, siblings, startup
+from benchmarks import contention, decode, equal_devices, hop, pipeline, planner, siblings, startup, tracing
 from benchmarks.__main__ import PLAN
+from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
-from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
+from benchmarks.recording import environment, markdown, mean_ledger_ms, pinned, run, slug, spread, write_whole
 from ppd_runtime.models.loading import describe, load_tokenizer
 from ppd_runtime.results import Ledger
+from ppd_runtime.spans import Kind
 
-MODULES = (decode, equal_devices, hop, pipeline, planner, siblings, startup)
+MODULES = (contention, decode, equal_devices, hop, pipeline, planner, siblings, startup, tracing)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -33,6 +38,8 @@ def test_every_benchmark_has_defaults_and_writes_json(module, tmp_path):
         (planner, ["--exit-layers", "6,,7"]),
         (startup, ["--rounds", "-1"]),
         (decode, ["--dtype", "int8"]),
+        (contention, ["--dtype", "int8"]),
+        (tracing, ["--rounds", "none"]),
     ],
 )
 def test_options_that_are_refused(module, arguments, capsys):
@@ -52,6 +59,9 @@ def test_options_that_are_refused(module, arguments, capsys):
         (equal_devices, ["--devices", "9999"], "--devices 9999: "),
         (decode, ["--rounds", "1"], "--rounds 1: give at least 2"),
         (decode, ["--tokens", "1"], "--tokens 1: give at least 2"),
+        (contention, ["--match-rate", "1.5"], "--match-rate 1.5: give a share from 0 to 1"),
+        (contention, ["--seconds", "0"], "--seconds 0.0: give more than 0"),
+        (tracing, ["--rounds", "1"], "--rounds 1: give at least 2"),
         (startup, ["--layouts", "ordinary,dask"], "--layouts dask: choose from "),
     ],
 )
@@ -90,6 +100,7 @@ def test_tables():
     assert text == "| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| - | yes |"
     assert spread([1.0, 2.0, 3.0]) == "2 (1 to 3)"
     assert spread([1.5]) == "1.5"
+    assert spread([1.0, 1.0012, 1.0024], 4) == "1.001 (1 to 1.002)"
 
 
 def test_an_emulation_says_so_in_its_table():
@@ -146,3 +157,48 @@ def test_a_random_model_is_there_for_a_while():
 
 def test_where_texts_part():
     assert [siblings.common_start((1, 2, 3), other) for other in ((1, 2, 3), (1, 5, 3), (0, 2, 3))] == [3, 1, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be kept on a core here")
+def test_contention_needs_two_cores():
+    with pinned([max(os.sched_getaffinity(0))]), pytest.raises(ValueError, match="between two cores, .* may use 1:"):
+        contention.measure(contention.parser().parse_args([]))
+
+
+def test_the_bound_is_the_theorem_where_nothing_is_contended():
+    calm = contention.Round(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, core_share=1.0)
+    assert [calm.ratio(rate) for rate in (0, 0.5, 1)] == [1, 0.75, 0.5]
+    bounds = contention.bounds([calm], 0.5, num_layers=12, exit_layer=6)
+    assert bounds["theorem"] == 0.75
+    assert [row["ratio"] for row in bounds["rows"]] == [[pytest.approx(0.75)]] * 4
+    assert [row["greatest_saving"] for row in bounds["rows"]] == [[pytest.approx(1)]] * 4
+
+
+def test_the_bound_where_one_core_slows_the_other_down():
+    busy = contention.Round(1.0, 1.2, 1.0, 1.4, 2.0, 2.2, core_share=1.0)
+    bounds = contention.bounds([busy], 0.5, num_layers=12, exit_layer=6)
+    savings = {row["step_to_floor"]: row["greatest_saving"] for row in bounds["rows"]}
+    assert bounds["rows"][0]["ratio"] == [pytest.approx((1.4 + 2.2) / 4)]
+    assert savings[1.0] == [pytest.approx(0.1 / 0.25)]
+    assert savings[2.0] == [pytest.approx((0.4 + 1) / 2)]
+    assert contention.bounds([busy], 0.0, num_layers=12, exit_layer=6)["rows"][0]["greatest_saving"] is None
+
+
+def test_passes_at_the_ends_of_a_turn_do_not_count():
+    begin = time.perf_counter() + 0.05
+    products = Products(nn.ModuleList([nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)]))
+    assert products.num_bytes == (32 + 8) * 4
+    seconds, share = contention.pass_time(products, contention.Turn(0, 1, begin, begin + 0.2))
+    assert 0 < seconds < 0.2
+    assert share > 0
+    assert contention.pass_time(products, contention.Turn(0, 1, 0.0, 0.0))[0] is None
+
+
+def test_a_silent_recorder_changes_no_result():
+    recorder = tracing.SilentRecorder()
+    recorder.begin(traced=True)
+    recorder.resume()
+    recorder.note(Kind.HEAD, 1.0, 2.0, 3)
+    recorder.pause()
+    assert recorder.ledger() == Ledger(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert recorder.spans(0).spans == ()
