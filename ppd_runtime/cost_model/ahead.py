@@ -13,8 +13,6 @@ from ppd_runtime.cost_model.checks import check_share
 
 BATCH = 8
 """Tokens whose entries go out together."""
-SURE, MEMORY = 0.8, 16
-"""The share of hits from which the sub-process is two tokens ahead, not one, and the verdicts that it is taken over."""
 _TOKENS = 6000
 _MULTIPLIER, _MODULUS = 16807, 2**31 - 1  # the "minimal standard" generator, which JavaScript's numbers hold too
 
@@ -65,10 +63,9 @@ def chances() -> Iterator[float]:
 class _Race:
     """Both processes' times around the main process' decision for a token, which is time 0.
 
-    The sub-process' candidate for that token is finished at `finish`. The one behind it is begun then, but not before
-    the token is there or, where most are hits, the token before it, which left `since` ago. A token that contradicts
-    it finds it in the middle of a pass, which it ends. Entries leave when a token was not its own, so after hits the
-    main process waits for them.
+    The sub-process' candidate for that token is finished at `finish`, and the one behind it is begun then, or when the
+    token before is there, which left `since` ago. A token that contradicts it finds it in the middle of a pass, which
+    it ends. Entries leave when a token was not its own, so after hits the main process waits for them.
     """
 
     def __init__(self, early: int, times: Calibration) -> None:
@@ -81,7 +78,7 @@ class _Race:
         self.shipping = times.export_ms + times.message_ms
         self.hit_time = times.head_ms + (3 + 1 / BATCH) * times.message_ms + alone
         self.miss_time = times.head_ms + 3 * times.message_ms + 2 * self.half_pass
-        self.finish, self.since, self.owed, self.hit_rate = -self.hop, self.miss_time, 0, 1.0
+        self.finish, self.since, self.owed = -self.hop, self.miss_time, 0
 
     @property
     def in_time(self) -> bool:
@@ -91,15 +88,14 @@ class _Race:
     def hit(self) -> tuple[float, float, float]:
         """The candidate is right; what it costs, by the fields of `Ahead`."""
         waited = max(0.0, self.finish + self.hop)
-        begun = self._begun(waited)
+        begun = max(self.finish, self.hop - self.since)
         self.finish = begun + self.cycle + self.shipping / BATCH - (waited + self.hit_time)
         self.since, self.owed = self.hit_time, self.owed + 1
-        self.hit_rate += (1 - self.hit_rate) / MEMORY
         return waited, 0, 0
 
     def miss(self, right: bool) -> tuple[float, float, float]:
         """The candidate is wrong, or `right` but too late; what it costs, by the fields of `Ahead`."""
-        begun = self._begun(0.0)
+        begun = max(self.finish, self.hop - self.since)
         unnamed, stray = self.finish - self.cycle > self.hop, not right and begun < self.hop
         free = max(self.hop, self.finish - self.cycle if unnamed else begun + self.cycle if stray else self.finish)
         shipped = free + (self.shipping if self.owed else 0)
@@ -107,12 +103,7 @@ class _Race:
         follows = begun if right and not unnamed else shipped + self.catching_up
         self.since, self.owed = waited + self.miss_time, 0
         self.finish = follows + self.cycle - self.since
-        self.hit_rate += ((right and not unnamed) - self.hit_rate) / MEMORY
         return waited + right * self.half_pass, recomputed + right, stray - unnamed
-
-    def _begun(self, leaves: float) -> float:
-        """When the candidate behind is begun, if the token leaves at `leaves`."""
-        return max(self.finish, self.hop + (-self.since if self.hit_rate >= SURE else leaves))
 
     def _entries(self, arrival: float) -> tuple[float, int]:
         """The milliseconds until the entries of the hits before are there or run again, and how many are."""

@@ -15,8 +15,6 @@ from ppd_runtime.pipeline.messages import MAIN, Begin, Candidate, CatchUp, End, 
 
 _MOST_OWED = 8  # entries go out so many at a time, or once the main process needs them
 _MOST_AHEAD = 2  # candidates beyond the last certain token; a second one in store evens out uneven passes
-_SURE = 0.8  # share of hits from which a second one pays: of less, too many are dropped in the middle of their pass
-_MEMORY = 16  # verdicts over which that share is taken, by and large
 
 
 class RunAheadSubProcess:
@@ -37,7 +35,6 @@ class RunAheadSubProcess:
         """Layer passes for the prompt and for tokens that were not in the chain."""
         self._certain = len(self.chain)
         self._last = len(self.chain) + begin.max_new_tokens - 2  # position of the last token that another follows
-        self._hit_rate = 1.0
         self._state: Tensor | None = None  # of the chain's newest token; None until its layers have run
         self._forks = 0
         self._entries: dict[int, Tensor] = {}  # of tokens that the main process alone has run, during a rest
@@ -60,8 +57,8 @@ class RunAheadSubProcess:
                 yield from self._work()
 
     def _has_work(self) -> bool:
-        most = self._certain + (_MOST_AHEAD if self._hit_rate >= _SURE else 1)
-        return self._state is None or (len(self.chain) < most and len(self.chain) <= self._last)
+        ahead = len(self.chain) - self._certain
+        return self._state is None or (ahead < _MOST_AHEAD and len(self.chain) <= self._last)
 
     def _work(self) -> Machine:
         """Run a token that is not in the cache yet, or name the next candidate and start it."""
@@ -113,10 +110,8 @@ class RunAheadSubProcess:
 
     def _take_token(self, message: Token) -> None:
         position = message.position
-        hit = len(self.chain) > position and self.chain[position] == message.token_id
-        self._hit_rate += (hit - self._hit_rate) / _MEMORY
         self._certain += 1
-        if not hit:
+        if len(self.chain) == position or self.chain[position] != message.token_id:
             self._go_on_from(position, [message.token_id])
         if message.winner == self.rank:
             self._owed.append(position)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, begin_message, rehearsed
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.virtual import Clock, VirtualHidden, VirtualSampler, VirtualStage
+from ppd_runtime.cost_model.virtual import Clock, VirtualSampler, VirtualStage
 from ppd_runtime.models.loading import load_tokenizer
 from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Candidate, HeadStart, Token
@@ -182,7 +182,7 @@ def test_a_late_sub_process_gets_another_chance():
             elif wish.patience and position not in waits:
                 waits.append(position)
                 if position > 10:
-                    reply = HeadStart(1, begin.request, position, (position,), VirtualHidden(1))
+                    reply = HeadStart(1, begin.request, position, (position,), torch.empty(1, 1, 0))
     winners = [message.winner for addresses, message in told if addresses == (CLIENT,) and isinstance(message, Token)]
     assert waits == [1, 2, 3, *range(32, 100)]
     assert winners == [MISS] * 31 + [1] * 68 + [NOT_ASKED]

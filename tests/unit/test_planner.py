@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppd_runtime.cost_model import theory
-from ppd_runtime.cost_model.ahead import BATCH, MEMORY, SURE, chances, entry_messages
+from ppd_runtime.cost_model.ahead import BATCH, chances, entry_messages
 from ppd_runtime.cost_model.calibration import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import (
     ahead_time,
@@ -28,6 +28,7 @@ from ppd_runtime.cost_model.simulate import Setting, draw_winners, simulate
 from ppd_runtime.cost_model.virtual import VirtualNetwork
 from ppd_runtime.pipeline import run_ahead
 from ppd_runtime.pipeline.messages import CLIENT, Entries, Message
+from ppd_runtime.pipeline.rest import Rest
 
 RATES = {(exit_layer, k): 0.6 + 0.05 * k for exit_layer in (6, 8, 11) for k in (1, 3, 5)}
 LAYERS_ONLY = Calibration(layer_ms=0.4)
@@ -76,7 +77,7 @@ def test_every_overhead_by_hand() -> None:
     assert half.total == pytest.approx(sum((30, 4, 6, 3, 1.75, half.waiting, half.entries)))
 
 
-@pytest.mark.parametrize("p", [0.3, 0.6, 0.85, 0.97, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.05, 0.3, 0.6, 0.85, 0.97, 1.0])
 @pytest.mark.parametrize(
     ("num_layers", "head", "exit_head", "hop"),
     [(12, 1, 1, 0.1), (12, 1, 1.3, 0.1), (12, 1, 0.5, 1), (12, 1, 0, 3), (40, 1, 2, 1)],
@@ -87,7 +88,8 @@ def test_running_ahead_takes_what_the_machines_take(
     """Token by token over one pattern: waits after hits and misses, what comes too late, passes in vain."""
     winners = [int(chance < p) for chance in chances()]
     setting = Setting(num_layers, num_layers // 2, 1, 1 + len(winners), theory.Times(1.0, head, exit_head, hop))
-    run, realised = simulate(setting, winners), sum(winners) / len(winners)
+    restless = Rest(trial=10**9)  # the planner knows no rests
+    run, realised = simulate(setting, winners, rest=restless), sum(winners) / len(winners)
     predicted = plan(num_layers, num_layers // 2, 1, p, Calibration(1.0, head, exit_head, hop))
     assert predicted.runs_ahead
     saved = (p - realised) * num_layers / 2
@@ -105,7 +107,7 @@ def test_running_ahead_over_other_patterns_takes_as_long() -> None:
 
 
 def test_the_machines_numbers_are_the_plans() -> None:
-    assert (run_ahead._MOST_OWED, run_ahead._SURE, run_ahead._MEMORY) == (BATCH, SURE, MEMORY)
+    assert (run_ahead._MOST_OWED, run_ahead._MOST_AHEAD) == (BATCH, 2)
 
 
 @pytest.mark.parametrize(("p", "exit_head"), [(0.3, 1.2), (0.7, 0.8), (0.95, 1.2), (1.0, 1.0)])

@@ -108,8 +108,8 @@ def test_what_running_ahead_costs_at_the_most(exit_head: float, hop: float) -> N
             simulate(Setting(12, 6, 1, len(winners) + 1, times, run_ahead=on), winners) for on in (True, False)
         )
         ordinary = theory.ordinary_time(12, len(winners) + 1, times)
-        assert ahead.time <= 1.3 * algorithm2.time
-        assert ahead.time <= 1.25 * ordinary
+        assert ahead.time <= 1.4 * algorithm2.time
+        assert ahead.time <= 1.35 * ordinary
         if not any(winners):
             assert ahead.time == algorithm2.time == ordinary
 
