@@ -13,7 +13,7 @@ from ppd_runtime.cost_model.checks import check_share
 
 BATCH = 8
 """Tokens whose entries go out together."""
-_TOKENS = 4000
+_TOKENS = 6000
 _MULTIPLIER, _MODULUS = 16807, 2**31 - 1  # the "minimal standard" generator, which JavaScript's numbers hold too
 
 
@@ -43,7 +43,7 @@ def follow(early: int, match_rate: float, times: Calibration) -> Ahead:
     check_share("match_rate", match_rate)
     race = _Race(early, times)
     totals, counts = {True: [0.0, 0.0, 0.0], False: [0.0, 0.0, 0.0]}, {True: 0, False: 0}
-    for chance in _chances():
+    for chance in chances():
         right = chance < match_rate
         costs = race.hit() if right and race.in_time else race.miss(right)
         totals[right] = [total + cost for total, cost in zip(totals[right], costs, strict=True)]
@@ -52,8 +52,8 @@ def follow(early: int, match_rate: float, times: Calibration) -> Ahead:
     return Ahead(*(weights[True] * a + weights[False] * b for a, b in zip(totals[True], totals[False], strict=True)))
 
 
-def _chances() -> Iterator[float]:
-    """A fixed series of numbers between 0 and 1."""
+def chances() -> Iterator[float]:
+    """A fixed series of numbers between 0 and 1, one for each token that is followed."""
     state = 1
     for _ in range(_TOKENS):
         state = state * _MULTIPLIER % _MODULUS
@@ -63,8 +63,8 @@ def _chances() -> Iterator[float]:
 class _Race:
     """Both processes' times around the main process' decision for a token, which is time 0.
 
-    The sub-process' candidate for that token is finished at `finish`, and the one behind it is begun then or when the
-    token before, which left `since` ago, is there. A token that contradicts it finds it in the middle of a pass, which
+    The sub-process' candidate for that token is finished at `finish`, and the one behind it is begun then, or when the
+    token before is there, which left `since` ago. A token that contradicts it finds it in the middle of a pass, which
     it ends. Entries leave when a token was not its own, so after hits the main process waits for them.
     """
 
