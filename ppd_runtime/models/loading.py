@@ -46,8 +46,12 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
 
 
-def describe(model: str) -> ModelInfo:
+def describe(model: str, needs_weights: bool = True) -> ModelInfo:
     """Find a model and check that it can be run here, without reading its weights.
+
+    Args:
+        model: a local folder, a hub name, or "demo".
+        needs_weights: False where its shape and tokenizer are enough.
 
     Raises:
         ValueError: no such model, no safetensors weights, or an architecture that cannot be cut into stages.
@@ -55,7 +59,7 @@ def describe(model: str) -> ModelInfo:
     folder = _find(model)
     config = _read_config(model, folder)
     _check_architecture(model, config)
-    if not weight_files(folder):
+    if needs_weights and not weight_files(folder):
         raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
     return ModelInfo(
         name=model,
@@ -84,7 +88,7 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     config = first_layers_config(AutoConfig.from_pretrained(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     tensors = dict(_read_tensors(info, last))
-    with _no_progress_bar(), _no_loading_report():
+    with no_progress_bar(), _no_loading_report():
         model, report = model_class.from_pretrained(
             None,
             config=config,
@@ -99,6 +103,17 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     ):
         if names:
             raise ValueError(f"model {info.name!r}: its files {complaint} {names[0]} ({len(names)} tensors in all)")
+    model = model.to(device).eval()
+    _check_cuts(info, model)
+    return model
+
+
+def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
+    """A model of the same shape with freshly drawn weights, in float32."""
+    config = AutoConfig.from_pretrained(info.folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=torch.float32)
     model = model.to(device).eval()
     _check_cuts(info, model)
     return model
@@ -313,7 +328,7 @@ def _no_loading_report() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """A stage loads in a moment, and k + 1 bars at once help nobody; the caller's own setting comes back."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -48,7 +48,7 @@ def rehearsed(expected):
 def test_a_specification_survives_its_journey(folder, head, emulate):
     info = replace(describe(folder), eos_token_ids=frozenset({3, 1}))
     if head == "trained":
-        head = HeadInfo(Path("/somewhere"), "affine", "m", "abc", 2, 32, 300, "def")
+        head = HeadInfo(Path("/somewhere"), "m", "abc", 2, 32, 300, "def", "affine")
     code = {1: (Path("/kept/a.pt2"),) * 2, 3: (Path("/kept/b.pt2"),) * 2}
     spec = WorkerSpec(1, 5, 2, info, 2, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
     assert spec.siblings == 3

@@ -1,0 +1,17 @@
+"""`ppd train`: the training recipes by name."""
+
+import typer
+
+from ppd_runtime.cli.train.adapter import adapter
+from ppd_runtime.cli.train.exit_head import exit_head
+from ppd_runtime.cli.train.layerskip import layerskip
+from ppd_runtime.cli.train.probe import probe
+
+train = typer.Typer(
+    help="Train what makes early guesses better; only layerskip changes the model, and writes a new one.",
+    no_args_is_help=True,
+)
+train.command("exit-head")(exit_head)
+train.command("adapter")(adapter)
+train.command("probe")(probe)
+train.command("layerskip")(layerskip)

@@ -1,0 +1,50 @@
+"""What each layer's exit through the shared norm and head reaches on given text, full depth among them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage import FinalHead, layer_range
+
+
+@dataclass(frozen=True)
+class ExitScore:
+    """One exit, greedy and teacher-forced."""
+
+    layer: int
+    loss: float
+    """Cross-entropy to the text's next token, nats a token."""
+    agreement: float
+    """Share of the tokens for which it names full depth's choice."""
+
+
+@torch.no_grad()
+def exit_scores(
+    model: PreTrainedModel, rows: Tensor, on_row: Callable[[int], None] = lambda row: None
+) -> list[ExitScore]:
+    """The exits behind layers 1 to d, on `rows` of token ids, `[rows, length + 1]`; `on_row` counts the rows."""
+    num_layers, head = model.config.num_hidden_layers, FinalHead(model)
+    pieces = [layer_range(model, layer, layer + 1) for layer in range(num_layers)]
+    losses, hits = torch.zeros(num_layers), torch.zeros(num_layers, dtype=torch.int64)
+    for number, row in enumerate(rows.to(model.device), start=1):
+        logits = [head(states)[0].float() for states in _states(pieces, row[None, :-1])]
+        chosen = logits[-1].argmax(-1)
+        losses += torch.stack([F.cross_entropy(each, row[1:], reduction="sum") for each in logits]).cpu()
+        hits += torch.stack([(each.argmax(-1) == chosen).sum() for each in logits]).cpu()
+        on_row(number)
+    tokens = len(rows) * (rows.shape[1] - 1)
+    means = zip((losses / tokens).tolist(), (hits / tokens).tolist(), strict=True)
+    return [ExitScore(layer, loss, agreement) for layer, (loss, agreement) in enumerate(means, start=1)]
+
+
+def _states(pieces: Sequence[torch.nn.Module], input_ids: Tensor) -> list[Tensor]:
+    """The hidden states behind each layer."""
+    found, feed = [], {"input_ids": input_ids}
+    for piece in pieces:
+        found.append(piece(**feed, use_cache=False).last_hidden_state)
+        feed = {"inputs_embeds": found[-1]}
+    return found
