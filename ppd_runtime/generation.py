@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.config import SamplingParams, stop_texts
 from ppd_runtime.models.loading import ModelInfo
-from ppd_runtime.results import GenerationResult, Ledger, Stats, TokenEvent, run_lengths
+from ppd_runtime.results import GenerationResult, Ledger, Speculation, Stats, TokenEvent, run_lengths
 from ppd_runtime.text import TextStream
 from ppd_runtime.trace import Trace
 
@@ -44,6 +44,9 @@ class Totals:
     sub_layer_passes: tuple[int, ...] = ()
     sub_coherence_layer_passes: tuple[int, ...] = ()
     trace: Trace | None = None
+    speculation: Speculation | None = None
+    run_lengths: tuple[int, ...] | None = None
+    """None: as hits and misses have it."""
 
 
 class TextGenerator(ABC):
@@ -73,7 +76,7 @@ class TextGenerator(ABC):
         """Yield each new token, then the totals; `live`: each as soon as it is certain."""
 
     @abstractmethod
-    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         """Predicted latency as a share of ordinary decoding's."""
 
     def generate(
@@ -228,14 +231,14 @@ class _Request:
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
         hits = [hit for hit in verdicts if hit is not None]
         rate = sum(hits) / len(hits) if hits else None
-        names = [field.name for field in fields(totals) if field.name not in ("finish_reason", "trace")]
+        names = [field.name for field in fields(totals) if field.name not in ("finish_reason", "trace", "run_lengths")]
         return Stats(
             prompt_tokens=len(self._prompt_ids),
             new_tokens=len(verdicts),
             hits=sum(hits),
             misses=len(hits) - sum(hits),
-            run_lengths=run_lengths(hits) if hits else (1,) * len(verdicts),
-            predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts)),
+            run_lengths=totals.run_lengths or (run_lengths(hits) if hits else (1,) * len(verdicts)),
+            predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts), totals),
             **{name: getattr(totals, name) for name in names},
         )
 

@@ -93,5 +93,5 @@ class OrdinaryDecoding(TextGenerator):
         recorded = self.stage.recorder.spans(_RANK)
         return Trace(self.info.num_layers, None, self._conditions, (recorded,)) if recorded else None
 
-    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return 1.0

@@ -49,17 +49,35 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """What drafting and verifying came to in one process, an entry for each verification, in order."""
+
+    drafted: tuple[int, ...]
+    """Draft steps."""
+    accepted: tuple[int, ...]
+    """Drafted tokens that stayed."""
+    draft_s: float
+    """Seconds of the latency in drafting."""
+    verify_s: float
+    """Seconds in verifying."""
+    draft_cost: float
+    """c: the layers that a draft step runs, as a share of the model's."""
+
+
+@dataclass(frozen=True)
 class Stats:
     """Counts and times of one generation; times in seconds, passes in layers times tokens' passes."""
 
     prompt_tokens: int
     new_tokens: int
     hits: int
-    """Tokens whose successor's pass started from a sub-process' work."""
+    """Tokens whose successor's pass started from a sub-process' work, or that were drafted right."""
     misses: int
-    """Tokens for which no candidate was right, none was ready in time, or, in a rest, none was asked for."""
+    """Tokens for which no candidate was right, none was ready in time, or, in a rest, none was asked for; or whose
+    draft was wrong."""
     run_lengths: tuple[int, ...]
-    """Tokens between two misses, in order; they sum to `new_tokens`."""
+    """Tokens between two misses, in order; of a self-speculative method, the tokens that the prompt's pass and each
+    verification gave. They sum to `new_tokens`."""
     latency_s: float
     """From the request's arrival at the main process to its last token."""
     time_to_first_token_s: float
@@ -74,17 +92,46 @@ class Stats:
     sub_coherence_layer_passes: tuple[int, ...]
     """Each sub-process' layer passes to keep its cache coherent; Theorem 4.1 leaves them out."""
     predicted_ratio: float
-    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate."""
+    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate; of a
+    self-speculative method, that SWIFT's equation 6 gives for this run's drafts."""
     ledger: Ledger
     """Where the latency went."""
     first_token_ledger: Ledger
     """Of that, where the time to the first token went."""
+    speculation: Speculation | None = None
+    """Drafts and verifications of a self-speculative method; None for other ways of decoding."""
 
     @cached_property
     def match_rate(self) -> float | None:
         """Hits among the tokens that had candidates; None where none had."""
         compared = self.hits + self.misses
         return self.hits / compared if compared else None
+
+    @cached_property
+    def acceptance_rate(self) -> float | None:
+        """α: accepted drafts among draft steps; None where nothing was drafted."""
+        drafted = sum(self.speculation.drafted) if self.speculation else 0
+        return sum(self.speculation.accepted) / drafted if self.speculation and drafted else None
+
+    @cached_property
+    def mean_accepted_length(self) -> float:
+        """M: new tokens for each full pass of the model, the prompt's among them (SWIFT, appendix B.3)."""
+        return self.new_tokens / len(self.run_lengths) if self.speculation else 1.0
+
+    @cached_property
+    def compression_rate(self) -> float:
+        """CR: tokens for each verification (Kangaroo, equation 1); 1 where there was none."""
+        lengths = self._verified_lengths
+        return sum(lengths) / len(lengths) if lengths else 1.0
+
+    def ctar(self, window: int) -> float | None:
+        """CTAR(w): share of the verifications that gave more than `window` tokens (Kangaroo, equation 2)."""
+        lengths = self._verified_lengths
+        return sum(length > window for length in lengths) / len(lengths) if lengths else None
+
+    @property
+    def _verified_lengths(self) -> tuple[int, ...]:
+        return self.run_lengths[1:] if self.speculation else ()
 
     @cached_property
     def tokens_per_second(self) -> float:

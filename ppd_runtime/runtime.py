@@ -243,7 +243,7 @@ class PPDRuntime(TextGenerator):
             return None
         return Trace(self.info.num_layers, self.exit_layer, self._conditions, told.processes())
 
-    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int) -> float:
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
 
 

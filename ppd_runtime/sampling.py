@@ -7,6 +7,7 @@ draws would, and a run can be repeated by any process with any layout.
 
 import time
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -24,6 +25,19 @@ from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind
 
 _FILTERED = 1e6  # how far a filtered token ranks behind every token that top-k and top-p keep
+
+
+class Stream(IntEnum):
+    """What a random number is for: each use has numbers of its own, keyed by (seed, position)."""
+
+    NOISE = 0
+    """The shared noise."""
+    DRAFT = 1
+    """Drawing a draft's token."""
+    ACCEPT = 2
+    """Whether a drawn token stays."""
+    CHOICE = 3
+    """Drawing the whole model's own token."""
 
 
 class Sampler:
@@ -56,10 +70,29 @@ class Sampler:
     @torch.inference_mode()
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
+        return _best(self.noisy_scores(logits, history), k)
+
+    def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
+        penalised = self._penalised(logits, history)
         if self.params.greedy:
-            return _best(self._penalised(logits, history), k)
+            return penalised
         noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
-        return _best(self.scores(self._penalised(logits, history)[None], noise)[0], k)
+        return self.scores(penalised[None], noise)[0]
+
+    def distribution(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """`[vocab_size]` probabilities of the tokens that may follow `history`; temperatures above 0 only."""
+        scores = self._temperature(None, self._penalised(logits, history)[None])
+        return self._filters(None, scores)[0].softmax(-1)
+
+    def draw(self, chances: Tensor, position: int, stream: Stream) -> int:
+        """A draw for `position` from `[vocab_size]` probabilities, which need not sum to 1."""
+        noise = gumbel_noise(self.params.seed, position, len(chances), stream)
+        return int((chances.log() + torch.from_numpy(noise).to(chances.device)).argmax())
+
+    def uniform(self, position: int, stream: Stream) -> float:
+        """A uniform draw in [0, 1) for `position`."""
+        return float(_generator(self.params.seed, position, stream).random())
 
     def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
         """What `rank` sorts by where the temperature is above 0, for many positions: `[rows, vocab_size]`, like both.
@@ -113,8 +146,13 @@ def _best(scores: Tensor, k: int) -> list[int]:
     return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]
 
 
-def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:
+def gumbel_noise(seed: int, position: int, size: int, stream: Stream = Stream.NOISE) -> np.ndarray:
     """`[size]` float32 standard Gumbel noise, the same in every process for the same seed (u64) and position."""
-    uniform = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random(size)
+    uniform = _generator(seed, position, stream).random(size)
     with np.errstate(divide="ignore"):  # a uniform of exactly 0 is an impossible choice: -inf
         return -np.log(-np.log(uniform)).astype(np.float32)
+
+
+def _generator(seed: int, position: int, stream: Stream) -> np.random.Generator:
+    key, counter = np.array([seed, position], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(counter=counter, key=key))

@@ -53,9 +53,13 @@ def build_model(
     seed: int = 0,
     eos_token_id: int | None = None,
     tied: bool | None = None,
+    quiet_from: int | None = None,
     **settings: object,
 ) -> PreTrainedModel:
-    """A random model of a Hugging Face model type, with weights large enough for varied greedy text."""
+    """A random model of a Hugging Face model type, with weights large enough for varied greedy text.
+
+    Layers from `quiet_from` on (counted from 0) change little, so that earlier ones often foretell the token.
+    """
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -76,6 +80,7 @@ def build_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     _vary(model)
+    _quieten(model, num_layers if quiet_from is None else quiet_from)
     model = model.to(getattr(torch, dtype)).eval()
     model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=END_ID)
     return model
@@ -97,6 +102,16 @@ def _vary(model: PreTrainedModel) -> None:
     if model.config.tie_word_embeddings:
         model.model.embed_tokens.weight.mul_(0.1)
         model.model.norm.weight.add_(9)
+
+
+@torch.no_grad()
+def _quieten(model: PreTrainedModel, first: int) -> None:
+    for layer in model.model.layers[first:]:
+        for last_product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            last_product.weight.mul_(0.2)
+        if hasattr(layer, "post_feedforward_layernorm"):  # it would make up for that
+            layer.post_attention_layernorm.weight.mul_(0.2)
+            layer.post_feedforward_layernorm.weight.mul_(0.2)
 
 
 def _own_settings(family: str, num_layers: int, hidden_size: int) -> dict[str, object]:

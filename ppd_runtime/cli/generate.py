@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,28 @@ class Method(str, Enum):
 
     ppd = "ppd"
     autoregressive = "autoregressive"
+    layerskip = "layerskip"
+    adaspeed = "adaspeed"
+    kangaroo = "kangaroo"
+
+
+class Stopping(str, Enum):
+    """When AdaSPEED stops drafting."""
+
+    constant = "constant"
+    confidence = "confidence"
+    product = "product"
+    probe = "probe"
+
+
+class Acceptance(str, Enum):
+    """How drafts are judged."""
+
+    shared_noise = "shared-noise"
+    rejection = "rejection"
+
+
+_PPD, _DRAFTING = "Pipelined decoding", "Drafting (layerskip, adaspeed, kangaroo)"
 
 
 def generate(
@@ -33,12 +55,43 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     model: options.Model = "demo",
     method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
-    k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
-    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained exit head's, or half depth.")] = None,
-    exit_head: options.ExitHead = "shared",
-    workers: Annotated[int | None, typer.Option(help="Sub-processes, at most k; default: k.")] = None,
-    transport: Annotated[str, typer.Option(help="local (threads), unix or zeromq (Ray actors), or auto.")] = "auto",
-    ray_address: Annotated[str | None, typer.Option(help="host:port of a running Ray cluster.")] = None,
+    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")] = None,
+    k: Annotated[
+        int | None, typer.Option(help="Early candidates for each token; default: 3.", rich_help_panel=_PPD)
+    ] = None,
+    exit_head: Annotated[
+        str | None,
+        typer.Option(help='"shared" (the default), or the folder of a trained one.', rich_help_panel=_PPD),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Sub-processes, at most k; default: k.", rich_help_panel=_PPD)
+    ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(help="local (threads), unix or zeromq (Ray actors), or auto.", rich_help_panel=_PPD),
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="host:port of a running Ray cluster.", rich_help_panel=_PPD)
+    ] = None,
+    num_speculations: Annotated[
+        int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
+    ] = None,
+    stopping: Annotated[
+        Stopping | None, typer.Option(help="adaspeed's; default: product.", rich_help_panel=_DRAFTING)
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Stop drafting below this confidence.", rich_help_panel=_DRAFTING)
+    ] = None,
+    probe: Annotated[
+        Path | None, typer.Option(help="A folder of `ppd train probe`, for adaspeed.", rich_help_panel=_DRAFTING)
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="A folder of `ppd train adapter`, for kangaroo.", rich_help_panel=_DRAFTING)
+    ] = None,
+    acceptance: Annotated[
+        Acceptance | None,
+        typer.Option(help="rejection: speculative sampling, as the papers.", rich_help_panel=_DRAFTING),
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = 1,
@@ -57,38 +110,43 @@ def generate(
     trace: options.TraceFile = None,
     timeline: options.TimelineFile = None,
 ) -> None:
-    """Continue a text; the tokens are the same whatever the method, k, exit layer or transport."""
+    """Continue a text; the tokens are the same whatever the method and its options."""
+    own = _given(
+        exit_layer=exit_layer,
+        k=k,
+        exit_head=exit_head,
+        workers=workers,
+        transport=transport,
+        ray_address=ray_address,
+        num_speculations=num_speculations,
+        stopping=stopping,
+        threshold=threshold,
+        probe=probe,
+        adapter=adapter,
+        acceptance=acceptance,
+    )
     with one_line_errors():
         with quick_imports():
-            from ppd_runtime import OrdinaryDecoding, PPDRuntime
             from ppd_runtime.config import SamplingParams
+            from ppd_runtime.methods import open_method
 
         traced = _check_outputs(trace, timeline)
         text = _read_prompt(prompt, prompt_file)
         params = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
         )
-        generator = (
-            OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, compile=compile_, trace=traced)
-            if method is Method.autoregressive
-            else PPDRuntime(
-                model,
-                k=k,
-                exit_layer=exit_layer,
-                exit_head=exit_head,
-                workers=workers,
-                dtype=dtype,
-                device=device,
-                transport=transport,
-                ray_address=ray_address,
-                threads_per_worker=threads,
-                compile=compile_,
-                trace=traced,
-                progress=show_progress,
-            )
-        )
+        shared = {"dtype": dtype, "device": device, "threads": threads, "compile": compile_, "trace": traced}
+        if method is Method.ppd:
+            shared["progress"] = show_progress
+        generator = open_method(model, method.value, **own, **shared)
         result = _show(generator.request(text, params), generator, text, method if as_json else None)
         _write_trace(result, generator, trace, timeline)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """The options that were given, by the names of the settings."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
 
 
 def _show(
@@ -175,6 +233,9 @@ def print_json(generation: "Generation", method: Method, dtype: str) -> None:
         "tokens_per_second": result.stats.tokens_per_second,
         "time_per_token_s": result.stats.time_per_token_s,
         "ledger_per_token": asdict(result.stats.ledger_per_token),
+        "acceptance_rate": result.stats.acceptance_rate,
+        "mean_accepted_length": result.stats.mean_accepted_length,
+        "compression_rate": result.stats.compression_rate,
     }
     output = {
         "text": result.text,

@@ -46,6 +46,18 @@ def compute_per_time(num_layers: int, exit_layer: int, k: int, match_rate: float
     return compute / expected_latency(num_layers, exit_layer, match_rate, num_new_tokens)
 
 
+def drafting_ratio(mean_accepted_length: float, draft_steps: float, draft_cost: float) -> float:
+    """Expected latency of drafting and verifying in one process, as a share of ordinary decoding's: `(1 + s·c)/M`.
+
+    M is the tokens that a verification gives, s the draft steps before it, c a step's time as a share of an ordinary
+    step's. With s = (M − 1)/α it is the inverse of SWIFT's equation 6, `M·α / ((M − 1)·c + α)`.
+    """
+    check_number("mean_accepted_length", mean_accepted_length, 1)
+    check_number("draft_steps", draft_steps)
+    check_number("draft_cost", draft_cost)
+    return (1 + draft_steps * draft_cost) / mean_accepted_length
+
+
 def limit_latency_per_token(num_layers: int, match_rate: float) -> float:
     """Layer times a token for ℓ ≫ 1 and d̄ = d/2: `d(1 − p/2)` (equation 3)."""
     check_whole("num_layers", num_layers, 1)

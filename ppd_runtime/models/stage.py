@@ -137,6 +137,14 @@ class Stage:
         self.recorder.note(Kind.HEAD, began, time.perf_counter())
         return logits
 
+    @torch.inference_mode()
+    def token_logits(self, hidden: Tensor) -> Tensor:
+        """`[tokens, vocab_size]` float32 logits for each token of `[1, tokens, hidden_size]`, as `logits` of one."""
+        began = time.perf_counter()
+        logits = self.head(hidden)[0].float()
+        self.recorder.note(Kind.HEAD, began, time.perf_counter())
+        return logits
+
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden[:, -1:])[0, -1].float()
 

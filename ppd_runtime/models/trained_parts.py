@@ -130,6 +130,14 @@ def describe_part(part: type[P], folder: str | Path, info: ModelInfo) -> P:
     return found
 
 
+def shipped_part(info: ModelInfo, name: str, wanted_by: str, command: str) -> Path:
+    """The folder of the part called `name` that comes with a model; ValueError where none does."""
+    folder = info.folder / name
+    if not folder.is_dir():
+        raise ValueError(f"{wanted_by} needs {name}=FOLDER for model {info.name!r}: make one with `{command}`")
+    return folder
+
+
 def _read_card(part: type[P], folder: Path) -> P:
     card = json.loads((folder / part.card_name()).read_text(encoding="utf-8"))
     if card["format"] != _FORMAT:

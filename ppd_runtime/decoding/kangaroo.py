@@ -1,0 +1,86 @@
+"""Kangaroo (Liu et al.): drafts from a shallow exit through a trained adapter; double early exit.
+
+The first exit is the shallow one; the second ends drafting at the first token whose confidence is not above η.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.decoding.drafts import Draft
+from ppd_runtime.decoding.early_exit import EarlyExitDrafting
+from ppd_runtime.decoding.stopping import Stopping
+from ppd_runtime.models.adapter import describe_adapter, load_adapter
+from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.trained_parts import shipped_part
+
+
+class Kangaroo(EarlyExitDrafting):
+    """Drafts through an adapter, whose own cache follows the text.
+
+    An exit state is computed once: the last drafted token's, whose adapter pass nobody needed, is carried over into the
+    next draft where its token stays.
+
+    Args:
+        stage: the whole model.
+        adapter: a model of one layer, as `load_adapter` gives it.
+        exit_layer: the layer whose states it was trained for.
+        stopping: the paper's is at most 6 steps, each of a confidence above 0.6 (section 4.2).
+    """
+
+    def __init__(self, stage: Stage, adapter: PreTrainedModel, exit_layer: int, stopping: Stopping) -> None:
+        super().__init__(stage, exit_layer, stopping)
+        self.adapter = Stage(adapter)
+        self.adapter.recorder = stage.recorder
+        self._unread: list[Tensor] = []
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence."""
+        super().begin(capacity)
+        self.adapter.begin(capacity)
+        self._unread = []
+
+    def saw(self, states: Tensor) -> None:
+        """The adapter reads a prompt's exit states."""
+        self.adapter.run(0, 1, states, 0)
+
+    def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
+        """The adapter and the model's head over the exit states that the adapter has not read yet."""
+        unread = torch.cat([*self._unread, states[-1]], dim=1) if self._unread else states[-1]
+        self._unread = []
+        return self.adapter.logits(self.adapter.run(0, 1, unread, self.adapter.length(0)))
+
+    def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
+        """Drop the entries of the tokens behind the path's, the adapter's among them."""
+        super().keep(draft, path, history)
+        self.adapter.truncate(len(history) - 1)
+        first = len(history) - 1 - len(path)  # where node 0 stood
+        self._unread += self._states[max(self.adapter.length(0) - first, 0) :]
+
+
+@dataclass(frozen=True)
+class KangarooSettings:
+    """Kangaroo with the paper's thresholds."""
+
+    adapter: str | Path | None = None
+    """A folder that `ppd train adapter` wrote; None is the demo model's own, for that model."""
+    exit_layer: int | None = None
+    """The adapter's; another one is refused."""
+    num_speculations: int = 6
+    """Tokens in a draft at the most."""
+    threshold: float = 0.6
+    """eta: drafting ends behind the first token whose confidence is below it."""
+
+    def prepare(self, info: ModelInfo) -> Callable[[Stage], Kangaroo]:
+        """As `MethodSettings.prepare`."""
+        stopping = Stopping("confidence", self.num_speculations, self.threshold)
+        folder = self.adapter or shipped_part(info, "adapter", "kangaroo", "ppd train adapter")
+        adapter = describe_adapter(folder, info)
+        if self.exit_layer is not None:
+            adapter.check_layers([self.exit_layer])
+        return lambda stage: Kangaroo(stage, load_adapter(adapter, stage.model), adapter.exit_layer, stopping)

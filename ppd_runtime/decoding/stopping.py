@@ -1,0 +1,94 @@
+"""When to stop drafting: after so many tokens, at a doubtful token, or at a text that is doubtful as a whole."""
+
+from dataclasses import dataclass
+
+STOPPING_RULES = ("constant", "confidence", "product", "probe")
+"""Constant length; Draft & Verify's; AdaSPEED's; AdaSPEED's with its probe's predictions for probabilities."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How a threshold follows the acceptance rate (AdaSPEED, appendix, with Draft & Verify's values)."""
+
+    target_rate: float = 0.9
+    """α: the acceptance rate to keep to."""
+    step: float = 0.01
+    """ε."""
+    rate_memory: float = 0.5
+    """β₁: what the running acceptance rate keeps of itself at each draft."""
+    threshold_memory: float = 0.9
+    """β₂: what the threshold keeps of itself."""
+
+    def __post_init__(self) -> None:
+        for name in ("target_rate", "step", "rate_memory", "threshold_memory"):
+            _check_share(name, getattr(self, name))
+
+    def adapted(self, threshold: float, rate: float, draft_rate: float) -> tuple[float, float]:
+        """The next threshold and running rate after a draft with the acceptance rate `draft_rate`."""
+        rate = self.rate_memory * rate + (1 - self.rate_memory) * draft_rate
+        moved = threshold + self.step if rate <= self.target_rate else threshold - self.step
+        threshold = self.threshold_memory * threshold + (1 - self.threshold_memory) * moved
+        return min(max(threshold, 0.0), 1.0), rate
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """A stopping rule for drafts of at most `most` tokens.
+
+    Raises:
+        ValueError: for a rule that there is not, and for numbers out of range.
+    """
+
+    rule: str = "constant"
+    """One of `STOPPING_RULES`."""
+    most: int = 6
+    """Tokens that a draft has at the most."""
+    threshold: float = 0.8
+    """γ: drafting ends behind the first token whose confidence, or whose text's, is below it."""
+    adaptation: Adaptation | None = None
+    """How the threshold follows the acceptance rate; None: it stays."""
+
+    def __post_init__(self) -> None:
+        if self.rule not in STOPPING_RULES:
+            raise ValueError(f"stopping={self.rule!r}: choose one of {', '.join(STOPPING_RULES)}")
+        if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
+            raise ValueError(f"num_speculations={self.most!r}: give a whole number of at least 1")
+        _check_share("threshold", self.threshold)
+
+
+class StopDrafting:
+    """A stopping rule at work on one request."""
+
+    def __init__(self, stopping: Stopping) -> None:
+        self.stopping = stopping
+        self.threshold = stopping.threshold
+        self._rate = stopping.adaptation.target_rate if stopping.adaptation else 0.0
+        self._drafted, self._confidence = 0, 1.0
+
+    def begin_draft(self, most: int) -> None:
+        """A draft begins that may have `most` tokens at the most, for reasons of the text's."""
+        self._drafted, self._confidence = 0, 1.0
+        self._most = min(most, self.stopping.most)
+
+    def wants_more(self) -> bool:
+        """Whether another token should be drafted."""
+        if self._drafted >= self._most:
+            return False
+        return self.stopping.rule == "constant" or self._drafted == 0 or self._confidence >= self.threshold
+
+    def drafted(self, confidence: float) -> None:
+        """A token was drafted; `confidence` in [0, 1] is its probability, or the probe's."""
+        self._drafted += 1
+        together = self.stopping.rule in ("product", "probe")
+        self._confidence = self._confidence * confidence if together else confidence
+
+    def judged(self, drafted: int, accepted: int) -> None:
+        """Of a draft of `drafted` tokens `accepted` stayed."""
+        if self.stopping.adaptation and drafted:
+            rate = accepted / drafted
+            self.threshold, self._rate = self.stopping.adaptation.adapted(self.threshold, self._rate, rate)
+
+
+def _check_share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r}: give a number from 0 to 1")

@@ -1,0 +1,72 @@
+"""Every way of decoding by its name: `decode`, and `open_method` for many prompts."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ppd_runtime.decoding.kangaroo import KangarooSettings
+from ppd_runtime.decoding.layerskip import AdaSpeedSettings, LayerSkipSettings
+from ppd_runtime.generation import TextGenerator
+from ppd_runtime.ordinary import OrdinaryDecoding
+from ppd_runtime.results import GenerationResult
+from ppd_runtime.runtime import PPDRuntime
+from ppd_runtime.self_speculative import SelfSpeculativeDecoding
+
+SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = {
+    "layerskip": LayerSkipSettings,
+    "adaspeed": AdaSpeedSettings,
+    "kangaroo": KangarooSettings,
+}
+METHODS = ("autoregressive", "ppd", *SELF_SPECULATIVE)
+
+
+def decode(model: str, prompt: str | Sequence[int], method: str = "ppd", **settings: Any) -> GenerationResult:
+    """Continue a prompt with a model, by any method: the tokens are the same.
+
+    Args:
+        model: a local folder, a hub name, or "demo" for the embedded model.
+        prompt: a text, or token ids.
+        method: one of `METHODS`.
+        settings: the method's own (`LayerSkipSettings` and so on, or `PPDRuntime`'s), the generator's (dtype, device,
+            threads, compile) and `generate`'s (max_new_tokens, temperature and so on).
+
+    Raises:
+        ValueError: for a setting that there is not, or one that cannot work, before any weights are read.
+    """
+    wanted = _names(TextGenerator.generate)
+    asked = {name: value for name, value in settings.items() if name in wanted}
+    others = {name: value for name, value in settings.items() if name not in wanted}
+    with open_method(model, method, **others) as generator:
+        return generator.generate(prompt, **asked)
+
+
+def open_method(model: str, method: str = "ppd", **settings: Any) -> TextGenerator:
+    """A method ready for many prompts: `generate`, `stream`, and `close`; for the settings see `decode`."""
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: choose one of {', '.join(METHODS)}")
+    if method in SELF_SPECULATIVE:
+        return _self_speculative(model, method, settings)
+    if method == "autoregressive":
+        _check_names(method, settings, _names(OrdinaryDecoding) - {"model"})
+        return OrdinaryDecoding(model, **settings)
+    if "threads" in settings:  # what the other methods call it
+        settings["threads_per_worker"] = settings.pop("threads")
+    _check_names(method, settings, _names(PPDRuntime) - {"model"})
+    return PPDRuntime(model, **settings)
+
+
+def _self_speculative(model: str, method: str, settings: Mapping[str, Any]) -> SelfSpeculativeDecoding:
+    own, shared = _names(SELF_SPECULATIVE[method]), _names(SelfSpeculativeDecoding) - {"model", "method"}
+    _check_names(method, settings, own | shared)
+    chosen = SELF_SPECULATIVE[method](**{name: value for name, value in settings.items() if name in own})
+    return SelfSpeculativeDecoding(chosen, model, **{n: value for n, value in settings.items() if n in shared})
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters) - {"self", "prompt"}
+
+
+def _check_names(method: str, settings: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ValueError(f"{method} has no setting {unknown[0]!r}: it has {', '.join(sorted(known))}")
