@@ -24,18 +24,17 @@ _RESULTS = Path(__file__).parent / "results"
 _EMULATED = "Emulated devices: stages compute their real results and then sleep until a layer's time has passed"
 _DEADLINE_S = 900
 _WIDE = "--model random:512x12 --dtype float32"
+_STARTS = "'ordinary,compiled,threads-1,processes-1,ray-3,ppd --help,ppd tradeoff,ppd generate'"
 PLAN = (
     ("Ordinary decoding and its floor", "decode --dtype float32"),
-    ("", f"decode {_WIDE} --rounds 5"),
+    ("", f"decode {_WIDE} --rounds 3"),
     ("What recording costs", "tracing --rounds 15"),
-    ("", "tracing --rounds 15 --compile"),
     ("Hops between two processes", "hop --count 150"),
-    ("Start-up", "startup --rounds 1"),
-    ("The demo model", "contention --match-rate 0.8 --seconds 0.2 --rounds 5"),
-    ("", "pipeline --rounds 5"),
-    ("", "pipeline --compile --rounds 5"),
-    ("", "pipeline --match-rate 0 --rounds 2"),
-    ("", "pipeline --match-rate 1 --rounds 2"),
+    ("Start-up", f"startup --rounds 1 --layouts {_STARTS}"),
+    ("The demo model", "pipeline --rounds 4"),
+    ("", "pipeline --compile --rounds 4"),
+    ("", "pipeline --match-rate 0 --compile --rounds 2"),
+    ("", "pipeline --match-rate 1 --compile --rounds 2"),
     ("A wider model with a set match rate", f"contention {_WIDE} --match-rate 0.7 --seconds 0.2 --rounds 5"),
     ("", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 3"),
     ("", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 3 --compile"),
@@ -50,9 +49,9 @@ PLAN = (
     ("", "pipeline --k 3 --workers 1 --dtype bfloat16 --tokens 64 --rounds 2"),
     ("", "pipeline --k 3 --workers 2 --dtype bfloat16 --tokens 64 --rounds 2"),
     ("", "pipeline --k 3 --workers 3 --dtype bfloat16 --tokens 64 --rounds 2"),
-    ("The same devices, used in two ways", "equal_devices --rounds 3"),
+    ("The same devices, used in two ways", "equal_devices --rounds 2"),
     ("", f"equal_devices {_WIDE} --match-rate 0.7 --tokens 64 --rounds 2"),
-    ("The planner's predictions", "planner --exit-layers 6,9 --tokens 64 --rounds 2"),
+    ("The planner's predictions", "planner --exit-layers 6 --tokens 64 --rounds 2"),
 )
 """(heading, command) each; less than 15 minutes on two cores."""
 
