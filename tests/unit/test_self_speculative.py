@@ -41,6 +41,7 @@ class Parts:
             "adaspeed, probe": {"stopping": "probe", "probe": self.probe, "threshold": 0.1},
             "adaspeed, confidence": {"stopping": "confidence", "exit_layer": EXIT_LAYER, "adaptive": False},
             "kangaroo": {"adapter": self.adapter, "threshold": 0.05},
+            "kangaroo, probe": {"adapter": self.adapter, "stopping": "probe", "probe": self.probe, "threshold": 0.1},
         }[method]
 
     def open(self, method: str, **others: object) -> TextGenerator:
@@ -50,7 +51,7 @@ class Parts:
         )
 
 
-WAYS = ("layerskip", "adaspeed", "adaspeed, probe", "adaspeed, confidence", "kangaroo")
+WAYS = ("layerskip", "adaspeed", "adaspeed, probe", "adaspeed, confidence", "kangaroo", "kangaroo, probe")
 
 
 @pytest.fixture(scope="module")
