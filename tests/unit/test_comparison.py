@@ -224,5 +224,13 @@ def test_the_markdown_names_what_is_missing() -> None:
     assert "| layerskip | 0.92 (3.33) | 0.92 (3.33) |" in lines
 
 
+@pytest.mark.parametrize(("cpu_s", "notes"), [(5.5, 1), (10.8, 0)])
+def test_a_busy_machine_is_noted(cpu_s: float, notes: int) -> None:
+    busy = replace(ORDINARY, cpu_s=cpu_s)
+    quiet = report("autoregressive")
+    found = replace(quiet, pairs={"qa": {"autoregressive": [Pair(busy, busy, SAME)]}}).notes()
+    assert len([note for note in found if note.startswith("Ordinary decoding had 50% of the CPU time")]) == notes
+
+
 def test_a_table_cell_may_hold_anything() -> None:
     assert markdown_table(["a|b"], [["c\nd"]]) == "| a\\|b |\n| --- |\n| c d |"

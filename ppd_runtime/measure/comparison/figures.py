@@ -42,6 +42,8 @@ class TextRun:
     """Until the first tokens came."""
     first_tokens: int = 1
     """Tokens that came at once from the first full pass."""
+    cpu_s: float = 0.0
+    """This process' CPU time meanwhile, all threads together."""
     layers_s: float = 0.0
     """Of a step's time, what layers took."""
     drafting: Drafting | None = None
@@ -115,12 +117,14 @@ class MethodFigures:
     """c, measured."""
     verification_cost: float | None
     """v: a verification's time over that of an ordinary step."""
+    cpu_share: float
+    """This process' CPU time over the latencies: below the number of threads where others want the cores too."""
     equal_texts: float
     """Share of the texts that are ordinary decoding's to the last token."""
     equal_tokens: float
     """Share of the tokens that come before a text's first difference."""
     largest_gap: float | None
-    """The largest gap of scores (logits where decoding is greedy) at a first difference."""
+    """How far scores (logits where decoding is greedy) lie apart at a first difference, at the most."""
 
 
 def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
@@ -133,7 +137,7 @@ def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
     new_tokens = sum(run.new_tokens for run in runs)
     compression_rate = float(np.mean(lengths)) if lengths else 1.0
     draft_cost, verification_cost = _draft_cost(pairs), _verification_cost(pairs)
-    gaps = [pair.agreement.gap for pair in pairs if pair.agreement.gap is not None]
+    gaps = [abs(pair.agreement.gap) for pair in pairs if pair.agreement.gap is not None]
     draft_steps = drafted / len(lengths) if lengths else None
     return MethodFigures(
         texts=len(pairs),
@@ -152,6 +156,7 @@ def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
         draft_steps=draft_steps,
         draft_cost=draft_cost,
         verification_cost=verification_cost,
+        cpu_share=sum(run.cpu_s for run in runs) / sum(run.latency_s for run in runs),
         equal_texts=float(np.mean([pair.agreement.equal == pair.agreement.compared for pair in pairs])),
         equal_tokens=sum(pair.agreement.equal for pair in pairs) / sum(pair.agreement.compared for pair in pairs),
         largest_gap=max(gaps, default=None),

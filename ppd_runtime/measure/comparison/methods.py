@@ -1,8 +1,9 @@
 """Rows at work: ordinary decoding and what is compared with it, warm, on one core where pipelining has its own."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Protocol
 
 import torch
@@ -98,7 +99,9 @@ class Methods:
     def generate(self, row: Row, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
         """Continue a prompt by a row's method."""
         with self._core(row):
-            return self._methods[row.label].generate(prompt_ids, params)
+            began = time.process_time()
+            text, run = self._methods[row.label].generate(prompt_ids, params)
+            return text, replace(run, cpu_s=time.process_time() - began)
 
     def agreement(
         self, expected: Sequence[int], got: Sequence[int], prompt_ids: Sequence[int], params: SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 from ppd_runtime import __version__
 from ppd_runtime.cost_model.tradeoff import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
-from ppd_runtime.measure.comparison.rows import LeftOut, Row, full_settings
+from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, Row, full_settings
 from ppd_runtime.measure.comparison.run import ComparisonRun
 
 Columns = Mapping[str, Callable[[MethodFigures], str]]
@@ -25,6 +25,8 @@ gave more than w tokens. s: draft steps for each verification. c and v: the time
 over that of an ordinary step; where drafting runs the first layers once for both, over the newest certain token, that
 is v's. Allowed: CR / (1 + s·c), SWIFT's equation 6; for ppd Theorem 4.1 with the match rate of these texts. With v:
 CR / (v + s·c), where verifying several tokens takes longer than one, as the equation does not know."""
+_UNDISTURBED = 0.9
+"""Of a core's time, what a method has at least where nobody else computes."""
 _TABLE_1 = {
     "constant": "LayerSkip (constant length)",
     "confidence": "Draft & Verify (confidence)",
@@ -165,6 +167,7 @@ class ComparisonReport:
         cut = self.conditions.cut_prompts
         notes = [f"{cut} of {self.conditions.num_prompts} prompts were longer than the model's positions leave room "
                  "for, and lost their beginnings."] if cut else []  # fmt: skip
+        notes += self._busy()
         notes += [f"{label} failed: {reason}" for label, reason in self.failures.items()]
         notes += [f"{row.label} is left out: {row.reason}" for row in self.left_out]
         return notes + [
@@ -174,6 +177,14 @@ class ComparisonReport:
     def short_table(self) -> tuple[list[str], list[list[str]]]:
         """Column heads and rows of what matters most."""
         return ["method", *_SHORT_COLUMNS], self._cells(_SHORT_COLUMNS)
+
+    def _busy(self) -> list[str]:
+        """Whether figures are a busy machine's."""
+        share = self.overall[BASELINE].cpu_share / self.conditions.threads
+        if self.conditions.device != "cpu" or share > _UNDISTURBED:
+            return []
+        had = f"Ordinary decoding had {share:.0%} of the CPU time that it could use: others were computing here."
+        return [f"{had} Times are rough, and methods with processes of their own may have had another share."]
 
     def _table(self, columns: Columns) -> str:
         return markdown_table(["method", *columns], self._cells(columns))
@@ -263,8 +274,9 @@ def _of_allowed(figures: MethodFigures) -> float | None:
 
 
 def _differing(figures: MethodFigures) -> str:
-    gap = f", by scores of at most {figures.largest_gap:.3g} there" if figures.largest_gap is not None else ""
-    return f"{_share(figures.equal_texts)} of the texts are ordinary decoding's, the others leave it{gap}."
+    gap = figures.largest_gap
+    where = "" if gap is None else f" where two tokens' scores are {gap:.3g} apart at the most"
+    return f"{_share(figures.equal_texts)} of the texts are ordinary decoding's, the others leave it{where}."
 
 
 def _number(value: float | None, digits: int) -> str:
