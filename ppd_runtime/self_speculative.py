@@ -18,6 +18,7 @@ from ppd_runtime.text import StopRule
 from ppd_runtime.trace import Trace
 
 _RANK = 0  # as a main process has
+_CHAIN = 0  # `models.compiled.CHAIN`, without all that its module imports
 
 
 class SelfSpeculativeDecoding(TextGenerator):
@@ -67,7 +68,7 @@ class SelfSpeculativeDecoding(TextGenerator):
         info, config = self.info, self.config
         place = choose_device(config.device)
         number = choose_dtype(config.dtype, place, info, config.threads_per_worker)
-        code = compile_ahead(info, number, place) if config.compile else None
+        code = compile_ahead(info, number, place, (1, _CHAIN)) if config.compile else None
         return load_stage(info, info.num_layers, number, place, code)
 
     @property

@@ -1,8 +1,9 @@
 """`ppd bench`: every way of decoding beside ordinary decoding, on the same prompts."""
 
+import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +13,10 @@ from ppd_runtime.cli.outputs import check_outputs
 from ppd_runtime.cli.progress import progress_bar
 
 if TYPE_CHECKING:
+    from ppd_runtime.config import SamplingParams
+    from ppd_runtime.measure.comparison.prompt_groups import GroupedPrompt
     from ppd_runtime.measure.comparison.report import ComparisonReport
+    from ppd_runtime.measure.comparison.rows import LeftOut
     from ppd_runtime.measure.comparison.run import ComparisonRun
 
 _METHODS = """"all", or rows with commas between them, such as "layerskip:exit_layer=6;num_speculations=2,ppd:k=3". A
@@ -64,28 +68,48 @@ def bench(
     """
     with one_line_errors():
         from ppd_runtime.config import SamplingParams
-        from ppd_runtime.cost_model.checks import check_whole
-        from ppd_runtime.measure.comparison.methods import Methods
-        from ppd_runtime.measure.comparison.prompt_groups import read_groups
-        from ppd_runtime.measure.comparison.report import summarise
-        from ppd_runtime.measure.comparison.rows import check_rows, parse_rows
-        from ppd_runtime.measure.comparison.run import ComparisonRun
-        from ppd_runtime.models.loading import describe
-        from ppd_runtime.ordinary import OrdinaryDecoding
 
         _check_outputs(json_file, markdown, chart, resume)
-        check_whole("rounds", rounds, 1)
         sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, ignore_eos=ignore_eos)
-        chosen = [part.strip() for part in categories.split(",")] if categories is not None else []
-        groups = read_groups(prompts or ["demo"], limit, chosen)
-        rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)
-        ordinary = OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, compile=compile_)
-        with Methods(ordinary, rows) as opened:
-            run = ComparisonRun(opened, groups, sampling, rounds, json_file, resume)
+        groups = _read_groups(prompts or ["demo"], limit, categories)
+        shared = {"dtype": dtype, "device": device, "threads": threads, "compile": compile_}
+        with contextlib.ExitStack() as opened:
+            run, left_out = _open(opened, model, methods, shared, groups, sampling, rounds, json_file, resume)
             _measure(run)
-            report = summarise(run, left_out)
-        _write(report, run, json_file, markdown, chart)
-        _print(report)
+            _report(run, left_out, json_file, markdown, chart)
+
+
+def _read_groups(prompts: list[str], limit: int | None, categories: str | None) -> "list[GroupedPrompt]":
+    from ppd_runtime.measure.comparison.prompt_groups import read_groups
+
+    return read_groups(
+        prompts, limit, [part.strip() for part in categories.split(",")] if categories is not None else []
+    )
+
+
+def _open(
+    opened: contextlib.ExitStack,
+    model: str,
+    methods: str,
+    shared: dict[str, Any],
+    groups: "list[GroupedPrompt]",
+    sampling: "SamplingParams",
+    rounds: int,
+    json_file: Path | None,
+    resume: bool,
+) -> "tuple[ComparisonRun, list[LeftOut]]":
+    """The run, ready to measure, and the rows that it goes without; what is opened is closed with `opened`."""
+    from ppd_runtime.cost_model.checks import check_whole
+    from ppd_runtime.measure.comparison.methods import Methods
+    from ppd_runtime.measure.comparison.rows import check_rows, parse_rows
+    from ppd_runtime.measure.comparison.run import ComparisonRun
+    from ppd_runtime.models.loading import describe
+    from ppd_runtime.ordinary import OrdinaryDecoding
+
+    check_whole("rounds", rounds, 1)
+    rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)
+    ready = opened.enter_context(Methods(OrdinaryDecoding(model, **shared), rows))
+    return ComparisonRun(ready, groups, sampling, rounds, json_file, resume), left_out
 
 
 def _check_outputs(json_file: Path | None, markdown: Path | None, chart: Path | None, resume: bool) -> None:
@@ -109,11 +133,16 @@ def _measure(run: "ComparisonRun") -> None:
         raise
 
 
-def _write(
-    report: "ComparisonReport", run: "ComparisonRun", json_file: Path | None, markdown: Path | None, chart: Path | None
+def _report(
+    run: "ComparisonRun",
+    left_out: "list[LeftOut]",
+    json_file: Path | None,
+    markdown: Path | None,
+    chart: Path | None,
 ) -> None:
-    from ppd_runtime.measure.comparison.report import write_json, write_markdown
+    from ppd_runtime.measure.comparison.report import summarise, write_json, write_markdown
 
+    report = summarise(run, left_out)
     if chart is not None:
         from ppd_runtime.measure.comparison.chart import draw_bars
 
@@ -124,6 +153,7 @@ def _write(
         write_json(report, json_file)
     if run.partial:
         run.partial.discard()
+    _print(report)
 
 
 def _print(report: "ComparisonReport") -> None:

@@ -16,6 +16,7 @@ from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
 from ppd_runtime.measure.comparison.rows import BASELINE, Row, full_settings
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
 from ppd_runtime.methods import SELF_SPECULATIVE, open_method
+from ppd_runtime.models.stage import Stage
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
@@ -74,10 +75,10 @@ class OwnMethod:
 
 
 class Methods:
-    """Every row's method, open until the `with` block ends; those in this process share one model's weights.
+    """Every row's method, open until the `with` block ends; those that draft in this process share one model's weights.
 
     Args:
-        ordinary: ordinary decoding, and the weights.
+        ordinary: ordinary decoding; the others have its model, dtype, device, threads and compile.
         rows: checked ones, ordinary decoding's among them.
     """
 
@@ -86,6 +87,7 @@ class Methods:
         self._closing = contextlib.ExitStack()
         self._methods: dict[str, ComparedMethod] = {}
         self._pipeline: PPDRuntime | None = None
+        self._stage: Stage | None = None
 
     def __enter__(self) -> "Methods":
         with contextlib.ExitStack() as opening:
@@ -137,10 +139,13 @@ class Methods:
             "compile": config.compile,
         }
         if row.method in SELF_SPECULATIVE:
-            return open_method(config.model, row.method, stage=self.ordinary.stage, **row.settings, **shared)
+            drafting = open_method(config.model, row.method, stage=self._stage, **row.settings, **shared)
+            assert isinstance(drafting, SelfSpeculativeDecoding)
+            self._stage = drafting.stage
+            return drafting
         pipeline = open_method(config.model, row.method, **full_settings(row), **shared)
-        if isinstance(pipeline, PPDRuntime):
-            self._pipeline = self._pipeline or pipeline
+        assert isinstance(pipeline, PPDRuntime)
+        self._pipeline = self._pipeline or pipeline
         return pipeline
 
     @contextlib.contextmanager
