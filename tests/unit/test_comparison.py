@@ -57,6 +57,7 @@ def test_the_measured_speedup_is_what_equation_6_allows_where_verifying_costs_a_
     figures = method_figures([Pair(ORDINARY, DRAFTED, SAME)])
     assert figures.verification_cost == pytest.approx(1)
     assert figures.allowed_speedup == pytest.approx(2)
+    assert figures.pooled_step_speedup == pytest.approx(2)
     assert figures.costed_speedup == pytest.approx(2)
 
 
@@ -87,6 +88,12 @@ def test_pairs_are_summed_up_by_medians_and_pooled_counts() -> None:
     assert figures.equal_texts == pytest.approx(1 / 3)
     assert figures.equal_tokens == pytest.approx(18 / 32)
     assert figures.largest_gap == 0.5
+
+
+def test_speedups_of_all_texts_together() -> None:
+    slower = replace(ORDINARY, latency_s=21.0)
+    figures = method_figures([Pair(ORDINARY, DRAFTED, SAME), Pair(slower, ORDINARY, SAME)])
+    assert figures.pooled_step_speedup == pytest.approx((10 * 1 + 10 * 2) / (10 * 0.5 + 10 * 1))
 
 
 def test_ordinary_decoding_has_no_drafts() -> None:

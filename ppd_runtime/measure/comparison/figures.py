@@ -99,6 +99,8 @@ class MethodFigures:
     """Tokens per second over ordinary decoding's, of each pair."""
     step_speedup: Spread | None
     """The same behind the first token, where prompts no longer count."""
+    pooled_step_speedup: float | None
+    """The same of all texts together, as s, CR and c are: what to set beside the allowed one."""
     allowed_speedup: float | None
     """What s, CR and c allow behind the first token by SWIFT's equation 6; what Theorem 4.1 allows for PPD."""
     costed_speedup: float | None
@@ -145,6 +147,7 @@ def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
         tokens_per_second=new_tokens / sum(run.latency_s for run in runs),
         speedup=spread([_rate(pair.run) / _rate(pair.ordinary) for pair in pairs]),
         step_speedup=spread([ordinary / method for ordinary, method in steps]) if steps else None,
+        pooled_step_speedup=_pooled_step_speedup(pairs),
         allowed_speedup=_theorem_speedup(pairs) or allowed_speedup(compression_rate, draft_steps, draft_cost),
         costed_speedup=_costed_speedup(compression_rate, draft_steps, draft_cost, verification_cost),
         acceptance_rate=accepted / drafted if drafted else None,
@@ -190,6 +193,15 @@ def spread(values: Sequence[float]) -> Spread:
 
 def _rate(run: TextRun) -> float:
     return run.new_tokens / run.latency_s
+
+
+def _pooled_step_speedup(pairs: Sequence[Pair]) -> float | None:
+    """Ordinary decoding's time for the tokens behind the first ones over the method's."""
+    known = [(p.run, p.ordinary.step_s, p.run.step_s) for p in pairs if p.ordinary.step_s and p.run.step_s]
+    ordinary_s, method_s = (
+        sum((run.new_tokens - run.first_tokens) * steps[i] for run, *steps in known) for i in (0, 1)
+    )
+    return ordinary_s / method_s if known else None
 
 
 def _draft_cost(pairs: Sequence[Pair]) -> float | None:

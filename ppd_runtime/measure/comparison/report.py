@@ -19,12 +19,12 @@ from ppd_runtime.measure.comparison.run import ComparisonRun
 Columns = Mapping[str, Callable[[MethodFigures], str]]
 """Heads, and what is below them for a method."""
 _NOTES = """\
-Speed-ups are medians of the texts' own ratios, quartiles behind them. α: accepted drafts among draft steps. M: tokens
-for each full pass, the prompt's among them. CR: tokens for each verification. CTAR(w): share of the verifications that
-gave more than w tokens. s: draft steps for each verification. c and v: the time of a draft step and of a verification
-over that of an ordinary step; where drafting runs the first layers once for both, over the newest certain token, that
-is v's. Allowed: CR / (1 + s·c), SWIFT's equation 6; for ppd Theorem 4.1 with the match rate of these texts. With v:
-CR / (v + s·c), where verifying several tokens takes longer than one, as the equation does not know."""
+Speed-ups are medians of the texts' own ratios, with quartiles, except where all texts are taken together. α: accepted
+drafts among draft steps. M: tokens for each full pass, the prompt's among them. CR: tokens for each verification.
+CTAR(w): share of the verifications that gave more than w tokens. s: draft steps for each verification. c and v: the
+time of a draft step and of a verification over that of an ordinary step; where drafting runs the first layers for both,
+over the newest certain token, that is v's. Allowed: CR / (1 + s·c), SWIFT's equation 6; for ppd Theorem 4.1 with the
+match rate of these texts. With v: CR / (v + s·c), as verifying several tokens may take longer than an ordinary step."""
 _UNDISTURBED = 0.9
 """Of a core's time, what a method has at least where nobody else computes."""
 _TABLE_1 = {
@@ -45,9 +45,10 @@ _COLUMNS: Columns = {
     "tokens equal": lambda f: _share(f.equal_tokens),
 }
 _COST_COLUMNS: Columns = {
-    "measured": lambda f: _spread(f.step_speedup),
+    "of each text": lambda f: _spread(f.step_speedup),
+    "together": lambda f: _number(f.pooled_step_speedup, 2),
     "allowed": lambda f: _number(f.allowed_speedup, 2),
-    "measured / allowed": lambda f: _number(_of_allowed(f), 3),
+    "together / allowed": lambda f: _number(_of_allowed(f), 3),
     "with v": lambda f: _number(f.costed_speedup, 2),
     "s": lambda f: _number(f.draft_steps, 2),
     "c": lambda f: _number(f.draft_cost, 3),
@@ -268,9 +269,9 @@ def _text(pair: Pair) -> dict[str, Any]:
 
 
 def _of_allowed(figures: MethodFigures) -> float | None:
-    if figures.step_speedup is None or not figures.allowed_speedup:
+    if figures.pooled_step_speedup is None or not figures.allowed_speedup:
         return None
-    return figures.step_speedup.median / figures.allowed_speedup
+    return figures.pooled_step_speedup / figures.allowed_speedup
 
 
 def _differing(figures: MethodFigures) -> str:
