@@ -2,6 +2,7 @@
 
 import typer
 
+from ppd_runtime.cli.bench import bench
 from ppd_runtime.cli.demo import demo
 from ppd_runtime.cli.errors import OneLineGroup
 from ppd_runtime.cli.generate import generate
@@ -25,6 +26,7 @@ app.command("match-rate")(match_rate)
 app.command()(simulate)
 app.add_typer(train, name="train")
 app.command()(plan)
+app.command()(bench)
 
 if __name__ == "__main__":
     app()
