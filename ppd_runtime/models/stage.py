@@ -152,7 +152,7 @@ class Stage:
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         self._check_position(first, position)
         tokens = len(inputs if isinstance(inputs, list) else inputs[0])
-        if self._compiled and position and (tokens == 1 or self._compiled.runs_chains):
+        if self._compiled and position and (tokens == 1 or self._compiled.runs_chain(tokens)):
             hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
             return self._compiled.run(first, last, hidden, self.cache.layers, chain=tokens > 1)
         return self._run_library(first, last, inputs, position)
