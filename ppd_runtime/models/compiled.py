@@ -49,6 +49,8 @@ CHAIN = 0
 MOST_CHAINED = 15
 """Tokens of a chain for which compiled code is of use; the library runs longer ones."""
 _AT_ONCE = 5  # rows of which CPUs make the best; see `_WeightsFirst`
+_TWICE = 2**20
+"""Numbers in a weight matrix up to which one token's product is faster done twice at once."""
 _GROUPED_ATTENTION = "ppd_grouped_sdpa"
 _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
@@ -277,8 +279,8 @@ def _export(
     tokens = None if siblings else {1: torch.export.Dim("tokens", min=2, max=MOST_CHAINED)}
     shapes = (tokens, None, rows, rows, dict.fromkeys(weights))
     layer = FewTokensLayer(piece, index, sliding_windows(config)[index], chain=siblings == CHAIN)
-    several = siblings != 1 and torch.device(device).type == "cpu"
-    with _WeightsFirst() if several else contextlib.nullcontext():
+    weights_first = torch.device(device).type == "cpu" and dtype == torch.float32
+    with _WeightsFirst() if weights_first else contextlib.nullcontext():
         inputs = (hidden, position, keys, values, weights)
         return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
 
@@ -286,7 +288,9 @@ def _export(
 class _WeightsFirst(TorchFunctionMode):
     """Has linear layers multiply the weights with a few tokens' states, not the states with the weights.
 
-    The numbers are the same; on CPUs two to five rows take half the time, less than one row alone.
+    The numbers are the same up to rounding. On CPUs two to five tokens take half the time then, and less than one token
+    takes, since a matrix times a vector reads memory more slowly than a matrix times a matrix does; so one token stands
+    there twice, where the weights are small enough for it to gain (`_TWICE`).
     """
 
     def __torch_function__(
@@ -298,7 +302,14 @@ class _WeightsFirst(TorchFunctionMode):
 
     @staticmethod
     def _linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = torch.mm(weight, states.reshape(-1, states.shape[-1]).t()).t().reshape(*states.shape[:-1], -1)
+        flat = states.reshape(-1, states.shape[-1])
+        if isinstance(flat.shape[0], int) and flat.shape[0] == 1:
+            if weight.numel() > _TWICE:
+                return nn.functional.linear(states, weight, bias)
+            rows = torch.mm(weight, torch.cat([flat, flat]).t())[:, :1].t()
+        else:
+            rows = torch.mm(weight, flat.t()).t()
+        rows = rows.reshape(*states.shape[:-1], -1)
         return rows if bias is None else rows + bias
 
 
