@@ -91,5 +91,10 @@ class AdaSpeedSettings:
         return lambda stage: LayerSkip(stage, probe.exit_layer, stopping, load_probe(probe, stage.model))
 
 
+def default_exit_layer(num_layers: int) -> int:
+    """A third of the depth, rounded down, at least 1: where drafts come from unless another layer is asked for."""
+    return max(1, num_layers // 3)
+
+
 def _exit_layer(exit_layer: int | None, info: ModelInfo) -> int:
-    return check_exit_layer(exit_layer, info.num_layers, max(1, info.num_layers // 3))
+    return check_exit_layer(exit_layer, info.num_layers, default_exit_layer(info.num_layers))
