@@ -22,7 +22,7 @@ def invoke(*arguments: object) -> Result:
     ("command", "printed"),
     [
         ("adapter --exit-layer 1", "adapter for layer 1 of 4 of"),
-        ("probe", "probe for layer 2 of 4 of"),
+        ("probe", "probe for layer 1 of 4 of"),
         ("layerskip --max-dropout 0.3", "LayerSkip training of"),
         ("layerskip --from-scratch --exit-curriculum gradual", "LayerSkip training of"),
     ],
