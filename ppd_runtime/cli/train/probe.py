@@ -37,12 +37,12 @@ def probe(
     held-out text, beside the draft's own confidence. A training that was stopped goes on with the same command.
     """
     with one_line_errors():
-        from ppd_runtime.decoding.layerskip import default_exit_layer
+        from ppd_runtime.decoding.early_exit import check_exit_layer
         from ppd_runtime.models.loading import describe
         from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
 
         common.set_threads(threads)
-        layer = default_exit_layer(describe(model).num_layers) if exit_layer is None else exit_layer
+        layer = check_exit_layer(exit_layer, describe(model).num_layers)
         changes = common.given(
             learning_rate=learning_rate,
             batch_size=batch_size,
