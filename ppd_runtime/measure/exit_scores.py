@@ -31,10 +31,12 @@ def exit_scores(
     pieces = [layer_range(model, layer, layer + 1) for layer in range(num_layers)]
     losses, hits = torch.zeros(num_layers), torch.zeros(num_layers, dtype=torch.int64)
     for number, row in enumerate(rows.to(model.device), start=1):
-        logits = [head(states)[0].float() for states in _states(pieces, row[None, :-1])]
-        chosen = logits[-1].argmax(-1)
-        losses += torch.stack([F.cross_entropy(each, row[1:], reduction="sum") for each in logits]).cpu()
-        hits += torch.stack([(each.argmax(-1) == chosen).sum() for each in logits]).cpu()
+        states = _states(pieces, row[None, :-1])
+        chosen = head(states[-1])[0].argmax(-1)
+        for layer, each in enumerate(states):  # one exit's logits at a time: a large vocabulary's take much memory
+            logits = head(each)[0]
+            losses[layer] += F.cross_entropy(logits.float(), row[1:], reduction="sum").cpu()
+            hits[layer] += (logits.argmax(-1) == chosen).sum().cpu()
         on_row(number)
     tokens = len(rows) * (rows.shape[1] - 1)
     means = zip((losses / tokens).tolist(), (hits / tokens).tolist(), strict=True)

@@ -69,11 +69,10 @@ class AdapterRun(PartRun):
         """The adapter without the shared head."""
         return self.training.adapter.model
 
-    def finish(self, on_row: Callable[[int], None] = lambda row: None) -> HeadComparison:
+    def write(self, on_row: Callable[[int], None]) -> HeadComparison:
         """Compare with the bare exit on held-out text and write the adapter's folder; `on_row` counts the rows."""
         passes = self.held_out_passes(on_row)
         comparison = compare_heads(self.training.frozen.head, self.training.logits, passes, seed=self.recipe.seed)
         card = self.account() | {"held_out": comparison.as_dict()}
         save_adapter(self.out, self.training.adapter, AdapterInfo(**self.known()), card)
-        self.checkpoint.discard()
         return comparison

@@ -1,7 +1,8 @@
 """An unfinished training in one file, replaced atomically: weights, optimizer states, finished steps and settings."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,24 @@ class Checkpoint:
         self._settings = json.loads(json.dumps(settings or {}))
 
     def save(self, step: int) -> None:
-        """Write the state after `step` finished steps."""
+        """Write the state after `step` finished steps.
+
+        Raises:
+            ValueError: the file cannot be written; what it held stays.
+        """
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
         metadata = {"step": str(step), "settings": json.dumps(self._settings)}
-        save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial, metadata=metadata)
-        self._partial.replace(self.path)
+        try:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial, metadata=metadata)
+            self._partial.replace(self.path)
+        except (SafetensorError, OSError) as error:
+            self._partial.unlink(missing_ok=True)
+            raise ValueError(
+                f"{self.path}: the training cannot be kept there ({error}); make room, and the same command goes on"
+            ) from error
 
     def load(self) -> int:
         """Restore the newest state, if there is one; the number of finished steps.
@@ -43,21 +54,27 @@ class Checkpoint:
         """
         if not self.path.exists():
             return 0
-        try:
+        with self._readable():
             with safe_open(self.path, "pt") as file:
                 metadata = file.metadata()
             step, settings = int(metadata["step"]), json.loads(metadata.get("settings", "{}"))
             tensors = load_file(self.path)
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{self.path}: no unfinished training ({error}); delete it to begin anew") from error
         self._check(settings)
-        self._restore(tensors)
+        with self._readable():
+            self._restore(tensors)
         return step
 
     def discard(self) -> None:
         """Remove the file: the training is complete."""
         for path in (self.path, self._partial):
             path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"{self.path}: no unfinished training ({error}); delete it to begin anew") from error
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         for name, value in self._settings.items():

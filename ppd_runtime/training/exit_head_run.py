@@ -31,11 +31,10 @@ class ExitHeadRun(PartRun):
         """The head."""
         return self.training.head
 
-    def finish(self, on_row: Callable[[int], None] = lambda row: None) -> HeadComparison:
+    def write(self, on_row: Callable[[int], None]) -> HeadComparison:
         """Compare the head with the shared one on held-out text and write its folder; `on_row` counts the rows."""
         passes = self.held_out_passes(on_row)
         comparison = compare_heads(self.training.frozen.head, self.training.logits, passes, seed=self.recipe.seed)
         head = HeadInfo(**self.known(), kind=self.recipe.kind)
         save_head(self.out, self.learner, head, self.account() | {"held_out": comparison.as_dict()})
-        self.checkpoint.discard()
         return comparison

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
 from ppd_runtime.cost_model.tradeoff import whole_file
@@ -81,7 +82,7 @@ class LayerSkipRun(TrainingRun):
         """Rows that `finish` runs."""
         return len(self.held_out) * (1 if self.recipe.from_scratch else 2)
 
-    def finish(self, on_row: Callable[[int], None] = lambda row: None) -> LayerSkipReport:
+    def write(self, on_row: Callable[[int], None]) -> LayerSkipReport:
         """Measure every exit on held-out text and write the model's folder; `on_row` counts the rows."""
         model = self._as_saved()
         after = exit_scores(model, self.held_out, on_row)
@@ -90,7 +91,6 @@ class LayerSkipRun(TrainingRun):
             before = exit_scores(self._beginning(), self.held_out, lambda row: on_row(len(self.held_out) + row))
         report = LayerSkipReport(self.held_out[:, 1:].numel(), before, after)
         self._write(model, report)
-        self.checkpoint.discard()
         return report
 
     def _beginning(self) -> PreTrainedModel:
@@ -113,7 +113,10 @@ class LayerSkipRun(TrainingRun):
 
     def _write(self, model: PreTrainedModel, report: LayerSkipReport) -> None:
         with whole_file(self.out) as unfinished, no_progress_bar():
-            model.to(self._saved_dtype).save_pretrained(unfinished)
+            try:
+                model.to(self._saved_dtype).save_pretrained(unfinished)
+            except SafetensorError as error:  # such as a full disk
+                raise OSError(str(error)) from error
             load_tokenizer(self.info).save_pretrained(unfinished)
             if (self.info.folder / _GENERATION).exists():
                 shutil.copy(self.info.folder / _GENERATION, unfinished)

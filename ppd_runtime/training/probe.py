@@ -81,10 +81,9 @@ class ProbeRun(PartRun):
         """The probe for standardised states."""
         return self.training.standardised
 
-    def finish(self, on_row: Callable[[int], None] = lambda row: None) -> ProbeReport:
+    def write(self, on_row: Callable[[int], None]) -> ProbeReport:
         """Try the probe on held-out text and write its folder; `on_row` counts the rows."""
         probe = self.training.probe()
         report = report_probe(probe, self.training.frozen.head, self.held_out_passes(on_row))
         save_probe(self.out, probe, ProbeInfo(**self.known()), self.account() | {"held_out": report.as_dict()})
-        self.checkpoint.discard()
         return report

@@ -1,5 +1,6 @@
 """A training from a model's name and a file of texts to a folder: what all of them check, read and keep."""
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -41,6 +43,7 @@ class TrainingRun(ABC):
         self.info, self.data, self.out, self._recipe = model, data, out, recipe
         self.rows, self.held_out, data_sha256 = self._read_rows()
         self.settings: dict[str, Any] = {
+            "recipe": type(recipe).__name__,
             **asdict(recipe),
             "model_fingerprint": model_fingerprint(model),
             "data_sha256": data_sha256,
@@ -52,12 +55,25 @@ class TrainingRun(ABC):
         return len(self.held_out)
 
     def train(self, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
-        """Take the steps that are left; `on_step` gets the number of finished steps and the last one's loss."""
-        self.training.run(self.checkpoint, on_step)
+        """Take the steps that are left; `on_step` gets the number of finished steps and the last one's loss.
+
+        Raises:
+            ValueError: where another process trains into the same folder, what is kept beside it is of another
+                training, or nothing can be written there.
+        """
+        with alone(self.out):
+            self.training.run(self.checkpoint, on_step)
+
+    def finish(self, on_row: Callable[[int], None] = lambda row: None) -> Any:
+        """Compare on held-out text and write the folder; `on_row` counts the rows. Raises ValueError as `train`."""
+        with alone(self.out):
+            report = self.write(on_row)
+            self.checkpoint.discard()
+        return report
 
     @abstractmethod
-    def finish(self, on_row: Callable[[int], None] = lambda row: None) -> Any:
-        """Compare on held-out text and write the folder; `on_row` counts the rows."""
+    def write(self, on_row: Callable[[int], None]) -> Any:
+        """Compare on held-out text and write the folder; a report."""
 
     def account(self) -> dict[str, Any]:
         """How it was trained, for the card."""
@@ -153,6 +169,24 @@ class PartRun(TrainingRun):
             states = frozen.exit_states(row[None, :-1])
             yield states, frozen.final_logits(states), row[1:].to(states.device)
             on_row(number)
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keep other trainings from `out` meanwhile; raises ValueError where one is at work on it, or none can be."""
+    lock = FileLock(out.with_name(out.name + ".unfinished.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"out={str(out)!r}: another training is at work on it: choose another folder") from error
+    except OSError as error:
+        raise ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; choose another folder") from error
+    try:
+        check_out(out)
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def check_out(out: Path) -> None:

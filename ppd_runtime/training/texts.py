@@ -36,8 +36,8 @@ def read_texts(source: str) -> Texts:
     """The texts of a file, or the standard library's where `source` is "demo".
 
     A file ending in .jsonl holds one object a line with a "text" or a "prompt"; any other file is one plain text, cut
-    into passages at blank lines. One text in 25 is held out, at least one: those whose hashes are lowest, so that a
-    longer or reordered file holds out the same ones, but for a few.
+    into passages at blank lines. Of the different texts one in 25 is held out, at least one: those whose hashes are
+    lowest, so that a longer or reordered file holds out the same ones, but for a few.
 
     Raises:
         ValueError: naming the file, the line that is broken, or what is missing.
@@ -66,10 +66,13 @@ def token_rows(tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], lengt
 
 
 def _hold_out(path: Path, texts: list[str]) -> Texts:
-    if len(texts) < 2:
-        raise ValueError(f"{path}: holds {len(texts)} texts; at least 2 are needed, one of them to be held out")
     hashes = [hashlib.sha256(text.encode()).digest() for text in texts]
-    highest = sorted(hashes)[max(1, int(len(texts) * _HELD_OUT_SHARE)) - 1]
+    different = sorted(set(hashes))
+    if len(different) < 2:
+        raise ValueError(
+            f"{path}: holds {len(different)} different texts; at least 2 are needed, one of them to be held out"
+        )
+    highest = different[max(1, int(len(different) * _HELD_OUT_SHARE)) - 1]
     pairs = list(zip(texts, hashes, strict=True))
     return Texts(
         training=tuple(text for text, digest in pairs if digest > highest),

@@ -18,7 +18,8 @@ def test_wheel_holds_the_demo_model_and_runs_elsewhere(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     zipfile.ZipFile(wheel).extractall(elsewhere)
     demo = elsewhere / "ppd_runtime" / "models" / "demo"
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "card.json"):
+    parts = ("adapter/adapter.json", "adapter/adapter.safetensors", "probe/probe.json", "probe/probe.safetensors")
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "card.json", *parts):
         assert (demo / name).read_bytes() == (ROOT / "ppd_runtime" / "models" / "demo" / name).read_bytes()
     for name in ("py.typed", "cost_model/report.html", "measure/prompts/demo.jsonl"):
         assert (elsewhere / "ppd_runtime" / name).exists(), name

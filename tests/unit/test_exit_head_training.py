@@ -250,9 +250,10 @@ def test_mistakes_are_found_before_anything_is_written(model_folder: ModelFolder
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"line 2: no JSON at column"),
         ("a.jsonl", b'{"text": "a"}\n{"other": "b"}', r'line 2: no text under "text" or "prompt"'),
         ("a.jsonl", b'{"text": ""}', r'line 1: no text under "text" or "prompt"'),
-        ("a.jsonl", b'{"text": "a"}\n', r"holds 1 texts; at least 2"),
+        ("a.jsonl", b'{"text": "a"}\n', r"holds 1 different texts; at least 2"),
+        ("a.jsonl", b'{"text": "a"}\n' * 3, r"holds 1 different texts; at least 2"),
         ("a.txt", b"one\ntwo \xff\n", r"line 2: no UTF-8 text"),
-        ("a.txt", b"", r"holds 0 texts"),
+        ("a.txt", b"", r"holds 0 different texts"),
     ],
 )
 def test_broken_files_are_named_with_the_line(tmp_path: Path, name: str, content: bytes, named: str) -> None:
@@ -273,6 +274,14 @@ def test_held_out_texts_are_kept_from_training(tmp_path: Path) -> None:
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     (tmp_path / "b.jsonl").write_text("\n".join([lines[0], *reversed(lines), lines[3]]))
     assert set(read_texts(str(tmp_path / "b.jsonl")).held_out) == set(texts.held_out)
+
+
+def test_a_text_that_fills_a_file_is_trained_on_or_held_out(tmp_path: Path) -> None:
+    for other in range(8):
+        lines = [json.dumps({"text": text}) for text in ["the same"] * 97 + [f"{other}{i}" for i in range(3)]]
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        texts = read_texts(str(tmp_path / "a.jsonl"))
+        assert (len(set(texts.held_out)), len(set(texts.training))) == (1, 3)
 
 
 def test_a_plain_text_is_cut_at_blank_lines(tmp_path: Path) -> None:

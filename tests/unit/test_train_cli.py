@@ -22,7 +22,7 @@ def invoke(*arguments: object) -> Result:
     ("command", "printed"),
     [
         ("adapter --exit-layer 1", "adapter for layer 1 of 4 of"),
-        ("probe", "probe for layer 2 of 4 of"),
+        ("probe", "probe for layer 1 of 4 of"),
         ("layerskip --max-dropout 0.3", "LayerSkip training of"),
         ("layerskip --from-scratch --exit-curriculum gradual", "LayerSkip training of"),
     ],
@@ -63,7 +63,7 @@ def test_json(model_folder, tmp_path: Path) -> None:
     [
         ("adapter --exit-layer 4", "exit_layer=4: with 4 layers choose 1 to 3"),
         ("adapter --learning-rate -1", "learning_rate=-1.0"),
-        ("probe --exit-layer 0", "exit_layer=0: give a whole number of at least 1"),
+        ("probe --exit-layer 0", "exit_layer=0: with 4 layers choose 1 to 3"),
         ("probe --threads 0", "threads=0: must be at least 1"),
         ("layerskip --exit-curriculum all", "exit_curriculum='all': choose one of rotational, gradual"),
         ("layerskip --max-dropout 2", "max_dropout=2.0: give a number from 0 to 1"),

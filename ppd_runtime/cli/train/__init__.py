@@ -8,7 +8,7 @@ from ppd_runtime.cli.train.layerskip import layerskip
 from ppd_runtime.cli.train.probe import probe
 
 train = typer.Typer(
-    help="Train what makes early guesses better; only layerskip changes the model, and writes a new one.",
+    help="Train what makes early guesses better. Only layerskip trains the model itself, and writes a new one.",
     no_args_is_help=True,
 )
 train.command("exit-head")(exit_head)

@@ -28,8 +28,9 @@ def adapter(
 ) -> None:
     """Train Kangaroo's adapter behind a shallow layer of a frozen model: one attention and two norms.
 
-    It learns full depth's own distribution. Reported is how often the bare exit and the adapter name full depth's
-    choice on held-out text. A training that was stopped goes on with the same command.
+    It learns full depth's own distribution. `ppd generate --method kangaroo --adapter` uses the folder. Reported is how
+    often the bare exit and the adapter name full depth's choice on held-out text. A training that was stopped goes on
+    with the same command.
     """
     with one_line_errors():
         from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun

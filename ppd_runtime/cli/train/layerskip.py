@@ -18,28 +18,34 @@ def layerskip(
     model: options.Model = "demo",
     data: common.Data = "demo",
     from_scratch: Annotated[bool, typer.Option(help="Draw the weights anew: config and tokenizer are enough.")] = False,
-    max_dropout: Annotated[float | None, typer.Option(help="p_max, of the last layer; default: 0.1.")] = None,
+    max_dropout: Annotated[
+        float | None, typer.Option(help="p_max: how often samples leave out the last layer; default: 0.1.")
+    ] = None,
     dropout_curriculum: Annotated[
-        str | None, typer.Option(help="S(t): constant, or exponential (the default from scratch).")
+        str | None, typer.Option(help="S(t): constant, or exponential (from scratch the default).")
     ] = None,
     e_scale: Annotated[float | None, typer.Option(help="The early exits' weight, 0 to 1; default: 0.2.")] = None,
-    exit_curriculum: Annotated[str | None, typer.Option(help="C(t, l): rotational (default), or gradual.")] = None,
-    rotation: Annotated[int | None, typer.Option(help="R of the rotational one; default: 8.")] = None,
+    exit_curriculum: Annotated[
+        str | None, typer.Option(help="C(t, l), which exits learn: rotational (default), or gradual.")
+    ] = None,
+    rotation: Annotated[int | None, typer.Option(help="R: every R-th layer learns in a step; default: 8.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Default: 3e-5, from scratch 8e-4.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: 4.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens in a row; default: 2048.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: 1.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Steps at the most; default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Decides rows, dropout and, from scratch, the first weights.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto: the products'.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of products: float32, bfloat16, or auto: bfloat16 on GPUs.")] = "auto",
     device: options.Device = "auto",
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Train a model whose early layers can speak: LayerSkip's layer dropout and early-exit loss.
 
-    The folder is a model like any other. Reported is what every exit reaches on held-out text. A training that was
-    stopped goes on with the same command.
+    The folder is a model like any other: `ppd generate --method layerskip --model` uses it. Reported is what every exit
+    reaches on held-out text. A training that was stopped goes on with the same command.
+
+    The defaults are the paper's for continuing Llama 2 7B.
     """
     with one_line_errors():
         from ppd_runtime.training.layerskip import recipe_for

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def probe(
     out: common.Out,
     model: options.Model = "demo",
-    exit_layer: common.ExitLayer = None,
+    exit_layer: Annotated[
+        int | None, typer.Option(help="The layer that drafts; default: a third of the depth, as adaspeed has it.")
+    ] = None,
     data: common.Data = "demo",
     learning_rate: Annotated[float | None, typer.Option(help="Default: 1e-2.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: the paper's 4.")] = None,
@@ -31,14 +33,16 @@ def probe(
 ) -> None:
     """Train AdaSPEED's linear probe for one layer of a frozen model: will full depth choose what the exit drafts?
 
-    Reported is how well it foretells that on held-out text, beside the draft's own confidence. A training that was
-    stopped goes on with the same command.
+    `ppd generate --method adaspeed --stopping probe --probe` uses the folder. Reported is how well it foretells that on
+    held-out text, beside the draft's own confidence. A training that was stopped goes on with the same command.
     """
     with one_line_errors():
+        from ppd_runtime.decoding.early_exit import check_exit_layer
+        from ppd_runtime.models.loading import describe
         from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
 
         common.set_threads(threads)
-        layer = common.half_depth(model) if exit_layer is None else exit_layer
+        layer = check_exit_layer(exit_layer, describe(model).num_layers)
         changes = common.given(
             learning_rate=learning_rate,
             batch_size=batch_size,

@@ -1,0 +1,62 @@
+"""The adapter and the probe that the demo model brings along."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.decoding import open_method
+from ppd_runtime.models.adapter import AdapterInfo
+from ppd_runtime.models.fingerprint import model_fingerprint
+from ppd_runtime.models.loading import describe
+from ppd_runtime.models.probe import ProbeInfo
+from ppd_runtime.models.trained_parts import PartInfo, describe_part
+
+DEMO = describe("demo")
+PROMPTS = ("import os\n", "class Stack:\n    def push(self, item):\n", "def main(argv):\n    parser = ")
+
+
+@pytest.mark.parametrize("part", [AdapterInfo, ProbeInfo])
+def test_they_are_the_demo_models_own(part: type[PartInfo]) -> None:
+    known = describe_part(part, DEMO.folder / part.NAME, DEMO)
+    assert (known.model, known.hidden_size, known.vocab_size) == ("demo", 256, DEMO.vocab_size)
+    card = json.loads((known.folder / known.card_name()).read_text())
+    assert (card["training"]["data"], card["training"]["model_fingerprint"]) == ("demo", model_fingerprint(DEMO))
+    assert sum(path.stat().st_size for path in known.folder.iterdir()) < 2 * 2**20
+    readme = (DEMO.folder / "README.md").read_text()
+    assert f"`{part.NAME}/`" in readme
+
+
+def test_what_their_cards_say_is_in_the_readme() -> None:
+    readme = (DEMO.folder / "README.md").read_text()
+    adapter, probe = (
+        json.loads((DEMO.folder / name / f"{name}.json").read_text())["training"]["held_out"]
+        for name in ("adapter", "probe")
+    )
+    rates = [adapter[when]["match_rates"]["greedy"]["1"] for when in ("before", "after")]
+    assert f"{rates[0]:.3f} to {rates[1]:.3f}" in readme
+    for forecast in (probe["probe"], probe["confidence"]):
+        assert f"{forecast['accuracy']:.3f}" in readme
+        assert f"{forecast['auc']:.3f}" in readme
+
+
+def test_the_model_is_the_same_without_them(tmp_path: Path) -> None:
+    bare = shutil.copytree(DEMO.folder, tmp_path / "demo", ignore=shutil.ignore_patterns("adapter", "probe"))
+    assert model_fingerprint(describe(str(bare))) == model_fingerprint(DEMO)
+
+
+@pytest.mark.parametrize(("method", "settings"), [("kangaroo", {}), ("adaspeed", {"stopping": "probe"})])
+def test_tokens_are_ordinary_decodings(method: str, settings: dict[str, object]) -> None:
+    """In float32; and drafts are accepted."""
+    ordinary = OrdinaryDecoding("demo", dtype="float32")
+    drafting = open_method("demo", method, dtype="float32", **settings)
+    accepted = 0
+    for sampling in ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 5}):
+        for prompt in PROMPTS:
+            expected = ordinary.generate(prompt, max_new_tokens=32, ignore_eos=True, **sampling)
+            result = drafting.generate(prompt, max_new_tokens=32, ignore_eos=True, **sampling)
+            assert result.token_ids == expected.token_ids
+            accepted += result.stats.hits
+    assert accepted > 6 * 32 / 4

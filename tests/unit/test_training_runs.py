@@ -1,0 +1,101 @@
+"""What every training keeps to: one at a time into a folder, and a file beside it that is whole or as it was."""
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from heads_for_tests import write_texts
+from torch import nn
+
+from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun
+from ppd_runtime.training.layerskip import recipe_for
+from ppd_runtime.training.layerskip_run import LayerSkipRun
+from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
+from ppd_runtime.training.run import TrainingRun, alone
+
+ModelFolder = Callable[..., Path]
+SAME = {"exit_layer": 1, "learning_rate": 0.01, "batch_size": 4, "max_length": 24, "epochs": 1, "max_steps": 3}
+
+
+@pytest.fixture
+def run(model_folder: ModelFolder, tmp_path: Path) -> AdapterRun:
+    data = write_texts(tmp_path / "texts.jsonl")
+    return AdapterRun(str(model_folder("llama")), str(data), AdapterRecipe(**SAME), tmp_path / "out", "float32")
+
+
+@contextlib.contextmanager
+def no_room_for(size: int) -> Iterator[None]:
+    """Files cannot grow beyond so many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(folder: Path) -> list[str]:
+    """Of what is in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_one_training_at_a_time(run: AdapterRun, tmp_path: Path) -> None:
+    with alone(run.out):
+        for act in (run.train, run.finish):
+            with pytest.raises(ValueError, match="another training is at work on it: choose another folder"):
+                act()
+    assert names(tmp_path) == ["texts.jsonl"]
+    run.train()
+    run.finish()
+    with pytest.raises(ValueError, match="is there already"):  # one that began before this one ended
+        run.train()
+    assert names(tmp_path) == ["out", "texts.jsonl"]
+
+
+def test_a_name_that_leaves_no_room_beside_it(run: AdapterRun, tmp_path: Path) -> None:
+    run.out = tmp_path / ("o" * 250)
+    with pytest.raises(ValueError, match="ooo' cannot be written: File name too long; choose another folder"):
+        run.train()
+
+
+def test_another_kind_of_training_is_not_gone_on_with(run: AdapterRun) -> None:
+    run.train()
+    probe = ProbeRun(run.info.name, run.data, ProbeRecipe(**SAME), run.out, "float32")
+    with pytest.raises(ValueError, match="unfinished training with recipe='AdapterRecipe', not 'ProbeRecipe'"):
+        probe.train()
+
+
+def test_an_unfinished_training_without_some_tensors(run: AdapterRun, model_folder: ModelFolder) -> None:
+    run.train()
+    other = AdapterRun(str(model_folder("llama")), run.data, run.recipe, run.out, "float32")
+    other.checkpoint.model.more = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="no unfinished training .*delete it to begin anew"):
+        other.train()
+
+
+def test_no_room_to_keep_a_training(run: AdapterRun, tmp_path: Path) -> None:
+    run.checkpoint.save(1)
+    kept = run.checkpoint.path.read_bytes()
+    with no_room_for(len(kept) // 2), pytest.raises(ValueError, match="cannot be kept there .*make room"):
+        run.checkpoint.save(2)
+    assert run.checkpoint.path.read_bytes() == kept
+    assert names(tmp_path) == ["out.unfinished.safetensors", "texts.jsonl"]
+
+
+def layerskip(run: AdapterRun) -> TrainingRun:
+    recipe = recipe_for(False, max_length=24, max_steps=3)
+    return LayerSkipRun(str(run.info.folder), run.data, recipe, run.out, "float32")
+
+
+@pytest.mark.parametrize("of", [lambda run: run, layerskip])
+def test_no_room_for_the_folder(run: AdapterRun, tmp_path: Path, of: Callable[[AdapterRun], TrainingRun]) -> None:
+    """The training is kept, and the same command writes the folder once there is room."""
+    training = of(run)
+    training.train()
+    with no_room_for(4000), pytest.raises(ValueError, match="give a file that can be written"):
+        training.finish()
+    assert names(tmp_path) == ["out.unfinished.safetensors", "texts.jsonl"]
+    training.finish()
+    assert names(tmp_path) == ["out", "texts.jsonl"]
