@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
+from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
 from ppd_runtime.models.rotary import RotaryTable
+from ppd_runtime.models.trees import TokenTree
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind
 
@@ -46,7 +47,7 @@ class Stage:
         """Recent time of one layer for one token."""
         self.recorder = Recorder()
         self._pieces: dict[tuple[int, int], nn.Module] = {}
-        self._views: dict[tuple[int, int], LayerRangeCache] = {}
+        self._views: dict[tuple[int, int], SomeLayersCache] = {}
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
@@ -84,16 +85,22 @@ class Stage:
         return hidden
 
     def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
-        """Run all layers over tokens that all stand at `position`, each seeing what came before and itself.
+        """Run all layers over tokens that all stand at `position`: a tree of roots, see `run_tree`."""
+        return self.run_tree(token_ids, [-1] * len(token_ids), position)
 
-        The hidden states behind the layers, `[1, siblings, hidden_size]`. Their entries lie behind the first `position`
-        tokens' until `keep_sibling` or `truncate`; the capacity must hold them. One token alone is an ordinary pass.
-        Several are the same numbers, but not the same bits: a product with several rows may sum in another order.
+    def run_tree(self, token_ids: Sequence[int], parents: Sequence[int], position: int) -> Tensor:
+        """Run all layers over a tree: each token sees what came before `position`, those it stands behind, and itself.
+
+        `parents` has each token's parent among them, which comes before it; -1 for a root, which stands at `position`.
+        The hidden states behind the layers, `[1, tokens, hidden_size]`. Their entries lie behind the first `position`
+        tokens' until `keep_path` or `truncate`; the capacity must hold them all. A chain is an ordinary pass. Others
+        give the numbers that each path alone gives, but not the same bits: a product with several rows may sum in
+        another order.
         """
-        if len(token_ids) == 1:
+        if list(parents) == list(range(-1, len(parents) - 1)):
             return self.run(0, self.num_layers, list(token_ids), position)
         began = time.perf_counter()
-        hidden = self._run_siblings(list(token_ids), position)
+        hidden = self._run_tree(list(token_ids), parents, position)
         self._wait_for_device()
         self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
         self.layer_passes += len(token_ids) * self.num_layers
@@ -107,11 +114,15 @@ class Stage:
         """Keep the entries of the first `length` tokens, drop the newer ones."""
         self.cache.truncate(length)
 
-    @torch.inference_mode()
     def keep_sibling(self, position: int, index: int) -> None:
         """Of the siblings that were run at `position`, keep the entries of one alone, and drop the others."""
+        self.keep_path(position, [index])
+
+    @torch.inference_mode()
+    def keep_path(self, position: int, nodes: Sequence[int]) -> None:
+        """Of a tree that was run at `position`, keep the entries of a path from a root, and drop the others."""
         began = time.perf_counter()
-        self.cache.keep_sibling(position, index)
+        self.cache.keep_path(position, nodes)
         self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, self.num_layers)
 
     @torch.inference_mode()
@@ -160,22 +171,14 @@ class Stage:
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
     @torch.inference_mode()
-    def _run_siblings(self, token_ids: list[int], position: int) -> Tensor:
+    def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
         self._check_position(0, position)
-        if self._compiled:
+        if self._compiled and set(parents) == {-1}:
             return self._compiled.run(0, self.num_layers, self._embed(token_ids), self.cache.layers)
-        places = self._positions[:, position : position + 1].expand(1, len(token_ids))
-        masks = self._sibling_masks(len(token_ids))
+        tree = TokenTree(parents)
+        places = self._positions[:, position + tree.depths]
+        masks = tree.masks(self.cache.layers, self.model)
         return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)
-
-    def _sibling_masks(self, siblings: int) -> Tensor | dict[str, Tensor]:
-        """The library's additive masks, `[1, 1, siblings, attended]`; by kind where there are layers of two kinds."""
-        sizes = [layer.get_mask_sizes(siblings)[0] for layer in self.cache.layers]
-        masks = {size: _sees_itself(siblings, size, self.model) for size in set(sizes)}
-        kinds = getattr(self.model.config, "layer_types", None) or []
-        if len(masks) == 1:
-            return masks[sizes[0]]
-        return {kind: masks[size] for kind, size in zip(kinds, sizes, strict=True)}
 
     def _check_position(self, layer: int, position: int) -> None:
         length = self.cache.layers[layer].length
@@ -196,7 +199,7 @@ class Stage:
         if key not in self._pieces:
             self._pieces[key] = self._piece(first, last)
         if key not in self._views:
-            self._views[key] = self.cache.view(first, last)
+            self._views[key] = self.cache.view(range(first, last))
         size = next(iter(feed.values())).shape[1]
         feed |= {"position_ids": self._positions[:, position : position + size]} | others
         output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
@@ -246,13 +249,6 @@ class FinalHead:
         probe = torch.linspace(-8, 8, model.config.hidden_size, device=model.device, dtype=model.dtype)
         hidden = probe.view(1, 1, -1)
         return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
-
-
-def _sees_itself(siblings: int, attended: int, model: PreTrainedModel) -> Tensor:
-    """The additive mask of tokens that see all that is attended to but each other."""
-    mask = torch.zeros(1, 1, siblings, attended, dtype=model.dtype, device=model.device)
-    mask[..., attended - siblings :].fill_(torch.finfo(model.dtype).min).diagonal(dim1=2, dim2=3).zero_()
-    return mask
 
 
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
