@@ -6,9 +6,9 @@ masks, rotary tables, windows and soft caps stay the library's business.
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,8 @@ class Stage:
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
         self.recorder = Recorder()
-        self._pieces: dict[tuple[int, int], nn.Module] = {}
-        self._views: dict[tuple[int, int], SomeLayersCache] = {}
+        self._ranges: dict[tuple[int, int], Piece] = {}
+        self._views: dict[tuple[int, ...], SomeLayersCache] = {}
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
@@ -104,6 +104,18 @@ class Stage:
         self._wait_for_device()
         self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
         self.layer_passes += len(token_ids) * self.num_layers
+        return hidden
+
+    def run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
+        """Run the layers of a piece over tokens that start at `position`; the hidden states behind them.
+
+        They append to the caches of the piece's attending layers, which must hold `position` tokens each.
+        """
+        began = time.perf_counter()
+        hidden = self._run_piece(piece, token_ids, position)
+        self._wait_for_device()
+        self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
+        self.layer_passes += len(piece.decoder.layers)
         return hidden
 
     def length(self, layer: int) -> int:
@@ -171,6 +183,11 @@ class Stage:
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
     @torch.inference_mode()
+    def _run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
+        self._check_position(piece.attending[0], position)
+        return self._call(piece, token_ids, position)
+
+    @torch.inference_mode()
     def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
         self._check_position(0, position)
         if self._compiled and set(parents) == {-1}:
@@ -190,26 +207,31 @@ class Stage:
             torch.cuda.synchronize(self.device)
 
     def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
+        if (first, last) not in self._ranges:
+            layers = dict(enumerate(self.model.model.layers))
+            numbers = tuple(range(first, last))
+            self._ranges[first, last] = self.piece({i: layers[i] for i in numbers}, numbers)
+        return self._call(self._ranges[first, last], inputs, position, **others)
+
+    def _call(self, piece: "Piece", inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
         feed: dict[str, Any]
         if isinstance(inputs, Tensor):
             feed = {"inputs_embeds": inputs.to(self.device)}
         else:
             feed = {"input_ids": torch.tensor([inputs], device=self.device)}
-        key = (first, last)
-        if key not in self._pieces:
-            self._pieces[key] = self._piece(first, last)
-        if key not in self._views:
-            self._views[key] = self.cache.view(range(first, last))
+        if piece.attending not in self._views:
+            self._views[piece.attending] = self.cache.view(piece.attending)
         size = next(iter(feed.values())).shape[1]
         feed |= {"position_ids": self._positions[:, position : position + size]} | others
-        output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
+        output = piece.decoder(**feed, past_key_values=self._views[piece.attending], use_cache=True)
         return output.last_hidden_state
 
-    def _piece(self, first: int, last: int) -> nn.Module:
-        piece = layer_range(self.model, first, last)
+    def piece(self, layers: Mapping[int, nn.Module], attending: tuple[int, ...]) -> "Piece":
+        """Some layers by their numbers, or stand-ins for them; `attending` are those that have entries."""
+        decoder = decoder_of(self.model, layers)
         if self._rotary is not None:
-            piece.rotary_emb = self._rotary
-        return piece
+            decoder.rotary_emb = self._rotary
+        return Piece(decoder, attending)
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
@@ -251,13 +273,26 @@ class FinalHead:
         return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
 
 
+class Piece(NamedTuple):
+    """Some layers of a model, as a stage runs them."""
+
+    decoder: nn.Module
+    attending: tuple[int, ...]
+    """The layers whose entries it reads and writes."""
+
+
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
     """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights."""
-    piece = shallow_copy(model.model)
-    piece.layers = nn.ModuleList(model.model.layers[first:last])
-    piece.norm = nn.Identity()
-    piece.config = _range_config(model.model.config, first, last)
-    return piece
+    return decoder_of(model, {i: model.model.layers[i] for i in range(first, last)})
+
+
+def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module]) -> nn.Module:
+    """The model's decoder with only these layers, or stand-ins for them, by their numbers, and no final norm."""
+    decoder = shallow_copy(model.model)
+    decoder.layers = nn.ModuleList(layers.values())
+    decoder.norm = nn.Identity()
+    decoder.config = _some_layers_config(model.model.config, list(layers))
+    return decoder
 
 
 class _NormOnly(nn.Module):
@@ -278,9 +313,9 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _range_config(config: PretrainedConfig, first: int, last: int) -> PretrainedConfig:
-    config = copy.deepcopy(config)
+def _some_layers_config(config: PretrainedConfig, numbers: Sequence[int]) -> PretrainedConfig:
+    config = copy.copy(config)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[first:last]
-    config.num_hidden_layers = last - first
+        config.layer_types = [config.layer_types[number] for number in numbers]
+    config.num_hidden_layers = len(numbers)
     return config
