@@ -115,7 +115,7 @@ class Stage:
         hidden = self._run_piece(piece, token_ids, position)
         self._wait_for_device()
         self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
-        self.layer_passes += len(piece.decoder.layers)
+        self.layer_passes += piece.num_layers
         return hidden
 
     def length(self, layer: int) -> int:
@@ -231,7 +231,7 @@ class Stage:
         decoder = decoder_of(self.model, layers)
         if self._rotary is not None:
             decoder.rotary_emb = self._rotary
-        return Piece(decoder, attending)
+        return Piece(decoder, len(layers), attending)
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
@@ -277,6 +277,7 @@ class Piece(NamedTuple):
     """Some layers of a model, as a stage runs them."""
 
     decoder: nn.Module
+    num_layers: int
     attending: tuple[int, ...]
     """The layers whose entries it reads and writes."""
 
