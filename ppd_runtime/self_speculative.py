@@ -17,6 +17,7 @@ from ppd_runtime.text import StopRule
 from ppd_runtime.trace import Trace
 
 _RANK = 0  # as a main process has
+_CHAIN = 0  # `models.compiled.CHAIN`, without all that its module imports
 
 
 class SelfSpeculativeDecoding(TextGenerator):
@@ -57,7 +58,7 @@ class SelfSpeculativeDecoding(TextGenerator):
         super().__init__(info, load_tokenizer(info))
         place = choose_device(device)
         number = choose_dtype(dtype, place, info, threads)
-        code = compile_ahead(info, number, place) if compile else None
+        code = compile_ahead(info, number, place, (1, _CHAIN)) if compile else None
         self._acceptance, self._traced = acceptance, trace
         self.stage = load_stage(info, info.num_layers, number, place, code)
         self.method = start(self.stage)

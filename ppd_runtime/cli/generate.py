@@ -77,13 +77,15 @@ def generate(
         int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
     ] = None,
     stopping: Annotated[
-        Stopping | None, typer.Option(help="adaspeed's; default: product.", rich_help_panel=_DRAFTING)
+        Stopping | None,
+        typer.Option(help="When to stop drafting; default: the method's own.", rich_help_panel=_DRAFTING),
     ] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Stop drafting below this confidence.", rich_help_panel=_DRAFTING)
     ] = None,
     probe: Annotated[
-        Path | None, typer.Option(help="A folder of `ppd train probe`, for adaspeed.", rich_help_panel=_DRAFTING)
+        Path | None,
+        typer.Option(help="A folder of `ppd train probe`, for --stopping probe.", rich_help_panel=_DRAFTING),
     ] = None,
     adapter: Annotated[
         Path | None, typer.Option(help="A folder of `ppd train adapter`, for kangaroo.", rich_help_panel=_DRAFTING)

@@ -5,22 +5,34 @@ verification runs the later layers alone over them (LayerSkip's cache of keys, v
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ppd_runtime.decoding.drafts import Draft, Proposal
 from ppd_runtime.decoding.speculation import Propose
-from ppd_runtime.decoding.stopping import StopDrafting, Stopping
+from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
+from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.models.probe import Probe, describe_probe, load_probe
 from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.trained_parts import shipped_part
 
 
 class EarlyExitDrafting(ABC):
-    """Drafts chains behind layer `exit_layer` (counted from 1) of a stage that holds the whole model."""
+    """Drafts chains behind layer `exit_layer` (counted from 1) of a stage that holds the whole model.
 
-    def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping) -> None:
-        self.stage, self.exit_layer, self._stopping = stage, exit_layer, stopping
+    Args:
+        stage: the whole model.
+        exit_layer: drafts come from layers 1 to this one.
+        stopping: when to stop drafting.
+        probe: foretells from an exit state whether a draft will be accepted, in place of the draft's probability.
+    """
+
+    def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
+        self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
         self.stop_drafting = StopDrafting(stopping)
         self._states: list[Tensor] = []
 
@@ -49,7 +61,7 @@ class EarlyExitDrafting(ABC):
             (proposal,) = propose(self.exit_logits(self._states), text, 1)
             draft.add(proposal, len(draft.tokens) - 1)
             draft.steps += 1
-            self.stop_drafting.drafted(self.confidence(proposal, self._states[-1]))
+            self.stop_drafting.drafted(self._confidence(proposal, self._states[-1]))
             self._states.append(self._run_first_layers(proposal.token, len(text)))
             text.append(proposal.token)
         return draft
@@ -69,23 +81,62 @@ class EarlyExitDrafting(ABC):
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
         """`[vocab_size]` logits for the newest token from the exit states, `[1, 1, hidden_size]` each, of a draft."""
 
-    def confidence(self, proposal: Proposal, state: Tensor) -> float:
-        """How sure the draft is of a token that was proposed from an exit state."""
-        return proposal.confidence
-
     def saw(self, states: Tensor) -> None:  # noqa: B027 (most have no use for them)
         """The exit states of a prompt, `[1, tokens, hidden_size]`, were run."""
+
+    def _confidence(self, proposal: Proposal, state: Tensor) -> float:
+        return proposal.confidence if self._probe is None else float(self._probe(state[0, -1]))
 
     def _run_first_layers(self, token: int, position: int) -> Tensor:
         return self.stage.run(0, self.exit_layer, [token], position)
 
 
-def check_exit_layer(exit_layer: int | None, num_layers: int, default: int) -> int:
-    """The exit layer, `default` where None is asked for; raises ValueError where the model has no such exit."""
+@dataclass(frozen=True)
+class EarlyExitSettings:
+    """What these methods can be told: where to exit, and when to stop drafting (AdaSPEED's rules, for all of them)."""
+
+    exit_layer: int | None = None
+    """Drafts come from layers 1 to this one; None is a trained part's, or a third of the depth."""
+    stopping: str = "constant"
+    """constant, confidence (Draft & Verify's), product (AdaSPEED's) or probe (of a trained probe's predictions)."""
+    num_speculations: int = 3
+    """Tokens in a draft at the most."""
+    threshold: float = 0.8
+    """gamma_0: drafting ends behind the token at which the confidence falls below it."""
+    adaptive: bool = False
+    """Whether the threshold follows the acceptance rate."""
+    adaptation: Adaptation = field(default_factory=Adaptation)
+    """How it does."""
+    probe: str | Path | None = None
+    """A folder that `ppd train probe` wrote; None is the demo model's own, for that model."""
+
+    @property
+    def rule(self) -> Stopping:
+        """The stopping rule; ValueError for one that there is not."""
+        adaptation = self.adaptation if self.adaptive else None
+        return Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)
+
+    def prepare_probe(self, info: ModelInfo) -> tuple[int | None, Callable[[Stage], Probe | None]]:
+        """The exit layer that is asked for, by a probe or else here, and what loads the probe where the rule needs one.
+
+        Raises:
+            ValueError: where there is no such probe, or it is for another model or layer.
+        """
+        if self.stopping != "probe":
+            return self.exit_layer, lambda stage: None
+        folder = self.probe or shipped_part(info, "probe", "stopping='probe'", "ppd train probe")
+        probe = describe_probe(folder, info)
+        if self.exit_layer is not None:
+            probe.check_layers([self.exit_layer])
+        return probe.exit_layer, lambda stage: load_probe(probe, stage.model)
+
+
+def check_exit_layer(exit_layer: int | None, num_layers: int) -> int:
+    """The exit layer, a third of the depth where None is asked for; ValueError where the model has no such exit."""
     if num_layers < 2:
         raise ValueError(f"the model has {num_layers} layer: an early exit needs at least 2")
     if exit_layer is None:
-        return default
+        return max(1, num_layers // 3)
     if isinstance(exit_layer, bool) or not isinstance(exit_layer, int):
         raise ValueError(f"exit_layer={exit_layer!r}: give a whole number")
     if not 1 <= exit_layer < num_layers:

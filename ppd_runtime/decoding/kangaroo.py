@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.decoding.drafts import Draft
-from ppd_runtime.decoding.early_exit import EarlyExitDrafting
+from ppd_runtime.decoding.early_exit import EarlyExitDrafting, EarlyExitSettings
 from ppd_runtime.decoding.stopping import Stopping
 from ppd_runtime.models.adapter import describe_adapter, load_adapter
 from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.models.probe import Probe
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.models.trained_parts import shipped_part
 
@@ -30,11 +31,19 @@ class Kangaroo(EarlyExitDrafting):
         stage: the whole model.
         adapter: a model of one layer, as `load_adapter` gives it.
         exit_layer: the layer whose states it was trained for.
-        stopping: the paper's is at most 6 steps, each of a confidence above 0.6 (section 4.2).
+        stopping: when to stop drafting.
+        probe: as `EarlyExitDrafting` has it.
     """
 
-    def __init__(self, stage: Stage, adapter: PreTrainedModel, exit_layer: int, stopping: Stopping) -> None:
-        super().__init__(stage, exit_layer, stopping)
+    def __init__(
+        self,
+        stage: Stage,
+        adapter: PreTrainedModel,
+        exit_layer: int,
+        stopping: Stopping,
+        probe: Probe | None = None,
+    ) -> None:
+        super().__init__(stage, exit_layer, stopping, probe)
         self.adapter = Stage(adapter)
         self.adapter.recorder = stage.recorder
         self._unread: list[Tensor] = []
@@ -64,23 +73,23 @@ class Kangaroo(EarlyExitDrafting):
 
 
 @dataclass(frozen=True)
-class KangarooSettings:
-    """Kangaroo with the paper's thresholds."""
+class KangarooSettings(EarlyExitSettings):
+    """Kangaroo with the paper's numbers: at most 6 steps, eta = 0.6 (section 4.2)."""
 
-    adapter: str | Path | None = None
-    """A folder that `ppd train adapter` wrote; None is the demo model's own, for that model."""
-    exit_layer: int | None = None
-    """The adapter's; another one is refused."""
+    stopping: str = "confidence"
     num_speculations: int = 6
-    """Tokens in a draft at the most."""
     threshold: float = 0.6
-    """eta: drafting ends behind the first token whose confidence is below it."""
+    adapter: str | Path | None = None
+    """A folder of `ppd train adapter`, whose layer is the exit; None is the demo model's own, for that model."""
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], Kangaroo]:
         """As `MethodSettings.prepare`."""
-        stopping = Stopping("confidence", self.num_speculations, self.threshold)
+        stopping = self.rule
         folder = self.adapter or shipped_part(info, "adapter", "kangaroo", "ppd train adapter")
         adapter = describe_adapter(folder, info)
-        if self.exit_layer is not None:
-            adapter.check_layers([self.exit_layer])
-        return lambda stage: Kangaroo(stage, load_adapter(adapter, stage.model), adapter.exit_layer, stopping)
+        asked, load_probe = self.prepare_probe(info)
+        if asked is not None:
+            adapter.check_layers([asked])
+        return lambda stage: Kangaroo(
+            stage, load_adapter(adapter, stage.model), adapter.exit_layer, stopping, load_probe(stage)
+        )

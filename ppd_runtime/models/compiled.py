@@ -42,6 +42,9 @@ from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLa
 from ppd_runtime.models.stage import layer_range
 
 logger = logging.getLogger(__name__)
+CHAIN = 0
+"""In the place of a number of siblings: two tokens or more, one behind the other."""
+_MOST_CHAINED = 1024
 _GROUPED_ATTENTION = "ppd_grouped_sdpa"
 _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
@@ -50,11 +53,11 @@ _INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the 
 
 
 class CompiledLayers:
-    """The layers of a model, each for one token or its siblings, in the code of the files that `compile_layers` gave.
+    """The layers of a model, each for one token, siblings or a chain, in the code that `compile_layers` gave.
 
     Args:
         model: whose layers they are.
-        files: a file for each layer, by the number of siblings that a pass is over, 1 for one token's.
+        files: a file for each layer, by the number of siblings that a pass is over, 1 for one token's, or `CHAIN`.
 
     Raises:
         ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
@@ -69,30 +72,40 @@ class CompiledLayers:
         self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._recordings = Recordings() if model.device.type == "cuda" else None
 
-    def run(self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
-        """Run `[1, siblings, hidden_size]` through layers `first` to `last` (half-open); append to their caches.
+    @property
+    def runs_chains(self) -> bool:
+        """Whether there is code for chains."""
+        return CHAIN in self._codes
 
-        `caches` are all layers' caches; those of the range have been written before.
+    def run(
+        self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer], chain: bool = False
+    ) -> Tensor:
+        """Run `[1, tokens, hidden_size]` through layers `first` to `last` (half-open); append to their caches.
+
+        Several tokens are siblings at one position, or, with `chain`, one behind the other. `caches` are all layers'
+        caches; those of the range have been written before.
         """
-        position, siblings = caches[first].length, hidden.shape[1]
-        rows = [caches[i].next_rows(siblings) for i in range(first, last)]
+        position, tokens = caches[first].length, hidden.shape[1]
+        rows = [caches[i].next_rows(tokens) for i in range(first, last)]
+        launch = partial(self._launch, self._codes[CHAIN if chain else tokens], first, rows)
         if self._recordings:
             places = tuple(tensor.data_ptr() for pair in rows for tensor in pair)
-            key = (first, last, siblings, rows[0][0].shape[0], places)
-            return self._recordings.run(key, hidden, position, partial(self._launch, first, rows))
+            key = (first, last, tokens, chain, rows[0][0].shape[0], places)
+            return self._recordings.run(key, hidden, position, launch)
         self._position.fill_(position)
-        return self._launch(first, rows, hidden, self._position)
+        return launch(hidden, self._position)
 
-    def _launch(self, first: int, rows: list[tuple[Tensor, Tensor]], hidden: Tensor, position: Tensor) -> Tensor:
-        codes = self._codes[hidden.shape[1]]
+    def _launch(
+        self, codes: Sequence[Any], first: int, rows: list[tuple[Tensor, Tensor]], hidden: Tensor, position: Tensor
+    ) -> Tensor:
         for i, (keys, values) in enumerate(rows, first):
             (hidden,) = codes[i].run([hidden, position, keys, values, *self._weights[i]])
         return hidden
 
 
 def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, siblings: int = 1) -> list[Path]:
-    """The file of compiled code for each layer of a model, for passes over so many siblings; layers of one kind have
-    one file.
+    """The file of compiled code for each layer of a model, for passes over so many siblings, or over a `CHAIN`;
+    layers of one kind have one file.
 
     Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
 
@@ -109,29 +122,31 @@ def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
     return paths
 
 
-class OneTokenLayer(nn.Module):
+class FewTokensLayer(nn.Module):
     """One layer of the library's decoder over preallocated caches, as it is exported."""
 
-    def __init__(self, piece: nn.Module, index: int, window: int | None) -> None:
+    def __init__(self, piece: nn.Module, index: int, window: int | None, chain: bool = False) -> None:
         super().__init__()
         self._piece, self._index, self._window = [piece], index, window  # in a list: its weights are no constants
+        self._chain = chain
 
     def forward(
         self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
     ) -> Tensor:
-        """`[1, siblings, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
+        """`[1, tokens, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
         feed: dict[str, Any] = {"inputs_embeds": hidden, "use_cache": True}
         own_rows = position
-        if (siblings := hidden.shape[1]) > 1:
-            own_rows = position + torch.arange(siblings, device=hidden.device)
-            feed["position_ids"] = position.expand(1, siblings)
-            feed["attention_mask"] = _sibling_mask(hidden, position, keys.shape[0], self._window)
-        cache: Cache = SomeLayersCache([_OneTokenCache(keys, values, own_rows, self._window)], [self._index])
+        if (tokens := hidden.shape[1]) > 1:
+            own_rows = position + torch.arange(tokens, device=hidden.device)
+            positions = own_rows if self._chain else position.expand(tokens)
+            feed["position_ids"] = positions[None]
+            feed["attention_mask"] = _several_mask(hidden, positions, own_rows, keys.shape[0], self._window)
+        cache: Cache = SomeLayersCache([_FewTokensCache(keys, values, own_rows, self._window)], [self._index])
         feed["past_key_values"] = cache
         return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
 
 
-class _OneTokenCache(CacheLayerMixin):
+class _FewTokensCache(CacheLayerMixin):
     """Writes entries in place into rows known only when it runs; all rows are there to be attended to."""
 
     is_compileable = True
@@ -178,23 +193,26 @@ def grouped_attention(
     """The library's attention without copies of the key/value heads that queries share.
 
     Its own does the same for one token (`pack_gqa`), but not in code that is being exported. `query` is
-    `[1, heads, siblings, dim]`, the mask `[1, 1, siblings, rows]`.
+    `[1, heads, tokens, dim]`, the mask `[1, 1, tokens, rows]`.
     """
     if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    _, heads, siblings, dim = query.shape
+    _, heads, tokens, dim = query.shape
+    if not isinstance(tokens, int):  # any number of them: such a regrouping cannot be exported
+        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2), None
     groups = query.reshape(1, key.shape[1], -1, dim)
-    if siblings > 1 and attention_mask is not None:
+    if tokens > 1 and attention_mask is not None:
         attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(1, heads, siblings, -1).transpose(1, 2), None
+    return output.reshape(1, heads, tokens, -1).transpose(1, 2), None
 
 
-def _sibling_mask(hidden: Tensor, position: Tensor, rows: int, window: int | None) -> Tensor:
-    """The additive mask, `[1, 1, siblings, rows]`: what came before `position`, in the window, and the token itself."""
-    row, own = torch.arange(rows, device=hidden.device), torch.arange(hidden.shape[1], device=hidden.device)
+def _several_mask(hidden: Tensor, positions: Tensor, own_rows: Tensor, rows: int, window: int | None) -> Tensor:
+    """The additive mask, `[1, 1, tokens, rows]`: what came before each one's position, in the window, and itself."""
+    row, position = torch.arange(rows, device=hidden.device), positions[:, None]
     before = row < position if window is None else (row < position) & (row > position - window)
-    seen = before | (row == (position + own)[:, None])
+    seen = before | (row == own_rows[:, None])
     return torch.where(seen, 0.0, torch.finfo(hidden.dtype).min).to(hidden.dtype)[None, None]
 
 
@@ -211,7 +229,9 @@ def _compile(
     config: PretrainedConfig, index: int, dtype: torch.dtype, device: torch.device, siblings: int, path: Path
 ) -> None:
     _check_compiler()
-    logger.info("compiling layer %d for passes over %d tokens at one position", index, siblings)
+    logger.info(
+        "compiling layer %d for passes over %s", index, f"{siblings} tokens at one position" if siblings else "chains"
+    )
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -244,12 +264,13 @@ def _export(
         _use_grouped_attention(model.config)
         piece = layer_range(model, index, index + 1)
         weights = _weights(piece)
-        hidden = torch.zeros(1, siblings, config.hidden_size, dtype=dtype)
+        hidden = torch.zeros(1, siblings or 3, config.hidden_size, dtype=dtype)
         position = torch.zeros(1, dtype=torch.int64)
         keys, values = _example_rows(piece, index, hidden)
     rows = {0: torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)}
-    shapes = (None, None, rows, rows, dict.fromkeys(weights))
-    layer = OneTokenLayer(piece, index, sliding_windows(config)[index])
+    tokens = None if siblings else {1: torch.export.Dim("tokens", min=2, max=_MOST_CHAINED)}
+    shapes = (tokens, None, rows, rows, dict.fromkeys(weights))
+    layer = FewTokensLayer(piece, index, sliding_windows(config)[index], chain=siblings == CHAIN)
     return torch.export.export(layer, (hidden, position, keys, values, weights), dynamic_shapes=shapes, strict=False)
 
 

@@ -127,7 +127,7 @@ def load_stage(
     code: Mapping[int, Sequence[Path]] | None = None,
     emulate: EmulatedDevice | None = None,
 ) -> Stage:
-    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, one-token and sibling passes run that."""
+    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
     model = load_layers(info, last, dtype, device)
     compiled = None
     if code:
@@ -140,7 +140,8 @@ def load_stage(
 def compile_ahead(
     info: ModelInfo, dtype: torch.dtype, device: str, siblings: Iterable[int] = (1,)
 ) -> dict[int, tuple[Path, ...]]:
-    """Each layer's file of compiled code for passes over so many siblings; makes those that no earlier run has made.
+    """Each layer's file of compiled code for passes over so many siblings, or over a chain (0); makes those that no
+    earlier run has made.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.

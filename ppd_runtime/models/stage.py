@@ -32,8 +32,8 @@ class Stage:
 
     Args:
         model: its layers are the stage's.
-        compiled: runs every one-token pass but the first one of a sequence, and siblings; the others, prompts, are run
-            by the library over the same caches.
+        compiled: runs every one-token pass but the first one of a sequence, siblings, and chains where it has code for
+            them; the others, prompts, are run by the library over the same caches.
     """
 
     def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None" = None) -> None:
@@ -174,9 +174,10 @@ class Stage:
     @torch.inference_mode()
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         self._check_position(first, position)
-        if self._compiled and position and len(inputs if isinstance(inputs, list) else inputs[0]) == 1:
+        tokens = len(inputs if isinstance(inputs, list) else inputs[0])
+        if self._compiled and position and (tokens == 1 or self._compiled.runs_chains):
             hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
-            return self._compiled.run(first, last, hidden, self.cache.layers)
+            return self._compiled.run(first, last, hidden, self.cache.layers, chain=tokens > 1)
         return self._run_library(first, last, inputs, position)
 
     def _embed(self, token_ids: list[int]) -> Tensor:

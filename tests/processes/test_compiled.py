@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.artifacts import artifact, cache_folder
-from ppd_runtime.models.compiled import CompiledLayers, compile_layers
+from ppd_runtime.models.compiled import CHAIN, CompiledLayers, compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
 from ppd_runtime.models.loading import compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
@@ -107,6 +107,29 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
         twin.keep_sibling(position, 2)
         kept_entry, expected_entry = (each.export_entries(position, position + 1, 4) for each in (twin, stage))
         assert torch.allclose(kept_entry, expected_entry, rtol=1e-3, atol=1e-3 * float(expected_entry.abs().max()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFolder, kept: Path, family: str) -> None:
+    """Of any length, with windows that roll, on both sides of a step of the attended rows; any cut of it."""
+    stage = load_eager(model_folder(family))
+    device, dtype = stage.model.device, stage.model.dtype
+    twin = Stage(
+        stage.model, CompiledLayers(stage.model, {CHAIN: compile_layers(stage.model.config, dtype, device, CHAIN)})
+    )
+    for position, length in ((3, 2), (3, 9), (ATTENDED_ROWS - 1, 3), (ATTENDED_ROWS + 5, 70)):
+        states = []
+        for each, cuts in ((stage, (0, 4)), (twin, (0, 4)), (twin, (0, 1, 4))):
+            each.begin(position + length)
+            each.run(0, 4, list(range(40, 40 + position)), 0)
+            hidden: list[int] | Tensor = list(range(10, 10 + length))
+            for first, last in itertools.pairwise(cuts):
+                hidden = each.run(first, last, hidden, position)
+            states.append(hidden)
+            assert each.length(3) == position + length
+        assert torch.equal(states[1], states[2])
+        assert torch.allclose(states[1], states[0], rtol=1e-3, atol=1e-3 * float(states[0].abs().max()))
 
 
 @needs_compiler

@@ -65,14 +65,14 @@ def test_tokens_are_ordinary_decodings(folder, transport, dtype):
 
 
 def test_early_starts_are_used(folder, expected, rehearsed):
-    slow = EmulatedDevice(layer_ms=5.0)  # the least time in which a hit can come, however busy the machine
+    slow = EmulatedDevice(layer_ms=10.0)  # the least time in which a hit can come, however busy the machine
     with PPDRuntime(folder, k=2, launcher="processes", exit_head=rehearsed, emulate=slow, trace=True) as runtime:
         began = time.perf_counter_ns()
         result = runtime.generate(PROMPT, max_new_tokens=40)
         ended = time.perf_counter_ns()
     assert result.token_ids == expected[:40]
     assert result.stats.hits > 20
-    assert result.stats.latency_s > result.stats.main_layer_passes * 0.005
+    assert result.stats.latency_s > result.stats.main_layer_passes * 0.010
     assert result.stats.ledger.total_s == pytest.approx(result.stats.latency_s, rel=0.03)
     _assert_one_clock(result, began, ended)
 

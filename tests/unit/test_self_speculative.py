@@ -41,8 +41,9 @@ class Parts:
             "adaspeed, probe": {"stopping": "probe", "probe": self.probe, "threshold": 0.1},
             "adaspeed, confidence": {"stopping": "confidence", "exit_layer": EXIT_LAYER, "adaptive": False},
             "kangaroo": {"adapter": self.adapter, "threshold": 0.05},
-            "swift": {"threshold": 0.3},
-            "swift, chains": {"threshold": 0.1, "dynamic_verification": False},
+            "kangaroo, probe": {"adapter": self.adapter, "stopping": "probe", "probe": self.probe, "threshold": 0.1},
+            "swift": {"threshold": 0.3, "context_window": 6, "search_steps": 40},
+            "swift, chains": {"threshold": 0.1, "dynamic_verification": False, "search_steps": 0},
         }[method]
 
     def open(self, method: str, **others: object) -> TextGenerator:
@@ -52,7 +53,16 @@ class Parts:
         )
 
 
-WAYS = ("layerskip", "adaspeed", "adaspeed, probe", "adaspeed, confidence", "kangaroo", "swift", "swift, chains")
+WAYS = (
+    "layerskip",
+    "adaspeed",
+    "adaspeed, probe",
+    "adaspeed, confidence",
+    "kangaroo",
+    "kangaroo, probe",
+    "swift",
+    "swift, chains",
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +127,7 @@ def test_text_statistics_and_streams(parts: Callable[..., Parts], way: str) -> N
     cost = 3 / 5 if way.startswith("swift") else EXIT_LAYER / 5
     assert stats.predicted_ratio == pytest.approx(drafting_ratio(stats.compression_rate, steps, cost))
     assert 0 < drafts.draft_s + drafts.verify_s < stats.latency_s
-    assert stats.ledger.total_s == pytest.approx(stats.latency_s, rel=0.05)
+    assert stats.ledger.total_s == pytest.approx(stats.latency_s, rel=0.2)
     stream = method.stream(PROMPTS[1], **sampling)
     events = list(stream)
     assert tuple(event.token_id for event in events) == result.token_ids

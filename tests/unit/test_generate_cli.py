@@ -1,0 +1,70 @@
+"""`ppd generate --method ...`: the methods by name, their options, and what does not fit together."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.cli.generate import Acceptance, Method, Stopping
+from ppd_runtime.cli.main import app
+from ppd_runtime.decoding import METHODS
+from ppd_runtime.decoding.stopping import STOPPING_RULES
+from ppd_runtime.decoding.verification import ACCEPTANCE_RULES
+
+
+def generate(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["generate", *map(str, arguments)])
+
+
+def test_choices_are_what_the_library_has() -> None:
+    """The command line knows them without importing torch."""
+    assert {method.value for method in Method} == set(METHODS)
+    assert {rule.value for rule in Stopping} == set(STOPPING_RULES)
+    assert {rule.value for rule in Acceptance} == set(ACCEPTANCE_RULES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--method layerskip --exit-layer 2 --num-speculations 4",
+        "--method adaspeed --exit-layer 2 --stopping confidence --threshold 0.1",
+        "--method layerskip --acceptance rejection",
+    ],
+)
+def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], options: str, tmp_path: Path) -> None:
+    folder, trace = str(model_folder("llama", quiet_from=2)), tmp_path / "trace.json"
+    expected = OrdinaryDecoding(folder, dtype="float32").generate("The quick", max_new_tokens=12)
+    arguments = f"--model {folder} --dtype float32 --max-new-tokens 12 --json --trace {trace} {options}"
+    result = generate("The quick", *arguments.split())
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
+    assert tuple(output["token_ids"]) == expected.token_ids
+    assert output["method"] == options.split()[1]
+    stats = output["stats"]
+    assert sum(stats["run_lengths"]) == 12
+    assert stats["mean_accepted_length"] == 12 / len(stats["run_lengths"])
+    assert stats["acceptance_rate"] == sum(stats["speculation"]["accepted"]) / sum(stats["speculation"]["drafted"])
+    assert "layers" in trace.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--method layerskip --k 3", "layerskip has no setting 'k': it has"),
+        ("--method ppd --threshold 0.5", "ppd has no setting 'threshold': it has"),
+        ("--method autoregressive --exit-layer 2", "autoregressive has no setting 'exit_layer': it has"),
+        ("--method kangaroo", "kangaroo needs adapter=FOLDER"),
+        ("--method adaspeed --stopping probe --probe /no/such/folder", "holds no probe.json"),
+        ("--method layerskip --exit-layer 4", "exit_layer=4: with 4 layers choose 1 to 3"),
+        ("--method medusa", "is not one of"),
+    ],
+)
+def test_mistakes_are_one_line(model_folder: Callable[..., Path], options: str, message: str) -> None:
+    result = generate("x", "--model", model_folder("llama"), *options.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    if "medusa" not in options:
+        assert result.stderr.count("\n") == 1
