@@ -39,7 +39,7 @@ class Swift:
     def __init__(
         self, stage: Stage, layers: LayerSet | LayerSearch, stopping: Stopping, window: int = 32, widens: bool = True
     ) -> None:
-        self.stage, self._stopping, self._window, self._widens = stage, stopping, window, widens
+        self.stage, self._stopping, self.window, self._widens = stage, stopping, window, widens
         self.search = layers if isinstance(layers, LayerSearch) else None
         self.stop_drafting = StopDrafting(stopping)
         self._prompt_length = 0
@@ -62,7 +62,7 @@ class Swift:
 
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
         """A chain of likeliest tokens with others beside them; before it, a step of the search."""
-        if most and self.search and len(history) - self._prompt_length >= self._window:
+        if most and self.search and len(history) - self._prompt_length >= self.window:
             self._improve(self.search, history)
         draft, text, node = Draft(history[-1]), list(history), 0
         self.stop_drafting.begin_draft(most)
@@ -102,14 +102,14 @@ class Swift:
         which the pass overwrites, are put back.
         """
         stage, newest = self.stage, len(history) - 1
-        first = newest - self._window
+        first = newest - self.window
         entries = stage.export_entries(first, newest, stage.num_layers)
         stage.truncate(first)
         hidden = stage.run_piece(sparse_piece(stage, left_out), list(history[first:newest]), first)
         stage.truncate(first)
         stage.import_entries(entries.unbind())
         guesses = stage.token_logits(hidden).argmax(-1).tolist()
-        return sum(map(eq, guesses, history[first + 1 :])) / self._window
+        return sum(map(eq, guesses, history[first + 1 :])) / self.window
 
     def _leave_out(self, left_out: LayerSet) -> None:
         self.left_out = left_out
@@ -129,6 +129,8 @@ class SwiftSettings:
     """A file of `ppd search-layers`: nothing is searched then."""
     skip_ratio: float | None = None
     """r: the share of the model's attentions and MLPs that are left out; None is 0.45, or the file's."""
+    stopping: str = "confidence"
+    """Early-stopped drafting; constant, or product, instead."""
     num_speculations: int = 25
     """N_D: tokens in a draft at the most."""
     threshold: float = 0.8
@@ -146,7 +148,9 @@ class SwiftSettings:
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], Swift]:
         """As `MethodSettings.prepare`."""
-        stopping = Stopping("confidence", self.num_speculations, self.threshold)
+        stopping = Stopping(self.stopping, self.num_speculations, self.threshold)
+        if self.stopping == "probe":
+            raise ValueError("stopping='probe': a probe judges exit states, swift has none; choose another rule")
         window, widens = self.context_window, self.dynamic_verification
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"context_window={window!r}: give a whole number of at least 1")

@@ -54,7 +54,8 @@ def read_layer_set(path: str | Path, info: ModelInfo) -> LayerSet:
         raise ValueError(
             f"{name} was found for model {model!r} ({fingerprint[:12]}), not for {other} ({ours[:12]}): {way_out}"
         )
+    inner = range(1, info.num_layers - 1)  # the first and the last layer stay whole
     for kind, layers in zip(_KINDS, (left_out.attention, left_out.mlp), strict=True):
-        if not set(layers) <= set(range(1, info.num_layers - 1)):  # the first and the last layer stay whole
+        if not all(type(layer) is int and layer in inner for layer in layers) or len(set(layers)) < len(layers):
             raise ValueError(f"{name}: {kind} of layers {list(layers)} cannot be left out; {way_out}")
     return left_out
