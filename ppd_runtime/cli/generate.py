@@ -47,7 +47,7 @@ class Acceptance(str, Enum):
 
 
 _PPD, _DRAFTING = "Pipelined decoding", "Drafting (layerskip, adaspeed, kangaroo, swift)"
-_SWIFT = "What swift leaves out"
+_SWIFT = "Swift"
 
 
 def generate(
@@ -110,13 +110,9 @@ def generate(
         int | None,
         typer.Option(help="Choose each so manieth by Bayesian optimisation; default: 25.", rich_help_panel=_SWIFT),
     ] = None,
-    dynamic_verification: Annotated[
-        bool | None,
-        typer.Option(
-            "--dynamic-verification/--chains",
-            help="Whether doubtful places of a draft have several candidates; default: yes.",
-            rich_help_panel=_SWIFT,
-        ),
+    widest: Annotated[
+        int | None,
+        typer.Option(help="Candidates for a doubtful place; default: 10; 1: chains.", rich_help_panel=_SWIFT),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -154,7 +150,7 @@ def generate(
         skip_ratio=skip_ratio,
         search_steps=search_steps,
         bayes_interval=bayes_interval,
-        dynamic_verification=dynamic_verification,
+        widest=widest,
     )
     with one_line_errors():
         with quick_imports():

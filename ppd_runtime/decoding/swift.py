@@ -22,7 +22,6 @@ from ppd_runtime.models.stage import Stage
 
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
 """Candidates for a place whose confidence is at most so much (section 4.2)."""
-_WIDEST = _WIDTHS[0][1]
 
 
 class Swift:
@@ -33,13 +32,13 @@ class Swift:
         layers: the sub-layers to leave out, or a search for them, which goes on over all requests until it is finished.
         stopping: the paper's stops behind a confidence below a threshold, at 25 tokens at the latest.
         window: γ: the newest generated tokens, by which the search scores a set.
-        widens: whether a drafted place has several candidates where it is doubtful (dynamic verification).
+        widest: candidates that a drafted place has at the most, where it is doubtful (dynamic verification).
     """
 
     def __init__(
-        self, stage: Stage, layers: LayerSet | LayerSearch, stopping: Stopping, window: int = 32, widens: bool = True
+        self, stage: Stage, layers: LayerSet | LayerSearch, stopping: Stopping, window: int = 32, widest: int = 10
     ) -> None:
-        self.stage, self._stopping, self.window, self._widens = stage, stopping, window, widens
+        self.stage, self._stopping, self.window, self._widest = stage, stopping, window, widest
         self.search = layers if isinstance(layers, LayerSearch) else None
         self.stop_drafting = StopDrafting(stopping)
         self._prompt_length = 0
@@ -52,7 +51,7 @@ class Swift:
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence, not what the search found; a tree's side branches need rows of their own."""
-        self.stage.begin(capacity + self._stopping.most * (_WIDEST - 1))
+        self.stage.begin(capacity + self._stopping.most * (self._widest - 1))
         self.stop_drafting = StopDrafting(self._stopping)
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
@@ -68,7 +67,7 @@ class Swift:
         self.stop_drafting.begin_draft(most)
         while self.stop_drafting.wants_more():
             hidden = self.stage.run_piece(self._sparse, text[-1:], len(text) - 1)
-            proposals = propose(self.stage.logits(hidden), text, _WIDEST if self._widens else 1)
+            proposals = propose(self.stage.logits(hidden), text, self._widest)
             nodes = [draft.add(proposal, node) for proposal in proposals[: _width(proposals[0].confidence)]]
             draft.steps += 1
             self.stop_drafting.drafted(proposals[0].confidence)
@@ -133,10 +132,10 @@ class SwiftSettings:
     """Early-stopped drafting; constant, or product, instead."""
     num_speculations: int = 25
     """N_D: tokens in a draft at the most."""
-    threshold: float = 0.8
+    threshold: float = 0.6
     """ε: drafting ends behind the first token whose confidence is below it."""
-    dynamic_verification: bool = True
-    """Whether doubtful places have several candidates."""
+    widest: int = 10
+    """Candidates that a doubtful place has at the most; the paper's 10, 5, 3, 1 go by confidence, 1 drafts chains."""
     context_window: int = 32
     """γ: generated tokens by which the search scores a set."""
     search_steps: int = 1000
@@ -151,16 +150,17 @@ class SwiftSettings:
         stopping = Stopping(self.stopping, self.num_speculations, self.threshold)
         if self.stopping == "probe":
             raise ValueError("stopping='probe': a probe judges exit states, swift has none; choose another rule")
-        window, widens = self.context_window, self.dynamic_verification
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"context_window={window!r}: give a whole number of at least 1")
+        window, widest = self.context_window, self.widest
+        for name, value in (("context_window", window), ("widest", widest)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
         if self.layer_set is not None:
             if self.skip_ratio is not None:
                 raise ValueError(f"skip_ratio={self.skip_ratio}: layer_set says what to leave out; give one of them")
             found = read_layer_set(self.layer_set, info)
-            return lambda stage: Swift(stage, found, stopping, window, widens)
+            return lambda stage: Swift(stage, found, stopping, window, widest)
         search = self._search(info.num_layers)
-        return lambda stage: Swift(stage, search, stopping, window, widens)
+        return lambda stage: Swift(stage, search, stopping, window, widest)
 
     def _search(self, num_layers: int) -> LayerSearch:
         ratio = 0.45 if self.skip_ratio is None else self.skip_ratio

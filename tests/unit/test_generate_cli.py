@@ -33,7 +33,7 @@ def test_choices_are_what_the_library_has() -> None:
         "--method adaspeed --exit-layer 2 --stopping confidence --threshold 0.1",
         "--method layerskip --acceptance rejection",
         "--method swift --skip-ratio 0.3 --threshold 0.2 --search-steps 5 --bayes-interval 0",
-        "--method swift --search-steps 0 --chains",
+        "--method swift --search-steps 0 --widest 1",
     ],
 )
 def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], options: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Parts:
             "kangaroo": {"adapter": self.adapter, "threshold": 0.05},
             "kangaroo, probe": {"adapter": self.adapter, "stopping": "probe", "probe": self.probe, "threshold": 0.1},
             "swift": {"threshold": 0.3, "context_window": 6, "search_steps": 40},
-            "swift, chains": {"threshold": 0.1, "dynamic_verification": False, "search_steps": 0},
+            "swift, chains": {"threshold": 0.1, "widest": 1, "search_steps": 0},
         }[method]
 
     def open(self, method: str, **others: object) -> TextGenerator:

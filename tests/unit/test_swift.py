@@ -89,7 +89,7 @@ def test_matchness_is_the_share_foretold_and_leaves_no_trace(model_folder: Model
 
 def test_with_nothing_left_out_every_draft_is_right(model_folder: ModelFolder) -> None:
     folder = str(model_folder("gemma2", num_layers=NUM_LAYERS))
-    settings = {"skip_ratio": 0.0, "stopping": "constant", "num_speculations": 3, "dynamic_verification": False}
+    settings = {"skip_ratio": 0.0, "stopping": "constant", "num_speculations": 3, "widest": 1}
     result = decode(folder, TEXT, "swift", dtype="float32", max_new_tokens=21, ignore_eos=True, **settings)
     assert result.stats.acceptance_rate == 1
     assert result.stats.run_lengths == (1, 4, 4, 4, 4, 4)
@@ -178,6 +178,7 @@ def mistakes(found: Path, tmp_path: Path) -> Iterator[tuple[dict[str, object], s
     yield {"skip_ratio": 1}, "skip_ratio=1: give a number from 0 to below 1"
     yield {"stopping": "probe"}, "stopping='probe': a probe judges exit states, swift has none"
     yield {"context_window": 0}, "context_window=0: give a whole number of at least 1"
+    yield {"widest": 0}, "widest=0: give a whole number of at least 1"
     yield {"exit_layer": 2}, "swift has no setting 'exit_layer': it has"
 
 
