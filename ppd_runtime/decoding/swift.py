@@ -84,7 +84,6 @@ class Swift:
         """Keep the entries of the path alone."""
         self.stage.keep_path(len(history) - 1 - len(path), path)
         self.stop_drafting.judged(draft.steps, len(path) - 1)
-
         if self.search:
             self.search.judged(draft.steps, len(path) - 1)
 
@@ -133,7 +132,7 @@ class SwiftSettings:
     num_speculations: int = 25
     """N_D: tokens in a draft at the most."""
     threshold: float = 0.6
-    """ε: drafting ends behind the first token whose confidence is below it."""
+    """ε: drafting ends behind the first token whose confidence is below it; the paper names no value."""
     widest: int = 10
     """Candidates that a doubtful place has at the most; the paper's 10, 5, 3, 1 go by confidence, 1 drafts chains."""
     context_window: int = 32
