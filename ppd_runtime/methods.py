@@ -7,6 +7,7 @@ from typing import Any
 from ppd_runtime.decoding.kangaroo import KangarooSettings
 from ppd_runtime.decoding.layerskip import AdaSpeedSettings, LayerSkipSettings
 from ppd_runtime.decoding.speculation import MethodSettings
+from ppd_runtime.decoding.swift import SwiftSettings
 from ppd_runtime.generation import TextGenerator
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.results import GenerationResult
@@ -17,6 +18,7 @@ SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = {
     "layerskip": LayerSkipSettings,
     "adaspeed": AdaSpeedSettings,
     "kangaroo": KangarooSettings,
+    "swift": SwiftSettings,
 }
 METHODS = ("autoregressive", "ppd", *SELF_SPECULATIVE)
 

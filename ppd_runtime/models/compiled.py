@@ -40,7 +40,7 @@ from transformers.masking_utils import sdpa_mask
 from ppd_runtime.models import kv_cache
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.cuda_graphs import Recordings
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS, LayerRangeCache, PreallocatedLayer, sliding_windows
+from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
 from ppd_runtime.models.stage import layer_range
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class FewTokensLayer(nn.Module):
             positions = own_rows if self._chain else position.expand(tokens)
             feed["position_ids"] = positions[None]
             feed["attention_mask"] = _several_mask(hidden, positions, own_rows, keys.shape[0], self._window)
-        cache: Cache = LayerRangeCache([_FewTokensCache(keys, values, own_rows, self._window)], self._index)
+        cache: Cache = SomeLayersCache([_FewTokensCache(keys, values, own_rows, self._window)], [self._index])
         feed["past_key_values"] = cache
         return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
 
@@ -316,7 +316,7 @@ class _WeightsFirst(TorchFunctionMode):
 def _example_rows(piece: nn.Module, index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of the shapes that the layer writes."""
     cache = PreallocatedLayer(2 * ATTENDED_ROWS, None)
-    piece(inputs_embeds=hidden, past_key_values=LayerRangeCache([cache], index), use_cache=True)
+    piece(inputs_embeds=hidden, past_key_values=SomeLayersCache([cache], [index]), use_cache=True)
     cache.length = ATTENDED_ROWS
     return cache.next_rows()
 
