@@ -37,10 +37,11 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ppd_runtime.models import kv_cache
+from ppd_runtime.models import kv_cache, products
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.cuda_graphs import Recordings
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
+from ppd_runtime.models.products import few_rows_gain, few_rows_linear
 from ppd_runtime.models.stage import layer_range
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,7 @@ CHAIN = 0
 """In the place of a number of siblings: two tokens or more, one behind the other."""
 MOST_CHAINED = 15
 """Tokens of a chain for which compiled code is of use; the library runs longer ones."""
-_AT_ONCE = 5  # rows of which CPUs make the best; see `_WeightsFirst`
-_TWICE = 2**20
-"""Numbers in a weight matrix up to which one token's product is faster done twice at once."""
+_AT_ONCE = 5  # rows of which CPUs make the best; see `few_rows_linear`
 _GROUPED_ATTENTION = "ppd_grouped_sdpa"
 _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
@@ -279,38 +278,19 @@ def _export(
     tokens = None if siblings else {1: torch.export.Dim("tokens", min=2, max=MOST_CHAINED)}
     shapes = (tokens, None, rows, rows, dict.fromkeys(weights))
     layer = FewTokensLayer(piece, index, sliding_windows(config)[index], chain=siblings == CHAIN)
-    weights_first = torch.device(device).type == "cpu" and dtype == torch.float32
-    with _WeightsFirst() if weights_first else contextlib.nullcontext():
+    with _FewRows() if few_rows_gain(device, dtype) else contextlib.nullcontext():
         inputs = (hidden, position, keys, values, weights)
         return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
 
 
-class _WeightsFirst(TorchFunctionMode):
-    """Has linear layers multiply the weights with a few tokens' states, not the states with the weights.
-
-    The numbers are the same up to rounding. On CPUs two to five tokens take half the time then, and less than one token
-    takes, since a matrix times a vector reads memory more slowly than a matrix times a matrix does; so one token stands
-    there twice, where the weights are small enough for it to gain (`_TWICE`).
-    """
+class _FewRows(TorchFunctionMode):
+    """Has linear layers make their products as `few_rows_linear` does."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is not nn.functional.linear:
-            return function(*args, **(kwargs or {}))
-        return self._linear(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        flat = states.reshape(-1, states.shape[-1])
-        if isinstance(flat.shape[0], int) and flat.shape[0] == 1:
-            if weight.numel() > _TWICE:
-                return nn.functional.linear(states, weight, bias)
-            rows = torch.mm(weight, torch.cat([flat, flat]).t())[:, :1].t()
-        else:
-            rows = torch.mm(weight, flat.t()).t()
-        rows = rows.reshape(*states.shape[:-1], -1)
-        return rows if bias is None else rows + bias
+        chosen = few_rows_linear if function is nn.functional.linear else function
+        return chosen(*args, **(kwargs or {}))
 
 
 def _example_rows(piece: nn.Module, index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,7 +340,7 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    sources = [__file__, kv_cache.__file__, inspect.getfile(model_class)]
+    sources = [__file__, kv_cache.__file__, products.__file__, inspect.getfile(model_class)]
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],

@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
+from ppd_runtime.models.products import few_rows_gain, few_rows_linear
 from ppd_runtime.models.rotary import RotaryTable
 from ppd_runtime.models.trees import TokenTree
 from ppd_runtime.recorder import Recorder
@@ -51,7 +52,7 @@ class Stage:
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
-        self.head = FinalHead(model)
+        self.head = FinalHead(model, few_rows=compiled is not None and few_rows_gain(model.device, model.dtype))
         self.cache = StageCache(model.config, 0)
 
     @property
@@ -244,10 +245,11 @@ class FinalHead:
     Args:
         model: whose end it is; weights are shared.
         lm_head: takes the place of the model's own map from normed states to the vocabulary.
+        few_rows: makes the product with the head as `few_rows_linear` does, where nothing else comes after it.
     """
 
-    def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None, few_rows: bool = False) -> None:
+        self._model, self._few_rows = model, few_rows
         self._norm: nn.Module = model.model.norm
         self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
         self._library = shallow_copy(model)
@@ -256,6 +258,9 @@ class FinalHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
+        if self._few_rows and self._is_plain:
+            head = cast(nn.Linear, self._lm_head)
+            return few_rows_linear(self._norm(hidden), head.weight, head.bias)
         return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
 
     def _plain_logits(self, hidden: Tensor) -> Tensor:
