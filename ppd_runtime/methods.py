@@ -6,6 +6,8 @@ from typing import Any
 
 from ppd_runtime.decoding.kangaroo import KangarooSettings
 from ppd_runtime.decoding.layerskip import AdaSpeedSettings, LayerSkipSettings
+from ppd_runtime.decoding.speculation import MethodSettings
+from ppd_runtime.decoding.swift import SwiftSettings
 from ppd_runtime.generation import TextGenerator
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.results import GenerationResult
@@ -16,6 +18,7 @@ SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = {
     "layerskip": LayerSkipSettings,
     "adaspeed": AdaSpeedSettings,
     "kangaroo": KangarooSettings,
+    "swift": SwiftSettings,
 }
 METHODS = ("autoregressive", "ppd", *SELF_SPECULATIVE)
 
@@ -55,11 +58,17 @@ def open_method(model: str, method: str = "ppd", **settings: Any) -> TextGenerat
     return PPDRuntime(model, **settings)
 
 
-def _self_speculative(model: str, method: str, settings: Mapping[str, Any]) -> SelfSpeculativeDecoding:
+def method_settings(method: str, settings: Mapping[str, Any]) -> tuple[MethodSettings, dict[str, Any]]:
+    """A self-speculative method's own among `settings`, ready to be checked against a model, and the others."""
     own, shared = _names(SELF_SPECULATIVE[method]), _names(SelfSpeculativeDecoding) - {"model", "method"}
     _check_names(method, settings, own | shared)
     chosen = SELF_SPECULATIVE[method](**{name: value for name, value in settings.items() if name in own})
-    return SelfSpeculativeDecoding(chosen, model, **{n: value for n, value in settings.items() if n in shared})
+    return chosen, {name: value for name, value in settings.items() if name in shared}
+
+
+def _self_speculative(model: str, method: str, settings: Mapping[str, Any]) -> SelfSpeculativeDecoding:
+    chosen, shared = method_settings(method, settings)
+    return SelfSpeculativeDecoding(chosen, model, **shared)
 
 
 def _names(function: Callable[..., Any]) -> set[str]:

@@ -11,6 +11,7 @@ from ppd_runtime.decoding.speculation import MethodSettings, Progress, speculate
 from ppd_runtime.decoding.verification import ACCEPTANCE_RULES, acceptance_rule
 from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.models.loading import choose_device, choose_dtype, compile_ahead, describe, load_stage, load_tokenizer
+from ppd_runtime.models.stage import Stage
 from ppd_runtime.results import Speculation
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
@@ -33,6 +34,8 @@ class SelfSpeculativeDecoding(TextGenerator):
         threads: CPU threads for matrix products; set for the whole process while a generation runs.
         compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk.
         trace: record what is done when; results have a `trace` then.
+        stage: the whole model, loaded already, to share with others, one at a time; dtype, device and compile are as
+            it was loaded with. None loads one.
 
     Raises:
         ValueError: for settings that the model cannot be run with, before its weights are read.
@@ -49,6 +52,7 @@ class SelfSpeculativeDecoding(TextGenerator):
         threads: int = 1,
         compile: bool = False,
         trace: bool = False,
+        stage: Stage | None = None,
     ) -> None:
         if acceptance not in ACCEPTANCE_RULES:
             raise ValueError(f"acceptance={acceptance!r}: choose one of {', '.join(ACCEPTANCE_RULES)}")
@@ -56,12 +60,16 @@ class SelfSpeculativeDecoding(TextGenerator):
         info = describe(model)
         start = method.prepare(info)
         super().__init__(info, load_tokenizer(info))
-        place = choose_device(device)
-        number = choose_dtype(dtype, place, info, threads)
-        code = compile_ahead(info, number, place, (1, _CHAIN)) if compile else None
         self._acceptance, self._traced = acceptance, trace
-        self.stage = load_stage(info, info.num_layers, number, place, code)
+        self.stage = stage or self._load_stage()
         self.method = start(self.stage)
+
+    def _load_stage(self) -> Stage:
+        info, config = self.info, self.config
+        place = choose_device(config.device)
+        number = choose_dtype(config.dtype, place, info, config.threads_per_worker)
+        code = compile_ahead(info, number, place, (1, _CHAIN)) if config.compile else None
+        return load_stage(info, info.num_layers, number, place, code)
 
     @property
     def dtype(self) -> str:

@@ -27,6 +27,7 @@ class Method(str, Enum):
     layerskip = "layerskip"
     adaspeed = "adaspeed"
     kangaroo = "kangaroo"
+    swift = "swift"
 
 
 class Stopping(str, Enum):
@@ -45,7 +46,8 @@ class Acceptance(str, Enum):
     rejection = "rejection"
 
 
-_PPD, _DRAFTING = "Pipelined decoding", "Drafting (layerskip, adaspeed, kangaroo)"
+_PPD, _DRAFTING = "Pipelined decoding", "Drafting (layerskip, adaspeed, kangaroo, swift)"
+_SWIFT = "Swift"
 
 
 def generate(
@@ -94,6 +96,24 @@ def generate(
         Acceptance | None,
         typer.Option(help="rejection: speculative sampling, as the papers.", rich_help_panel=_DRAFTING),
     ] = None,
+    layer_set: Annotated[
+        Path | None,
+        typer.Option(help="A file of `ppd search-layers`; default: search while decoding.", rich_help_panel=_SWIFT),
+    ] = None,
+    skip_ratio: Annotated[
+        float | None, typer.Option(help="Share of attentions and MLPs; default: 0.45.", rich_help_panel=_SWIFT)
+    ] = None,
+    search_steps: Annotated[
+        int | None, typer.Option(help="Sets to try at the most; default: 1000.", rich_help_panel=_SWIFT)
+    ] = None,
+    bayes_interval: Annotated[
+        int | None,
+        typer.Option(help="Choose each so manieth by Bayesian optimisation; default: 25.", rich_help_panel=_SWIFT),
+    ] = None,
+    widest: Annotated[
+        int | None,
+        typer.Option(help="Candidates for a doubtful place; default: 10; 1: chains.", rich_help_panel=_SWIFT),
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = 1,
@@ -126,6 +146,11 @@ def generate(
         probe=probe,
         adapter=adapter,
         acceptance=acceptance,
+        layer_set=layer_set,
+        skip_ratio=skip_ratio,
+        search_steps=search_steps,
+        bayes_interval=bayes_interval,
+        widest=widest,
     )
     with one_line_errors():
         with quick_imports():

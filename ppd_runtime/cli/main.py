@@ -2,11 +2,13 @@
 
 import typer
 
+from ppd_runtime.cli.bench import bench
 from ppd_runtime.cli.demo import demo
 from ppd_runtime.cli.errors import OneLineGroup
 from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cli.plan import plan
+from ppd_runtime.cli.search_layers import search_layers
 from ppd_runtime.cli.simulate import simulate
 from ppd_runtime.cli.tradeoff import tradeoff
 from ppd_runtime.cli.train import train
@@ -25,6 +27,8 @@ app.command("match-rate")(match_rate)
 app.command()(simulate)
 app.add_typer(train, name="train")
 app.command()(plan)
+app.command()(bench)
+app.command("search-layers")(search_layers)
 
 if __name__ == "__main__":
     app()

@@ -1,8 +1,6 @@
 """`ppd match-rate`: how often an early exit already holds the token that full depth gives."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +9,7 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -120,7 +119,7 @@ def _measure(run: "MatchRateRun") -> None:
         skipped = f"{run.skipped_prompts} of {run.skipped_prompts + run.num_prompts} prompts"
         sys.stderr.write(f"ppd: skipped {skipped}: too long for the model's positions\n")
     try:
-        with _progress_bar(run) as on_progress:
+        with progress_bar(run.num_prompts, run.num_done) as on_progress:
             run.measure_rest(on_progress)
     except KeyboardInterrupt:
         if run.num_done:
@@ -128,18 +127,6 @@ def _measure(run: "MatchRateRun") -> None:
         if run.partial:
             sys.stderr.write(f"ppd: {run.num_done} prompts are kept in {run.partial.path}; --resume goes on\n")
         raise
-
-
-@contextlib.contextmanager
-def _progress_bar(run: "MatchRateRun") -> Iterator[Callable[[float], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("prompt {task.fields[done]} of {task.total}"), BarColumn(), TimeRemainingColumn(), "left")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=run.num_prompts, completed=run.num_done, done=run.num_done)
-        yield lambda done: progress.update(task, completed=done, done=int(done))
 
 
 def _write(report: "MatchRateReport", run: "MatchRateRun", json_file: Path | None, plot: Path | None) -> None:

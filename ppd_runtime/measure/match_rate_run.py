@@ -4,10 +4,11 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ppd_runtime.measure.match_rate_report import MatchRateReport, summarise
-from ppd_runtime.measure.match_rates import MatchRateMeter
-from ppd_runtime.measure.partial_results import PartialResults, PromptResult
+from ppd_runtime.measure.match_rates import MatchRateMeter, TextPlaces
+from ppd_runtime.measure.partial_results import PartialResults
 
 _SEEDS = 2**64
 
@@ -19,6 +20,15 @@ class _Task:
     number: int
     token_ids: list[int]
     sha256: str
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """What one prompt gave; the hash tells it from another prompt of the same number."""
+
+    number: int
+    sha256: str
+    text: TextPlaces
 
 
 class MatchRateRun:
@@ -40,7 +50,7 @@ class MatchRateRun:
         self.meter = meter
         self._tasks = _fitting(meter, prompts)
         self.num_prompts, self.skipped_prompts = len(self._tasks), len(prompts) - len(self._tasks)
-        self.partial = PartialResults(out, self._header()) if out else None
+        self.partial = PartialResults(out, self._header(), _result) if out else None
         self._results = self._kept(resume)
 
     @property
@@ -93,6 +103,10 @@ class MatchRateRun:
 
     def _dtype(self) -> str:
         return str(self.meter.ordinary.stage.model.dtype).removeprefix("torch.")
+
+
+def _result(row: Any) -> PromptResult:
+    return PromptResult(row["number"], row["sha256"], TextPlaces(**row["text"]))
 
 
 def _fitting(meter: MatchRateMeter, prompts: Sequence[str]) -> list[_Task]:

@@ -122,7 +122,7 @@ class MatchRateMeter:
                     on_token()
         generated = time.perf_counter()
         token_ids = [*prompt_ids, *generation.result.token_ids]
-        with _threads(self.ordinary.config.threads_per_worker):
+        with cpu_threads(self.ordinary.config.threads_per_worker):
             places = self._place(token_ids, len(prompt_ids), Sampler(sampling))
         return TextPlaces(places, generated - began, time.perf_counter() - generated)
 
@@ -216,8 +216,8 @@ def _first_place(found: Tensor, otherwise: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """As many as plain generation has: more of them wait for each other where the cores are busy."""
+def cpu_threads(number: int) -> Iterator[None]:
+    """So many threads for matrix products, as generation has: more wait for each other where the cores are busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

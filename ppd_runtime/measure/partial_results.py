@@ -1,36 +1,38 @@
-"""The results of an unfinished match-rate run in a JSON Lines file: how it measures, then a line for each prompt."""
+"""The results of an unfinished run over prompts in a JSON Lines file: how it measures, then a line for each result."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppd_runtime.cost_model.tradeoff import whole_file
-from ppd_runtime.measure.match_rates import TextPlaces
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Result = TypeVar("Result", bound="DataclassInstance")
+"""What a prompt gave, in JSON values."""
 Header = Mapping[str, Any]
 _FORMAT = 1
 _WAY_OUT = "delete the file and measure anew"
 
 
-@dataclass(frozen=True)
-class PromptResult:
-    """What one prompt gave; the hash tells it from another prompt of the same number."""
+class PartialResults(Generic[Result]):
+    """Results beside the file that they are meant for, `<out>.partial.jsonl`.
 
-    number: int
-    sha256: str
-    text: TextPlaces
+    Args:
+        out: that file.
+        header: how they are measured.
+        read: a result from its line's JSON object; TypeError, KeyError or AttributeError for what is none.
+    """
 
-
-class PartialResults:
-    """Results beside the file that they are meant for, `<out>.partial.jsonl`; `header` says how they are measured."""
-
-    def __init__(self, out: Path, header: Header) -> None:
+    def __init__(self, out: Path, header: Header, read: Callable[[Any], Result]) -> None:
+        self._read = read
         self.path = out.with_name(out.name + ".partial.jsonl")
         self._header = json.loads(json.dumps({"format": _FORMAT, **header}))
 
-    def open(self, resume: bool) -> list[PromptResult]:
+    def open(self, resume: bool) -> list[Result]:
         """Make the file ready to append to; the results that it holds already.
 
         Raises:
@@ -45,7 +47,7 @@ class PartialResults:
             unfinished.write_text("".join(map(_line, [self._header, *rows])), encoding="utf-8")
         return [self._result(row) for row in rows]
 
-    def append(self, result: PromptResult) -> None:
+    def append(self, result: Result) -> None:
         """Keep one more result."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_line(asdict(result)))
@@ -71,10 +73,10 @@ class PartialResults:
                     "resume with the same settings, or delete it"
                 )
 
-    def _result(self, row: Any) -> PromptResult:
+    def _result(self, row: Any) -> Result:
         try:
-            return PromptResult(row["number"], row["sha256"], TextPlaces(**row["text"]))
-        except (TypeError, KeyError) as error:
+            return self._read(row)
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{self.path}: a line is not a result; {_WAY_OUT}") from error
 
 

@@ -1,4 +1,7 @@
-"""Prompts out of JSON Lines files: one object a line with a "prompt" text; other keys are ignored."""
+"""Prompts out of JSON Lines files: one object a line with a "prompt" text; most other keys are ignored.
+
+Files of Spec-Bench's shape do too: "turns", of which the first is taken, for the prompt, and a "category".
+"""
 
 import itertools
 import json
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 SHIPPED = "demo"
 """Names the prompts that come with the package, half of them code and half prose."""
@@ -17,6 +21,8 @@ class Prompt:
 
     line: int
     text: str
+    category: str | None = None
+    """What kind of prompt its file says it is."""
 
 
 def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
@@ -30,7 +36,7 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     path = _shipped_file() if source == SHIPPED else Path(source)
     try:
         with path.open("rb") as file:
-            prompts = list(itertools.islice(texts_under(("prompt",), path, file), limit))
+            prompts = list(itertools.islice(texts_under(("prompt", "turns"), path, file), limit))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file of prompts, or {SHIPPED!r}") from error
     if not prompts:
@@ -51,21 +57,36 @@ def texts_under(keys: tuple[str, ...], path: Path, lines: Iterator[bytes]) -> It
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield Prompt(number, _text(keys, line.rstrip()))
+                row = _object(line.rstrip())
+                yield Prompt(number, _text(keys, row), _category(row))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}; {_form(keys[0])}") from error
 
 
-def _text(keys: tuple[str, ...], line: bytes) -> str:
+def _object(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON at column {error.colno} ({error.msg})") from error
-    text = next((row[key] for key in keys if key in row), None) if isinstance(row, dict) else None
+    return row if isinstance(row, dict) else {}
+
+
+def _text(keys: tuple[str, ...], row: dict[str, Any]) -> str:
+    text = next((row[key] for key in keys if key in row), None)
+    if isinstance(text, list) and text:  # the turns of a conversation
+        text = text[0]
     if not isinstance(text, str) or not text:
         raise ValueError(f"no text under {' or '.join(map(json.dumps, keys))}")
     text.encode("utf-8")  # JSON can hold half a character, which no tokenizer takes
     return text
+
+
+def _category(row: dict[str, Any]) -> str | None:
+    category = row.get("category")
+    if not isinstance(category, str) or not category:
+        return None
+    category.encode("utf-8")
+    return category
 
 
 def _form(key: str) -> str:

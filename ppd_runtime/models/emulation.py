@@ -8,6 +8,7 @@ import ctypes
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,9 +57,9 @@ class EmulatedStage(Stage):
         _wait_until(began + (last - first) * self._layer_s)
         return hidden
 
-    def _run_siblings(self, token_ids: list[int], position: int) -> Tensor:
+    def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
         began = time.perf_counter()
-        hidden = super()._run_siblings(token_ids, position)
+        hidden = super()._run_tree(token_ids, parents, position)
         _wait_until(began + self.num_layers * self._layer_s)
         return hidden
 

@@ -79,13 +79,6 @@ class PreallocatedLayer(CacheLayerMixin):
             self._first_rows = keys[:size], values[:size]
         return self._first_rows
 
-    def keep_sibling(self, position: int, index: int) -> None:
-        """Of the tokens at `position` and behind it, keep one alone, `index` behind: it moves to `position`."""
-        if index:
-            for rows in self.rows:
-                rows[position] = rows[position + index]
-        self.length = position + 1
-
     def check_room(self, tokens: int) -> None:
         """Raise IndexError where so many tokens do not fit."""
         if tokens > self.capacity:
@@ -108,18 +101,21 @@ class PreallocatedLayer(CacheLayerMixin):
         return 0 if self.sliding_window is None else max(self.length - self.sliding_window + 1, 0)
 
 
-class LayerRangeCache(Cache):
-    """Some layers of a cache, as a transformers cache whose layers are numbered from `offset`."""
+class SomeLayersCache(Cache):
+    """Some layers of a cache, as a transformers cache whose layers have the numbers `numbers`.
 
-    def __init__(self, layers: Sequence[PreallocatedLayer], offset: int = 0) -> None:
+    What the library asks of the first layer, such as how many tokens there are, is the first of these layers'.
+    """
+
+    def __init__(self, layers: Sequence[CacheLayerMixin], numbers: Sequence[int]) -> None:
         super().__init__(layers=list(layers))
-        self.offset = offset
+        self._places = {number: place for place, number in enumerate(numbers)}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append to the layer that the model knows as `layer_idx`."""
-        return self.layers[layer_idx - self.offset].update(key_states, value_states)
+        return self.layers[self._places[layer_idx]].update(key_states, value_states)
 
 
 class _SharedMemory:
@@ -150,19 +146,25 @@ class StageCache:
         self._memory = _SharedMemory(len(windows))
         self.layers = [PreallocatedLayer(capacity, window, self._memory, i) for i, window in enumerate(windows)]
 
-    def view(self, first: int, last: int) -> LayerRangeCache:
-        """Layers `first` (inclusive) to `last` (exclusive), for one forward pass."""
-        return LayerRangeCache(self.layers[first:last], offset=first)
+    def view(self, numbers: Sequence[int]) -> SomeLayersCache:
+        """The layers with these numbers, for forward passes that run no others."""
+        return SomeLayersCache([self.layers[number] for number in numbers], numbers)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens, drop the newer ones."""
         for layer in self.layers:
             layer.length = min(layer.length, length)
 
-    def keep_sibling(self, position: int, index: int) -> None:
-        """Of the siblings that were run at `position`, keep the entries of one alone."""
-        for layer in self.layers:
-            layer.keep_sibling(position, index)
+    def keep_path(self, position: int, nodes: Sequence[int]) -> None:
+        """Of the entries from `position` on, keep those that are `nodes` (ascending) behind it, moved together."""
+        end = position + len(nodes)
+        if nodes[-1] >= len(nodes):
+            kept = [position + node for node in nodes]
+            whole = self._memory.whole
+            parts = [rows for layer in self.layers for rows in layer.rows] if whole is None else [whole]
+            for rows in parts:
+                rows[..., position:end, :, :] = rows[..., kept, :, :]
+        self.truncate(end)
 
     def export_entries(self, first: int, end: int, last: int) -> Tensor:
         """A copy of the entries of the tokens `first` to `end` in layers 0 to `last` (both ends exclusive).

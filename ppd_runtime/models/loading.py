@@ -88,7 +88,7 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     config = first_layers_config(AutoConfig.from_pretrained(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     tensors = dict(_read_tensors(info, last))
-    with no_progress_bar(), _no_loading_report():
+    with no_progress_bar(), errors_only():
         model, report = model_class.from_pretrained(
             None,
             config=config,
@@ -318,8 +318,8 @@ def _read_tensors(info: ModelInfo, last: int) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _no_loading_report() -> Iterator[None]:
-    """transformers' table of missing tensors: `load_layers` says it in one line."""
+def errors_only() -> Iterator[None]:
+    """None of transformers' advice, such as its table of missing tensors, which `load_layers` says in one line."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,11 +1,21 @@
 """Decoder layers with a sub-layer left out: what remains is the library's own layer, residual stream and norms."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage import shallow_copy
+from ppd_runtime.models.stage import Piece, Stage, shallow_copy
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Sub-layers to leave out, by the numbers of their layers, which count from 0, in ascending order."""
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
 
 
 class _NoAttention(nn.Module):
@@ -29,3 +39,28 @@ def without(layer: nn.Module, *, attention: bool = False, mlp: bool = False) -> 
     if mlp:
         twin.mlp = _NoMLP()
     return twin
+
+
+def sparse_piece(stage: Stage, left_out: LayerSet) -> Piece:
+    """A stage's model without some sub-layers, over the stage's own caches; at least one attention must stay.
+
+    Of a layer without attention and MLP nothing is left: it is not run.
+    """
+    layers = {}
+    for number, layer in enumerate(stage.model.model.layers):
+        attention, mlp = number in left_out.attention, number in left_out.mlp
+        if not (attention and mlp):
+            layers[number] = without(layer, attention=attention, mlp=mlp) if attention or mlp else layer
+    return stage.piece(layers, tuple(number for number in layers if number not in left_out.attention))
+
+
+def share_run(model: PreTrainedModel, left_out: LayerSet) -> float:
+    """Parameters of the attentions and MLPs that stay, as a share of all of them."""
+    sizes = [(_size(layer.self_attn), _size(layer.mlp)) for layer in model.model.layers]
+    whole = sum(attention + mlp for attention, mlp in sizes)
+    missing = sum(sizes[i][0] for i in left_out.attention) + sum(sizes[i][1] for i in left_out.mlp)
+    return 1 - missing / whole
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

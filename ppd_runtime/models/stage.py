@@ -6,17 +6,18 @@ masks, rotary tables, windows and soft caps stay the library's business.
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ppd_runtime.models.kv_cache import LayerRangeCache, StageCache
+from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
 from ppd_runtime.models.rotary import RotaryTable
+from ppd_runtime.models.trees import TokenTree
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind
 
@@ -45,8 +46,8 @@ class Stage:
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
         self.recorder = Recorder()
-        self._pieces: dict[tuple[int, int], nn.Module] = {}
-        self._views: dict[tuple[int, int], LayerRangeCache] = {}
+        self._ranges: dict[tuple[int, int], Piece] = {}
+        self._views: dict[tuple[int, ...], SomeLayersCache] = {}
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
@@ -84,19 +85,37 @@ class Stage:
         return hidden
 
     def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
-        """Run all layers over tokens that all stand at `position`, each seeing what came before and itself.
+        """Run all layers over tokens that all stand at `position`: a tree of roots, see `run_tree`."""
+        return self.run_tree(token_ids, [-1] * len(token_ids), position)
 
-        The hidden states behind the layers, `[1, siblings, hidden_size]`. Their entries lie behind the first `position`
-        tokens' until `keep_sibling` or `truncate`; the capacity must hold them. One token alone is an ordinary pass.
-        Several are the same numbers, but not the same bits: a product with several rows may sum in another order.
+    def run_tree(self, token_ids: Sequence[int], parents: Sequence[int], position: int) -> Tensor:
+        """Run all layers over a tree: each token sees what came before `position`, those it stands behind, and itself.
+
+        `parents` has each token's parent among them, which comes before it; -1 for a root, which stands at `position`.
+        The hidden states behind the layers, `[1, tokens, hidden_size]`. Their entries lie behind the first `position`
+        tokens' until `keep_path` or `truncate`; the capacity must hold them all. A chain is an ordinary pass. Others
+        give the numbers that each path alone gives, but not the same bits: a product with several rows may sum in
+        another order.
         """
-        if len(token_ids) == 1:
+        if list(parents) == list(range(-1, len(parents) - 1)):
             return self.run(0, self.num_layers, list(token_ids), position)
         began = time.perf_counter()
-        hidden = self._run_siblings(list(token_ids), position)
+        hidden = self._run_tree(list(token_ids), parents, position)
         self._wait_for_device()
         self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
         self.layer_passes += len(token_ids) * self.num_layers
+        return hidden
+
+    def run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
+        """Run the layers of a piece over tokens that start at `position`; the hidden states behind them.
+
+        They append to the caches of the piece's attending layers, which must hold `position` tokens each.
+        """
+        began = time.perf_counter()
+        hidden = self._run_piece(piece, token_ids, position)
+        self._wait_for_device()
+        self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
+        self.layer_passes += piece.num_layers
         return hidden
 
     def length(self, layer: int) -> int:
@@ -107,11 +126,15 @@ class Stage:
         """Keep the entries of the first `length` tokens, drop the newer ones."""
         self.cache.truncate(length)
 
-    @torch.inference_mode()
     def keep_sibling(self, position: int, index: int) -> None:
         """Of the siblings that were run at `position`, keep the entries of one alone, and drop the others."""
+        self.keep_path(position, [index])
+
+    @torch.inference_mode()
+    def keep_path(self, position: int, nodes: Sequence[int]) -> None:
+        """Of a tree that was run at `position`, keep the entries of a path from a root, and drop the others."""
         began = time.perf_counter()
-        self.cache.keep_sibling(position, index)
+        self.cache.keep_path(position, nodes)
         self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, self.num_layers)
 
     @torch.inference_mode()
@@ -152,7 +175,7 @@ class Stage:
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         self._check_position(first, position)
         tokens = len(inputs if isinstance(inputs, list) else inputs[0])
-        if self._compiled and position and (tokens == 1 or self._compiled.runs_chains):
+        if self._compiled and position and (tokens == 1 or self._compiled.runs_chain(tokens)):
             hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
             return self._compiled.run(first, last, hidden, self.cache.layers, chain=tokens > 1)
         return self._run_library(first, last, inputs, position)
@@ -161,22 +184,19 @@ class Stage:
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
     @torch.inference_mode()
-    def _run_siblings(self, token_ids: list[int], position: int) -> Tensor:
-        self._check_position(0, position)
-        if self._compiled:
-            return self._compiled.run(0, self.num_layers, self._embed(token_ids), self.cache.layers)
-        places = self._positions[:, position : position + 1].expand(1, len(token_ids))
-        masks = self._sibling_masks(len(token_ids))
-        return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)
+    def _run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
+        self._check_position(piece.attending[0], position)
+        return self._call(piece, token_ids, position)
 
-    def _sibling_masks(self, siblings: int) -> Tensor | dict[str, Tensor]:
-        """The library's additive masks, `[1, 1, siblings, attended]`; by kind where there are layers of two kinds."""
-        sizes = [layer.get_mask_sizes(siblings)[0] for layer in self.cache.layers]
-        masks = {size: _sees_itself(siblings, size, self.model) for size in set(sizes)}
-        kinds = getattr(self.model.config, "layer_types", None) or []
-        if len(masks) == 1:
-            return masks[sizes[0]]
-        return {kind: masks[size] for kind, size in zip(kinds, sizes, strict=True)}
+    @torch.inference_mode()
+    def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
+        self._check_position(0, position)
+        if self._compiled and set(parents) == {-1}:
+            return self._compiled.run(0, self.num_layers, self._embed(token_ids), self.cache.layers)
+        tree = TokenTree(parents)
+        places = self._positions[:, position + tree.depths]
+        masks = tree.masks(self.cache.layers, self.model)
+        return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)
 
     def _check_position(self, layer: int, position: int) -> None:
         length = self.cache.layers[layer].length
@@ -188,26 +208,31 @@ class Stage:
             torch.cuda.synchronize(self.device)
 
     def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
+        if (first, last) not in self._ranges:
+            layers = dict(enumerate(self.model.model.layers))
+            numbers = tuple(range(first, last))
+            self._ranges[first, last] = self.piece({i: layers[i] for i in numbers}, numbers)
+        return self._call(self._ranges[first, last], inputs, position, **others)
+
+    def _call(self, piece: "Piece", inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
         feed: dict[str, Any]
         if isinstance(inputs, Tensor):
             feed = {"inputs_embeds": inputs.to(self.device)}
         else:
             feed = {"input_ids": torch.tensor([inputs], device=self.device)}
-        key = (first, last)
-        if key not in self._pieces:
-            self._pieces[key] = self._piece(first, last)
-        if key not in self._views:
-            self._views[key] = self.cache.view(first, last)
+        if piece.attending not in self._views:
+            self._views[piece.attending] = self.cache.view(piece.attending)
         size = next(iter(feed.values())).shape[1]
         feed |= {"position_ids": self._positions[:, position : position + size]} | others
-        output = self._pieces[key](**feed, past_key_values=self._views[key], use_cache=True)
+        output = piece.decoder(**feed, past_key_values=self._views[piece.attending], use_cache=True)
         return output.last_hidden_state
 
-    def _piece(self, first: int, last: int) -> nn.Module:
-        piece = layer_range(self.model, first, last)
+    def piece(self, layers: Mapping[int, nn.Module], attending: tuple[int, ...]) -> "Piece":
+        """Some layers by their numbers, or stand-ins for them; `attending` are those that have entries."""
+        decoder = decoder_of(self.model, layers)
         if self._rotary is not None:
-            piece.rotary_emb = self._rotary
-        return piece
+            decoder.rotary_emb = self._rotary
+        return Piece(decoder, len(layers), attending)
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
@@ -249,20 +274,27 @@ class FinalHead:
         return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
 
 
-def _sees_itself(siblings: int, attended: int, model: PreTrainedModel) -> Tensor:
-    """The additive mask of tokens that see all that is attended to but each other."""
-    mask = torch.zeros(1, 1, siblings, attended, dtype=model.dtype, device=model.device)
-    mask[..., attended - siblings :].fill_(torch.finfo(model.dtype).min).diagonal(dim1=2, dim2=3).zero_()
-    return mask
+class Piece(NamedTuple):
+    """Some layers of a model, as a stage runs them."""
+
+    decoder: nn.Module
+    num_layers: int
+    attending: tuple[int, ...]
+    """The layers whose entries it reads and writes."""
 
 
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
     """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights."""
-    piece = shallow_copy(model.model)
-    piece.layers = nn.ModuleList(model.model.layers[first:last])
-    piece.norm = nn.Identity()
-    piece.config = _range_config(model.model.config, first, last)
-    return piece
+    return decoder_of(model, {i: model.model.layers[i] for i in range(first, last)})
+
+
+def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module]) -> nn.Module:
+    """The model's decoder with only these layers, or stand-ins for them, by their numbers, and no final norm."""
+    decoder = shallow_copy(model.model)
+    decoder.layers = nn.ModuleList(layers.values())
+    decoder.norm = nn.Identity()
+    decoder.config = _some_layers_config(model.model.config, list(layers))
+    return decoder
 
 
 class _NormOnly(nn.Module):
@@ -283,9 +315,9 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _range_config(config: PretrainedConfig, first: int, last: int) -> PretrainedConfig:
-    config = copy.deepcopy(config)
+def _some_layers_config(config: PretrainedConfig, numbers: Sequence[int]) -> PretrainedConfig:
+    config = copy.copy(config)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[first:last]
-    config.num_hidden_layers = last - first
+        config.layer_types = [config.layer_types[number] for number in numbers]
+    config.num_hidden_layers = len(numbers)
     return config

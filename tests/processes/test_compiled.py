@@ -110,7 +110,7 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFolder, kept: Path, family: str) -> None:
     """Of any length, with windows that roll, on both sides of a step of the attended rows; any cut of it."""
     stage = load_eager(model_folder(family))

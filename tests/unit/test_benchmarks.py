@@ -9,7 +9,7 @@ import time
 import pytest
 from torch import nn
 
-from benchmarks import contention, decode, equal_devices, hop, pipeline, planner, siblings, startup, tracing
+from benchmarks import contention, decode, equal_devices, held_out, hop, pipeline, planner, siblings, startup, tracing
 from benchmarks.__main__ import PLAN
 from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
@@ -17,6 +17,7 @@ from benchmarks.recording import environment, markdown, mean_ledger_ms, pinned, 
 from ppd_runtime.models.loading import describe, load_tokenizer
 from ppd_runtime.results import Ledger
 from ppd_runtime.spans import Kind
+from ppd_runtime.training.corpus import read_standard_library
 
 MODULES = (contention, decode, equal_devices, hop, pipeline, planner, siblings, startup, tracing)
 
@@ -202,3 +203,15 @@ def test_a_silent_recorder_changes_no_result():
     recorder.pause()
     assert recorder.ledger() == Ledger(0.0, 0.0, 0.0, 0.0, 0.0)
     assert recorder.spans(0).spans == ()
+
+
+def test_held_out_prompts_are_whole_lines_of_held_out_files():
+    documents = [d for d in read_standard_library() if d.path.startswith(("a", "f", "i"))]
+    found = held_out.prompts(documents, count=9, characters=200)
+    assert found == held_out.prompts(documents, count=9, characters=200)
+    texts = {d.path: d.text for d in documents if d.held_out}
+    for each in found:
+        path, _, first = each["id"].rpartition("@")
+        assert 200 <= len(each["prompt"]) < 2000
+        assert texts[path][int(first) :].startswith(each["prompt"])
+        assert each["prompt"].endswith("\n")

@@ -32,6 +32,8 @@ def test_choices_are_what_the_library_has() -> None:
         "--method layerskip --exit-layer 2 --num-speculations 4",
         "--method adaspeed --exit-layer 2 --stopping confidence --threshold 0.1",
         "--method layerskip --acceptance rejection",
+        "--method swift --skip-ratio 0.3 --threshold 0.2 --search-steps 5 --bayes-interval 0",
+        "--method swift --search-steps 0 --widest 1",
     ],
 )
 def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], options: str, tmp_path: Path) -> None:
@@ -59,6 +61,8 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], option
         ("--method kangaroo", "kangaroo needs adapter=FOLDER"),
         ("--method adaspeed --stopping probe --probe /no/such/folder", "holds no probe.json"),
         ("--method layerskip --exit-layer 4", "exit_layer=4: with 4 layers choose 1 to 3"),
+        ("--method swift --skip-ratio 1", "skip_ratio=1.0: give a number from 0 to below 1"),
+        ("--method swift --layer-set /no/such/file", "layer_set='/no/such/file': No such file or directory; find one"),
         ("--method medusa", "is not one of"),
     ],
 )

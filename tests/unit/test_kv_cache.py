@@ -131,7 +131,7 @@ def test_entries_can_be_imported_into_an_empty_cache() -> None:
 
 def test_a_view_is_the_same_layers_under_the_models_numbers() -> None:
     cache = StageCache(LlamaConfig(num_hidden_layers=5), CAPACITY)
-    view = cache.view(2, 4)
+    view = cache.view((2, 3))
     view.update(*entries(3, 0), layer_idx=2)
     view.update(*entries(3, 1), layer_idx=3)
     assert [layer.length for layer in cache.layers] == [0, 0, 3, 3, 0]

@@ -42,6 +42,8 @@ class Parts:
             "adaspeed, confidence": {"stopping": "confidence", "exit_layer": EXIT_LAYER, "adaptive": False},
             "kangaroo": {"adapter": self.adapter, "threshold": 0.05},
             "kangaroo, probe": {"adapter": self.adapter, "stopping": "probe", "probe": self.probe, "threshold": 0.1},
+            "swift": {"threshold": 0.3, "context_window": 6, "search_steps": 40},
+            "swift, chains": {"threshold": 0.1, "widest": 1, "search_steps": 0},
         }[method]
 
     def open(self, method: str, **others: object) -> TextGenerator:
@@ -51,7 +53,16 @@ class Parts:
         )
 
 
-WAYS = ("layerskip", "adaspeed", "adaspeed, probe", "adaspeed, confidence", "kangaroo", "kangaroo, probe")
+WAYS = (
+    "layerskip",
+    "adaspeed",
+    "adaspeed, probe",
+    "adaspeed, confidence",
+    "kangaroo",
+    "kangaroo, probe",
+    "swift",
+    "swift, chains",
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +124,8 @@ def test_text_statistics_and_streams(parts: Callable[..., Parts], way: str) -> N
     for window in range(4):
         assert stats.ctar(window) == sum(a + 1 > window for a in drafts.accepted) / len(drafts.accepted)
     steps = sum(drafts.drafted) / len(drafts.drafted)
-    assert stats.predicted_ratio == pytest.approx(drafting_ratio(stats.compression_rate, steps, EXIT_LAYER / 5))
+    cost = 3 / 5 if way.startswith("swift") else EXIT_LAYER / 5
+    assert stats.predicted_ratio == pytest.approx(drafting_ratio(stats.compression_rate, steps, cost))
     assert 0 < drafts.draft_s + drafts.verify_s < stats.latency_s
     assert stats.ledger.total_s == pytest.approx(stats.latency_s, rel=0.2)
     stream = method.stream(PROMPTS[1], **sampling)

@@ -1,0 +1,175 @@
+"""`ppd bench`: every way of decoding beside ordinary decoding, on the same prompts."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ppd_runtime.cli import options
+from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from ppd_runtime.config import SamplingParams
+    from ppd_runtime.measure.comparison.prompt_groups import GroupedPrompt
+    from ppd_runtime.measure.comparison.report import ComparisonReport
+    from ppd_runtime.measure.comparison.rows import LeftOut
+    from ppd_runtime.measure.comparison.run import ComparisonRun
+
+_METHODS = """"all", or rows with commas between them, such as "layerskip:exit_layer=6;num_speculations=2,ppd:k=3". A
+row is a method, with a colon and settings where they are not the defaults. Methods: those of `ppd generate` (ppd runs
+with launcher=processes), assistant_early_exit and prompt_lookup (transformers' own). Ordinary decoding is always
+there."""
+
+
+def bench(
+    model: options.Model = "demo",
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='A JSON Lines file with a "prompt" (or "turns") in each line, and maybe a "category"; default: '
+            '"demo", the shipped ones. May be given again; each file is a group of its own.'
+        ),
+    ] = None,
+    methods: Annotated[str, typer.Option(help=_METHODS)] = "all",
+    categories: Annotated[
+        str | None, typer.Option(help="Take these alone, such as math,writing; default: all.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Take so many prompts of each group (category or file); default: all.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often every prompt is measured.")] = 1,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything here; results are kept beside it until then.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write all tables into this file.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Draw a bar chart into this image.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Run one-token passes of this project's methods in compiled code.")
+    ] = False,
+) -> None:
+    """Compare ways of decoding on the same prompts: speed-up over ordinary decoding, what drafts allow, equality.
+
+    All methods decode a prompt before the next one comes, each time beginning with another; a first run of each is
+    dropped. What "all" asks for and the model has no part for is left out, and named.
+    """
+    with one_line_errors():
+        from ppd_runtime.config import SamplingParams
+
+        _check_outputs(json_file, markdown, chart, resume)
+        sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, ignore_eos=ignore_eos)
+        groups = _read_groups(prompts or ["demo"], limit, categories)
+        shared = {"dtype": dtype, "device": device, "threads": threads, "compile": compile_}
+        with contextlib.ExitStack() as opened:
+            run, left_out = _open(opened, model, methods, shared, groups, sampling, rounds, json_file, resume)
+            _measure(run)
+            _report(run, left_out, json_file, markdown, chart)
+
+
+def _read_groups(prompts: list[str], limit: int | None, categories: str | None) -> "list[GroupedPrompt]":
+    from ppd_runtime.measure.comparison.prompt_groups import read_groups
+
+    return read_groups(
+        prompts, limit, [part.strip() for part in categories.split(",")] if categories is not None else []
+    )
+
+
+def _open(
+    opened: contextlib.ExitStack,
+    model: str,
+    methods: str,
+    shared: dict[str, Any],
+    groups: "list[GroupedPrompt]",
+    sampling: "SamplingParams",
+    rounds: int,
+    json_file: Path | None,
+    resume: bool,
+) -> "tuple[ComparisonRun, list[LeftOut]]":
+    """The run, ready to measure, and the rows that it goes without; what is opened is closed with `opened`."""
+    from ppd_runtime.cost_model.checks import check_whole
+    from ppd_runtime.measure.comparison.methods import Methods
+    from ppd_runtime.measure.comparison.rows import check_rows, parse_rows
+    from ppd_runtime.measure.comparison.run import ComparisonRun
+    from ppd_runtime.models.loading import describe
+    from ppd_runtime.ordinary import OrdinaryDecoding
+
+    check_whole("rounds", rounds, 1)
+    rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)
+    ready = opened.enter_context(Methods(OrdinaryDecoding(model, **shared), rows))
+    return ComparisonRun(ready, groups, sampling, rounds, json_file, resume), left_out
+
+
+def _check_outputs(json_file: Path | None, markdown: Path | None, chart: Path | None, resume: bool) -> None:
+    """Find out before the measurement what would stop the report after it."""
+    if resume and json_file is None:
+        raise ValueError("--resume goes on from what is kept beside the --json file: give --json as well")
+    check_outputs(json_file, markdown, chart)
+    if chart is not None:
+        from ppd_runtime.image_files import check_image_file
+
+        check_image_file(chart)
+
+
+def _measure(run: "ComparisonRun") -> None:
+    try:
+        with progress_bar(run.num_tasks, run.num_done) as on_progress:
+            run.measure_rest(on_progress)
+    except KeyboardInterrupt:
+        if run.partial:
+            sys.stderr.write(f"\nppd: {run.num_done} prompts are kept in {run.partial.path}; --resume goes on")
+        raise
+
+
+def _report(
+    run: "ComparisonRun",
+    left_out: "list[LeftOut]",
+    json_file: Path | None,
+    markdown: Path | None,
+    chart: Path | None,
+) -> None:
+    from ppd_runtime.measure.comparison.report import summarise, write_json, write_markdown
+
+    report = summarise(run, left_out)
+    if chart is not None:
+        from ppd_runtime.measure.comparison.chart import draw_bars
+
+        draw_bars(report, chart)
+    if markdown is not None:
+        write_markdown(report, markdown)
+    if json_file is not None:
+        write_json(report, json_file)
+    if run.partial:
+        run.partial.discard()
+    _print(report)
+
+
+def _print(report: "ComparisonReport") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(report.summary(), highlight=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold")
+    columns, rows = report.short_table()
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    for note in report.notes():
+        console.print(note, highlight=False, markup=False)

@@ -1,0 +1,63 @@
+"""`ppd search-layers`: find what SWIFT may leave out of a model, before it decodes anything that matters."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppd_runtime.cli import options
+from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.outputs import check_outputs
+
+if TYPE_CHECKING:
+    from ppd_runtime.decoding.layer_search import LayerSearch
+
+
+def search_layers(
+    out: Annotated[Path, typer.Option(help="Write the set here, for `ppd generate --method swift --layer-set`.")],
+    model: options.Model = "demo",
+    prompts: options.Prompts = "demo",
+    skip_ratio: Annotated[float, typer.Option(help="Share of attentions and MLPs to leave out.")] = 0.45,
+    search_steps: Annotated[int, typer.Option(help="Sets to try at the most.")] = 1000,
+    bayes_interval: Annotated[
+        int, typer.Option(help="Choose each so manieth by Bayesian optimisation; 0: all at random.")
+    ] = 25,
+    max_new_tokens: options.MaxNewTokens = 128,
+    limit: options.Limit = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
+) -> None:
+    """Run SWIFT's search to its end over given prompts, greedily (Self-SD's offline search)."""
+    with one_line_errors():
+        from ppd_runtime.measure.layer_sets import find_layer_set
+        from ppd_runtime.measure.prompt_files import read_prompts
+
+        check_outputs(out)
+        texts = [prompt.text for prompt in read_prompts(prompts, limit)]
+        search = find_layer_set(
+            out,
+            model,
+            texts,
+            max_new_tokens,
+            _show,
+            skip_ratio=skip_ratio,
+            search_steps=search_steps,
+            bayes_interval=bayes_interval,
+            search_seed=seed,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+        )
+    best = search.best
+    print(f"{out}: {search.steps} sets tried, the best foretells {search.matchness:.3f} of the tokens")
+    print(f"left out, layers counted from 0: attention {list(best.attention)}, MLP {list(best.mlp)}")
+
+
+def _show(search: "LayerSearch") -> None:
+    if sys.stderr.isatty():
+        line = f"{search.steps} of at most {search.settings.steps} sets, the best {search.matchness:.3f} …"
+        sys.stderr.write(f"\r\033[K{'' if search.finished else line}")
+        sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Every way of decoding beside ordinary decoding, on the same prompts, in turn."""

@@ -1,0 +1,199 @@
+"""`ppd bench` on a small model: tables, files, interruptions and mistakes. Pipelined decoding runs on threads here."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import GenerationMixin
+from typer.testing import CliRunner, Result
+
+from ppd_runtime.cli.main import app
+from ppd_runtime.measure.comparison.methods import Methods, OwnMethod
+from ppd_runtime.measure.comparison.rows import Row
+
+ROWS = (
+    "ppd:k=1;launcher=ray;transport=local,layerskip:exit_layer=2;num_speculations=3,"
+    "assistant_early_exit:exit_layer=2,prompt_lookup"
+)
+LABELS = ["autoregressive", *ROWS.split(",")]
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Callable[..., Path]) -> str:
+    """A small model whose second layer often foretells the token; it has 512 positions."""
+    return str(model_folder("llama", quiet_from=2))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Three prompts of two categories, one of them longer than the model's positions; alone in its folder."""
+    rows = [("qa", "The quick brown fox"), ("qa", "x" * 600), ("math", "A model writes")]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"category": kind, "turns": [text, "?"]}) + "\n" for kind, text in rows))
+    return str(path)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
+
+
+def run(*arguments: object) -> str:
+    result = invoke(*arguments, "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_a_comparison(model: str, prompts: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / name for name in ("out.json", "out.md", "out.png")]
+    outputs = [part for pair in zip(("--json", "--markdown", "--chart"), files, strict=True) for part in pair]
+    shown = run("--model", model, "--prompts", prompts, "--methods", ROWS, "--max-new-tokens", 24, *outputs)
+    assert "1 of 3 prompts were longer" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+    report = json.loads(files[0].read_text())
+    assert (report["num_prompts"], report["cut_prompts"], list(report["rows"])) == (3, 1, LABELS)
+    assert {group: {len(texts) for texts in rows.values()} for group, rows in report["texts"].items()} == {
+        "qa": {2},
+        "math": {1},
+    }
+    for figures in report["overall"].values():
+        assert (figures["equal_texts"], figures["equal_tokens"], figures["texts"]) == (1, 1, 3)
+    layerskip, early_exit, lookup = (report["overall"][label] for label in LABELS[2:])
+    assert 0.5 < layerskip["acceptance_rate"] < 1
+    assert layerskip["mean_accepted_length"] > 1.5
+    assert layerskip["draft_cost"] > 0
+    assert layerskip["allowed_speedup"] > 0
+    assert early_exit["acceptance_rate"] > 0.3
+    assert lookup["compression_rate"] >= 1
+    assert report["overall"]["ppd:k=1;launcher=ray;transport=local"]["allowed_speedup"] > 1
+    assert files[1].read_text().count("\n| layerskip:exit_layer=2;num_speculations=3 |") == 3
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md", "out.png", "prompts.jsonl"]
+
+
+def test_samples_and_rounds(model: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    methods = "layerskip,adaspeed:exit_layer=2;threshold=0.1"
+    sampling = ("--temperature", 0.9, "--top-p", 0.95, "--seed", 3)
+    run("--model", model, "--prompts", prompts, "--methods", methods, *sampling, "--max-new-tokens", 12, "--rounds", 2,
+        "--categories", "qa", "--limit", 1, "--json", out)  # fmt: skip
+    report = json.loads(out.read_text())
+    assert [figures["texts"] for figures in report["overall"].values()] == [2, 2, 2]
+    assert [figures["equal_tokens"] for figures in report["overall"].values()] == [1, 1, 1]
+
+
+def test_each_prompt_begins_with_another_method(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, order = Methods.generate, []
+
+    def noted(methods: Methods, row: Row, *others: object) -> object:
+        order.append(row.method)
+        return generate(methods, row, *others)
+
+    monkeypatch.setattr(Methods, "generate", noted)
+    run("--model", model, "--prompts", prompts, "--methods", "layerskip,adaspeed", "--max-new-tokens", 2)
+    a, b, c = "autoregressive", "layerskip", "adaspeed"
+    assert order == [a, b, c, a, b, c, b, c, a, c, a, b]  # the first three are dropped
+
+
+def test_an_interruption_keeps_what_was_measured(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial = tmp_path / "out.json", tmp_path / "out.json.partial.jsonl"
+    arguments = ("--model", model, "--prompts", prompts, "--methods", "layerskip", "--max-new-tokens", 8, "--json", out)
+    generate, calls, stop_at = OwnMethod.generate, [], [6]  # two are dropped, two are the first prompt's
+
+    def interrupted(*given: object) -> object:
+        calls.append(given)
+        if len(calls) in stop_at:
+            raise KeyboardInterrupt
+        return generate(*given)
+
+    monkeypatch.setattr(OwnMethod, "generate", interrupted)
+    stopped = invoke(*arguments, "--dtype", "float32")
+    assert stopped.exit_code == 130
+    assert "ppd: 1 prompts are kept in" in stopped.stderr
+    kept = partial.read_text().splitlines()[1]
+    assert not out.exists()
+    partial.write_text(partial.read_text() + '{"number": 1, "sha')  # as a kill leaves it
+    assert "keeps 1 prompts of an unfinished run" in invoke(*arguments, "--dtype", "float32").stderr
+    other = invoke(*arguments, "--dtype", "float32", "--resume", "--seed", 1)
+    assert (other.exit_code, "measured with sampling=" in other.stderr) == (2, True)
+    calls.clear()
+    stop_at.clear()
+    run(*arguments, "--resume")
+    assert len(calls) == 6  # two are dropped, two prompts are left
+    report = json.loads(out.read_text())
+    assert report["overall"]["layerskip"]["texts"] == 3
+    latency = json.loads(kept)["runs"]["layerskip"]["latency_s"]
+    assert report["texts"]["qa"]["layerskip"][0]["latency_s"] == latency
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
+
+
+def test_a_failure_of_transformers_is_its_rows(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise TypeError("no early exit\nfor this one")
+
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", refuse)
+    out = tmp_path / "out.json"
+    shown = run("--model", model, "--prompts", prompts, "--methods", "assistant_early_exit,layerskip",
+                "--max-new-tokens", 4, "--json", out)  # fmt: skip
+    assert "assistant_early_exit failed: TypeError: no early exit for this one" in " ".join(shown.split())
+    report = json.loads(out.read_text())
+    assert list(report["overall"]) == ["autoregressive", "layerskip"]
+    assert list(report["failures"]) == ["assistant_early_exit"]
+
+
+def test_a_text_that_differs_shows_by_how_much(model: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    run("--model", model, "--prompts", prompts, "--methods", "layerskip:acceptance=rejection", "--temperature", 1,
+        "--max-new-tokens", 16, "--json", out)  # fmt: skip
+    figures = json.loads(out.read_text())["overall"]["layerskip:acceptance=rejection"]
+    assert figures["equal_texts"] < 1
+    assert figures["largest_gap"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--methods medusa", "method 'medusa': choose among all, autoregressive, ppd, layerskip"),
+        ("--methods layerskip:depth=2", "layerskip has no setting 'depth'"),
+        ("--methods layerskip:exit_layer", "'layerskip:exit_layer': give settings as METHOD:NAME=VALUE;NAME=VALUE"),
+        ("--methods layerskip:exit_layer=9", "layerskip:exit_layer=9: exit_layer=9: with 4 layers choose 1 to 3"),
+        ("--methods layerskip:dtype=float32", "dtype is the same for all methods"),
+        ("--methods adaspeed:adaptation=1", "adaptation cannot be chosen in a comparison"),
+        ("--methods autoregressive:k=1", "ordinary decoding is what the others are compared with"),
+        ("--methods ppd:k=0", "ppd:k=0: k=0: must be at least 1"),
+        ("--methods kangaroo", "kangaroo needs adapter=FOLDER"),
+        ("--methods kangaroo:adapter=5", "kangaroo:adapter=5: "),
+        ("--methods prompt_lookup --temperature 1", "prompt_lookup: transformers draws its samples otherwise"),
+        ("--methods prompt_lookup:ngram=3", "prompt_lookup has no setting 'ngram'"),
+        ("--methods assistant_early_exit:exit_layer=4", "exit_layer=4: with 4 layers choose 1 to 3"),
+        ("--methods layerskip:acceptance=all", "acceptance='all': choose one of shared-noise, rejection"),
+        ("--prompts none.jsonl", "none.jsonl: No such file or directory"),
+        ("--categories art", "category 'art'"),
+        ("--rounds 0", "rounds=0: give a whole number of at least 1"),
+        ("--limit 0", "limit=0: give a whole number of at least 1"),
+        ("--max-new-tokens 512", "max_new_tokens=512 leaves no room for prompts in the model's 512 positions"),
+        ("--dtype int8", "dtype='int8': choose one of"),
+        ("--resume", "--resume goes on from what is kept beside the --json file"),
+        ("--json FOLDER/none/out.json", "give a file in a folder that exists"),
+        ("--chart FOLDER/out.txt", "no kind of image"),
+        ("--markdown FOLDER/out --json FOLDER/out", "is to be written twice"),
+    ],
+)
+def test_mistakes_get_one_line(model: str, prompts: str, tmp_path: Path, arguments: str, named: str) -> None:
+    given = arguments.replace("FOLDER", str(tmp_path)).split()
+    defaults = (("--prompts", prompts), ("--methods", "layerskip"))
+    options = [part for option in defaults if option[0] not in given for part in option]
+    result = invoke("--model", model, *given, *options)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("ppd: ")
+    assert result.stderr.count("\n") == 1
+    assert named in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
