@@ -59,7 +59,7 @@ class PartInfo:
             other = f"model {info.name!r}" if info.name != self.model else "these weights"
             raise ValueError(
                 f"{self._was_trained} ({self.model_fingerprint[:12]}), not for {other} ({found[:12]}): "
-                f"give that model, or train a {self.NOUN} for this one with `{self.COMMAND}`"
+                f"give that model, or train one for this model with `{self.COMMAND}`"
             )
 
     def check_layers(self, exit_layers: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class PartInfo:
             named = f"layer {others[0]}" if len(others) == 1 else f"layers {', '.join(map(str, others))}"
             raise ValueError(
                 f"{self._was_trained}, not for {named}: choose layer {self.exit_layer} alone, "
-                f"or train a {self.NOUN} for another one with `{self.COMMAND}`"
+                f"or train one for another layer with `{self.COMMAND}`"
             )
 
     def tensors(self) -> dict[str, Tensor]:
