@@ -24,20 +24,20 @@ _RESULTS = Path(__file__).parent / "results"
 _EMULATED = "Emulated devices: stages compute their real results and then sleep until a layer's time has passed"
 _DEADLINE_S = 900
 _WIDE = "--model random:512x12 --dtype float32"
-_STARTS = "'ordinary,compiled,threads-1,processes-1,ray-3,ppd --help,ppd tradeoff,ppd generate'"
+_STARTS = "'ordinary,compiled,threads-1,ray-3,ppd --help,ppd tradeoff,ppd generate'"
 PLAN = (
-    ("Ordinary decoding and its floor", "decode --dtype float32"),
+    ("Ordinary decoding and its floor", "decode --dtype float32 --rounds 5"),
     ("", f"decode {_WIDE} --rounds 3"),
     ("What recording costs", "tracing --rounds 15"),
-    ("Hops between two processes", "hop --count 150"),
+    ("Hops between two processes", "hop --count 100"),
     ("Start-up", f"startup --rounds 1 --layouts {_STARTS}"),
-    ("The demo model", "pipeline --rounds 4"),
-    ("", "pipeline --compile --rounds 4"),
+    ("The demo model", "pipeline --rounds 3"),
+    ("", "pipeline --compile --rounds 3"),
     ("", "pipeline --match-rate 0 --compile --rounds 2"),
     ("", "pipeline --match-rate 1 --compile --rounds 2"),
     ("A wider model with a set match rate", f"contention {_WIDE} --match-rate 0.7 --seconds 0.2 --rounds 5"),
-    ("", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 3"),
-    ("", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 3 --compile"),
+    ("", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 2"),
+    ("", f"pipeline {_WIDE} --match-rate 0.7 --tokens 64 --rounds 2 --compile"),
     (_EMULATED, "pipeline --k 3 --compile --emulate-layer-ms 3 --tokens 64 --rounds 2"),
     ("", "pipeline --k 3 --workers 1 --compile --emulate-layer-ms 3 --tokens 64 --rounds 2"),
     ("", "pipeline --k 7 --compile --emulate-layer-ms 3 --tokens 64 --rounds 1"),
@@ -50,7 +50,6 @@ PLAN = (
     ("", "pipeline --k 3 --workers 2 --dtype bfloat16 --tokens 64 --rounds 1"),
     ("", "pipeline --k 3 --workers 3 --dtype bfloat16 --tokens 64 --rounds 1"),
     ("The same devices, used in two ways", "equal_devices --rounds 2"),
-    ("", f"equal_devices {_WIDE} --match-rate 0.7 --tokens 64 --rounds 2"),
     ("The planner's predictions", "planner --exit-layers 6 --tokens 64 --rounds 2"),
 )
 """(heading, command) each; less than 15 minutes on two cores."""
