@@ -13,7 +13,7 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -76,7 +76,8 @@ def serve_from_standard_input() -> None:
     """Load the layers, say so, and serve until told to shut down or left alone."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     order = sys.stdin.readline()
-    threading.Thread(target=_end_with_parent, args=(json.loads(order)["folder"],), daemon=True).start()
+    parent = threading.Thread(target=_answer_parent, args=(json.loads(order)["folder"], answers), daemon=True)
+    parent.start()
     try:
         worker, endpoint = open_worker(order)
     except Exception as error:
@@ -87,9 +88,9 @@ def serve_from_standard_input() -> None:
         worker.serve(endpoint)
 
 
-def _end_with_parent(folder: str) -> None:
-    """Wait until nobody holds the other end of standard input, then leave without finishing anything."""
+def _answer_parent(folder: str, answers: TextIO) -> None:
+    """Answer each line that asks whether this process lives; leave at once when nobody holds standard input any more."""
     while os.read(sys.stdin.fileno(), 1):
-        pass
+        print(file=answers, flush=True)
     shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do so
     os._exit(1)
