@@ -104,7 +104,7 @@ class Call:
             pass
 
     def hear_all(self) -> None:
-        """Wait for the sub-processes' counts; those of lost ones do not come, and nobody waits twice for a silent one."""
+        """Wait for the sub-processes' counts: those of lost ones do not come, a silent one is waited for only once."""
         deadline = time.monotonic() + _REPORT_DEADLINE_S
         while self._awaited() and (left := deadline - time.monotonic()) > 0:
             message = self._endpoint.receive(min(_CHECK_EVERY_S, left))
