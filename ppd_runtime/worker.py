@@ -147,7 +147,7 @@ class Worker:
             raise
 
     def _answer(self, message: Message) -> None:
-        """Between requests: the client may have missed the end of the last one, or this process the next's beginning."""
+        """Between requests: the client may have missed the last one's end, or this process the next one's beginning."""
         if self.spec.rank != MAIN:
             self._ask_for(message)
         elif isinstance(message, Cancel) and message.request > self._request:

@@ -89,7 +89,7 @@ def serve_from_standard_input() -> None:
 
 
 def _answer_parent(folder: str, answers: TextIO) -> None:
-    """Answer each line that asks whether this process lives; leave at once when nobody holds standard input any more."""
+    """Answer each line that asks whether this process lives; leave once nobody holds standard input any more."""
     while os.read(sys.stdin.fileno(), 1):
         print(file=answers, flush=True)
     shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do so
