@@ -96,6 +96,8 @@ class RuntimeConfig:
     """Let a lone sub-process (k=1, exit at half depth) go on without waiting for exit states."""
     max_restarts: int = 3
     """New lives for a lost worker in a row, before it is given up; a main process that is given up is an error."""
+    bind_interface: str | None = None
+    """An IP address of this host: workers reach each other over TCP, encrypted, and not over sockets in a folder."""
     launcher: str = "ray"
     """ray (actors, on a node of our own or a cluster's) or processes (plain ones of this host, without Ray)."""
 
@@ -123,6 +125,11 @@ class RuntimeConfig:
             raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
         if self.ray_address is not None and self.launcher == "processes":
             raise ValueError(f"ray_address={self.ray_address!r} with launcher='processes', without Ray: drop one")
+        if self.bind_interface is not None and self.transport not in ("auto", "zeromq"):
+            raise ValueError(
+                f"bind_interface={self.bind_interface!r} with transport={self.transport!r}, which stays on one host: "
+                "choose transport auto or zeromq"
+            )
         if self.launcher == "processes" and self.transport == "local":
             raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
 

@@ -8,17 +8,18 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ppd_runtime.launching import socket_folder
+from ppd_runtime.launching import Introductions, socket_folder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import Progress, Supervisor
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
@@ -29,13 +30,20 @@ _PING_EVERY_S = 1.0
 _ANSWER_DEADLINE_S = 15.0
 
 
+class _HostActor(Actor):
+    """A worker that knows the address of the Ray node it came to."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__(order, ray.util.get_node_ip_address())
+
+
 @ray.remote(max_restarts=0)
-class PPDMain(Actor):
+class PPDMain(_HostActor):
     """The main process; the class' name is what `ps` shows."""
 
 
 @ray.remote(max_restarts=0)
-class PPDSub(Actor):
+class PPDSub(_HostActor):
     """A sub-process; the class' name is what `ps` shows."""
 
 
@@ -50,10 +58,11 @@ class RayWorkers:
         most_restarts: int,
         progress: Progress,
         answer_deadline_s: float = _ANSWER_DEADLINE_S,
+        bind_interface: str | None = None,
     ) -> None:
-        self._specs, self._transport = {spec.rank: spec for spec in specs}, transport
+        self._specs = {spec.rank: spec for spec in specs}
         self._answer_deadline_s = answer_deadline_s
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
         self._folder = socket_folder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
@@ -61,7 +70,9 @@ class RayWorkers:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
                 _start_ray(ray_address, len(specs), self._folder)
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
+            self._networks = make_networks(transport, self._folder, bind_interface, [CLIENT, *self._specs])
+            self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
+            self._introductions = Introductions(self.endpoint)
             self._shares = _shares(list(self._specs.values()))
             if not self._shares[0]:
                 logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
@@ -74,9 +85,13 @@ class RayWorkers:
         cpus, gpus = self._shares
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
-        order = start_order(self._specs[rank], self._transport, self._folder)
+        network = replace(self._networks[rank], client=self.endpoint.location)
+        order = start_order(self._specs[rank], network)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
         return ActorLife(actor_class.options(**options).remote(order), self._answer_deadline_s)
+
+    def _introduce(self, rank: int, location: str) -> None:
+        self._introductions.introduce(rank, location)
 
     def close(self) -> None:
         """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
@@ -100,6 +115,7 @@ class ActorLife:
 
     def __init__(self, actor: Any, answer_deadline_s: float) -> None:
         self._actor, self._answer_deadline_s = actor, answer_deadline_s
+        self.location = ""
         self._ready = actor.ready.remote()
         self._serving: Any = None
         self._ping: Any = None
@@ -110,7 +126,7 @@ class ActorLife:
         if not _has(self._ready):
             return False
         try:
-            ray.get(self._ready)
+            self.location = ray.get(self._ready)
         except ray.exceptions.RayError as error:
             raise RuntimeError(_own_words(error)) from error
         self._serving = self._actor.serve.remote()
