@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ppd_runtime.launching import Introductions, socket_folder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
-from ppd_runtime.supervision import Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
@@ -26,8 +26,6 @@ from ppd_runtime.worker_process import start_order
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
-_PING_EVERY_S = 1.0
-_ANSWER_DEADLINE_S = 15.0
 
 
 class _HostActor(Actor):
@@ -57,11 +55,9 @@ class RayWorkers:
         ray_address: str | None,
         most_restarts: int,
         progress: Progress,
-        answer_deadline_s: float = _ANSWER_DEADLINE_S,
         bind_interface: str | None = None,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self._answer_deadline_s = answer_deadline_s
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
         self._folder = socket_folder()
         self._closed = False
@@ -88,7 +84,7 @@ class RayWorkers:
         network = replace(self._networks[rank], client=self.endpoint.location)
         order = start_order(self._specs[rank], network)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
-        return ActorLife(actor_class.options(**options).remote(order), self._answer_deadline_s)
+        return ActorLife(actor_class.options(**options).remote(order))
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -113,8 +109,8 @@ class RayWorkers:
 class ActorLife:
     """A worker as a Ray actor: one of its threads serves, another answers."""
 
-    def __init__(self, actor: Any, answer_deadline_s: float) -> None:
-        self._actor, self._answer_deadline_s = actor, answer_deadline_s
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
         self.location = ""
         self._ready = actor.ready.remote()
         self._serving: Any = None
@@ -140,10 +136,10 @@ class ActorLife:
         if self._ping is not None and _has(self._ping):
             self._ping = None
         if self._ping is None:
-            if now - self._pinged_at >= _PING_EVERY_S:
+            if now - self._pinged_at >= PING_EVERY_S:
                 self._ping, self._pinged_at = self._actor.ready.remote(), now
-        elif now - self._pinged_at > self._answer_deadline_s:
-            return f"it has not answered for {self._answer_deadline_s:.0f} s"
+        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+            return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
     def wait(self, seconds: float) -> None:
