@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ppd_runtime.launching import socket_folder
+from ppd_runtime.launching import SocketFolder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
@@ -50,14 +49,14 @@ class RayWorkers:
     ) -> None:
         self._specs, self._transport = {spec.rank: spec for spec in specs}, transport
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
-                _start_ray(ray_address, len(specs), self._folder)
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
+                _start_ray(ray_address, len(specs), self._folder.path)
+            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
             self._shares = _shares(list(self._specs.values()))
             if not self._shares[0]:
                 logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
@@ -70,7 +69,7 @@ class RayWorkers:
         cpus, gpus = self._shares
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
-        order = start_order(self._specs[rank], self._transport, self._folder)
+        order = start_order(self._specs[rank], self._transport, self._folder.path)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
         return ActorLife(actor_class.options(**options).remote(order))
 
@@ -88,7 +87,7 @@ class RayWorkers:
                 self.supervisor.stop(_STOP_DEADLINE_S)
             if self._owns_ray:
                 ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ActorLife:

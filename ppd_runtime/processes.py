@@ -3,14 +3,13 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppd_runtime.launching import import_environment, socket_folder
+from ppd_runtime.launching import SocketFolder, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
@@ -36,19 +35,19 @@ class ProcessWorkers:
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
         self._transport = transport
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._closed = False
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
         try:
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
+            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
             self.supervisor.start(progress)
         except BaseException:
             self.close()
             raise
 
     def _begin_life(self, rank: int) -> "ProcessLife":
-        order = start_order(self._specs[rank], self._transport, self._folder)
-        return ProcessLife(rank, order, Path(self._folder))
+        order = start_order(self._specs[rank], self._transport, self._folder.path)
+        return ProcessLife(rank, order, Path(self._folder.path))
 
     def close(self) -> None:
         """Stop the processes and remove the folder of sockets."""
@@ -60,7 +59,7 @@ class ProcessWorkers:
                 self.endpoint.send(rank, Shutdown(CLIENT, 0))
             self.endpoint.close()
         self.supervisor.stop(_STOP_DEADLINE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ProcessLife:

@@ -236,11 +236,11 @@ def short_path():
         yield Path(path)
 
 
-@pytest.mark.parametrize("ending", ["exception", "interrupt"])
+@pytest.mark.parametrize("ending", ["exception", "interrupt", "kill"])
 def test_nothing_is_left_behind(folder, short_path, ending):
     environment = os.environ | {"TMPDIR": str(short_path)}
     script = short_path / "script.py"
-    script.write_text(SCRIPT.format(folder=folder, hang=ending == "interrupt"))
+    script.write_text(SCRIPT.format(folder=folder, hang=ending != "exception"))
     process = subprocess.Popen(
         [sys.executable, script],
         stdout=subprocess.PIPE,
@@ -252,12 +252,16 @@ def test_nothing_is_left_behind(folder, short_path, ending):
     assert process.stdout.readline().strip() == "running", process.stderr.read()
     family = psutil.Process(process.pid).children(recursive=True)
     assert {"PPDMain", "PPDSub"} <= {name for name in map(_actor_name, family) if name}
-    if ending == "interrupt":
-        process.send_signal(signal.SIGINT)
+    if ending != "exception":
+        process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
-    assert ("KeyboardInterrupt" if ending == "interrupt" else "an exception of the user's") in errors
+    words = {"exception": "an exception of the user's", "interrupt": "KeyboardInterrupt", "kill": ""}
+    assert words[ending] in errors
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
+    deadline = time.monotonic() + 5
+    while len(list(short_path.iterdir())) > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert [path.name for path in short_path.iterdir()] == ["script.py"], "a folder of sockets was left"
 
 
