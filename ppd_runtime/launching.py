@@ -23,7 +23,7 @@ from ppd_runtime.worker import Worker, WorkerSpec
 
 _STOP_DEADLINE_S = 10.0
 _CONNECT_DEADLINE_S = 5.0
-_FAREWELL = b"."
+_KEEPER_S = 0.3  # that it takes where nobody is left to end
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
@@ -56,8 +56,8 @@ def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
 class SocketFolder:
     """A new folder that only this user may enter, with a path short enough for the sockets in it.
 
-    A small process looks after it: should this one end without warning, it ends whoever still has a file open in the
-    folder and removes it, within some seconds.
+    A small process looks after it: when the folder is removed, or this process ends without warning, it ends workers
+    and processes of Ray that still have a file open there, and removes what they left, within some seconds.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ class SocketFolder:
     def remove(self) -> None:
         """Remove the folder; a second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._keeper.stdin:
+            self._keeper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.communicate(_FAREWELL, timeout=_CONNECT_DEADLINE_S)
-        self._keeper.kill()
-        self._keeper.wait()
+            self._keeper.wait(_KEEPER_S)
 
 
 def import_environment() -> dict[str, str]:

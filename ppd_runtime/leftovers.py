@@ -1,8 +1,8 @@
 """Removes what a program leaves behind that ends without warning: `python leftovers.py FOLDER`.
 
-It waits for a farewell, or until nobody holds the other end of its standard input. In that case whoever still uses the
-folder has a moment to end by itself, is ended otherwise, and the folder is removed. It is a script that imports nothing
-of ours, so that it is small: it lives as long as the program does.
+It waits until nobody holds the other end of its standard input. Then workers and processes of Ray that still use the
+folder have a moment to end by themselves, are ended otherwise, and the folder is removed. It is a script that imports
+nothing of ours, so that it is small: it lives as long as the program does.
 """
 
 import contextlib
@@ -17,13 +17,23 @@ GRACE_S = 5.0
 
 
 def users_of(folder: str) -> set[int]:
-    """The processes of this user that have a file in the folder open, on systems with a /proc."""
+    """Workers and processes of Ray that have a file in the folder open, on systems with a /proc.
+
+    Children of the program's own may have inherited such a file: they are none of these.
+    """
     users = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            if str(link.readlink()).startswith(folder + os.sep):
+            if str(link.readlink()).startswith(folder + os.sep) and _is_ours(link.parents[1] / "cmdline"):
                 users.add(int(link.parts[2]))
-    return users - {os.getpid()}
+    return users
+
+
+def _is_ours(command_line: Path) -> bool:
+    words = command_line.read_bytes().decode(errors="replace").split("\0")
+    if "ppd_runtime.start_worker" in words or words[0].startswith("ray::"):
+        return True
+    return any(f"{os.sep}ray{os.sep}" in word for word in words[:4])  # its servers and agents
 
 
 def clear(folder: str, grace_s: float = GRACE_S) -> None:
@@ -38,11 +48,12 @@ def clear(folder: str, grace_s: float = GRACE_S) -> None:
 
 
 def main() -> None:
-    """Wait for the end, then clear, unless that is done."""
+    """Wait for the end, then clear."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if not os.read(sys.stdin.fileno(), 1):
-        clear(sys.argv[1])
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    clear(sys.argv[1])
 
 
 if __name__ == "__main__":
