@@ -5,6 +5,7 @@ new code; what follows `--atheris` is libFuzzer's.
 """
 
 import argparse
+import logging
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--atheris", nargs=argparse.REMAINDER, help="libFuzzer's own arguments")
     options = parser.parse_args()
+    logging.disable()  # a line for each input that is no message
     if options.atheris is None:
         _run_mutations(options.target, options.inputs, options.seed)
     else:

@@ -3,7 +3,6 @@
 A target is given any bytes whatever, and says how many messages they held. See `run.py` for how to run them.
 """
 
-import logging
 import math
 import select
 import socket
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from ppd_runtime.pipeline.messages import Begin, Message, Token, WireError, decode, encode
 from ppd_runtime.transport.unix import _FIRST_BUFFER_BYTES, _Inlet
-
-logging.getLogger("ppd_runtime").setLevel(logging.CRITICAL)  # a line for each input that is no message
 
 
 def frames_of(data: bytes) -> list[bytes]:
