@@ -40,6 +40,8 @@ def _run_mutations(target: str, count: int, seed: int) -> None:
         except BaseException:
             print(f"input {number} of seed {seed}: {data!r}")
             raise
+        if number % 100_000 == 99_999:
+            print(f"{number + 1} inputs", flush=True)
     seconds = time.perf_counter() - began
     print(f"{target}: {count} inputs of seed {seed} in {seconds:.0f} s, {num_messages} messages in them, no failure")
 

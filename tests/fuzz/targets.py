@@ -4,7 +4,6 @@ A target is given any bytes whatever, and says how many messages they held. See 
 """
 
 import math
-import select
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -59,8 +58,7 @@ def read_stream(pieces: list[bytes]) -> tuple[list[Message], bool]:
         for piece in filter(None, pieces):
             theirs.sendall(piece)
             sent += len(piece)
-            while alive and select.select([ours], [], [], 0)[0]:
-                alive = inlet.read_into(arrived)
+            alive = inlet.read_into(arrived)
             assert len(inlet._buffer) <= max(_FIRST_BUFFER_BYTES, 2 * sent), "a prefix takes no memory"
             if not alive:
                 break
