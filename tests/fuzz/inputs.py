@@ -1,5 +1,6 @@
 """Inputs for the fuzz targets: a stored corpus made of real messages, and its mutations by a seed."""
 
+import math
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -28,7 +29,24 @@ INTERESTING = (
     2**63 - 1,
     2**64 - 1,
 )
-ODD = (None, True, False, 0.0, -0.0, 1e308, float("inf"), float("nan"), "", "x" * 70, b"", b"123", bytes(8), b"\5" + bytes(7), [], {})
+ODD = (
+    None,
+    True,
+    False,
+    0.0,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "x" * 70,
+    b"",
+    b"123",
+    bytes(8),
+    b"\5" + bytes(7),
+    [],
+    {},
+)
 _PREFIX = struct.Struct("<4sIQ")
 
 
