@@ -1,6 +1,5 @@
 """Inputs for the fuzz targets: a stored corpus made of real messages, and its mutations by a seed."""
 
-import math
 import random
 import struct
 from collections.abc import Callable, Iterator
