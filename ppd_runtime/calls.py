@@ -141,11 +141,11 @@ class Call:
     def _next_message(self) -> Message:
         while True:
             message, now = self._receive(_CHECK_EVERY_S), time.monotonic()
-            if now >= self._check_at:
-                self._check(now)
             if isinstance(message, Failed):
                 self._supervisor.note_words(message.sender, message.error)
-            elif message is not None and message.request == self._begin.request:
+            if now >= self._check_at:
+                self._check(now)
+            if message is not None and not isinstance(message, Failed) and message.request == self._begin.request:
                 if message.sender == MAIN:
                     self._heard_at, self._patience = now, _ASK_AGAIN_S
                     self._ask_at = now + self._patience
