@@ -41,12 +41,11 @@ from ppd_runtime.models import kv_cache, products
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.cuda_graphs import Recordings
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
+from ppd_runtime.models.loading import CHAIN
 from ppd_runtime.models.products import few_rows_gain, few_rows_linear
 from ppd_runtime.models.stage import layer_range
 
 logger = logging.getLogger(__name__)
-CHAIN = 0
-"""In the place of a number of siblings: two tokens or more, one behind the other."""
 MOST_CHAINED = 15
 """Tokens of a chain for which compiled code is of use; the library runs longer ones."""
 _AT_ONCE = 5  # rows of which CPUs make the best; see `few_rows_linear`

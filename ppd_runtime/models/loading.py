@@ -30,6 +30,8 @@ from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
 DEMO = "demo"
+CHAIN = 0
+"""In the place of a number of siblings: two tokens or more, one behind the other."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
@@ -140,7 +142,7 @@ def load_stage(
 def compile_ahead(
     info: ModelInfo, dtype: torch.dtype, device: str, siblings: Iterable[int] = (1,)
 ) -> dict[int, tuple[Path, ...]]:
-    """Each layer's file of compiled code for passes over so many siblings, or over a chain (0); makes those that no
+    """Each layer's file of compiled code for passes over so many siblings, or over a `CHAIN`; makes those that no
     earlier run has made.
 
     Raises:

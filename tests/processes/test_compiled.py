@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.artifacts import artifact, cache_folder
-from ppd_runtime.models.compiled import CHAIN, CompiledLayers, compile_layers
+from ppd_runtime.models.compiled import CompiledLayers, compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
-from ppd_runtime.models.loading import compile_ahead, describe, load_stage
+from ppd_runtime.models.loading import CHAIN, compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
 
 PROMPT = [40, 7, 291, 65, 133]
