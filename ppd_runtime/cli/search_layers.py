@@ -52,7 +52,8 @@ def search_layers(
             threads=threads,
         )
     best = search.best
-    print(f"{out}: {search.steps} sets tried, the best foretells {search.matchness:.3f} of the tokens")
+    found = f"the best foretells {search.matchness:.3f} of the tokens" if search.steps else "so it is the uniform one"
+    print(f"{out}: {search.steps} sets tried, {found}")
     print(f"left out, layers counted from 0: attention {list(best.attention)}, MLP {list(best.mlp)}")
 
 

@@ -5,7 +5,7 @@ a tree, through all layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import eq
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ppd_runtime.decoding.drafts import Draft
 from ppd_runtime.decoding.layer_search import LayerSearch, SearchSettings
 from ppd_runtime.decoding.speculation import Propose
-from ppd_runtime.decoding.stopping import StopDrafting, Stopping
+from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.layer_sets import read_layer_set
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.skipping import LayerSet, share_run, sparse_piece
@@ -133,6 +133,10 @@ class SwiftSettings:
     """N_D: tokens in a draft at the most."""
     threshold: float = 0.6
     """ε: drafting ends behind the first token whose confidence is below it; the paper names no value."""
+    adaptive: bool = False
+    """Whether the threshold follows the acceptance rate, as AdaSPEED's."""
+    adaptation: Adaptation = field(default_factory=Adaptation)
+    """How it does."""
     widest: int = 10
     """Candidates that a doubtful place has at the most; the paper's 10, 5, 3, 1 go by confidence, 1 drafts chains."""
     context_window: int = 32
@@ -146,7 +150,8 @@ class SwiftSettings:
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], Swift]:
         """As `MethodSettings.prepare`."""
-        stopping = Stopping(self.stopping, self.num_speculations, self.threshold)
+        adaptation = self.adaptation if self.adaptive else None
+        stopping = Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)
         if self.stopping == "probe":
             raise ValueError("stopping='probe': a probe judges exit states, swift has none; choose another rule")
         window, widest = self.context_window, self.widest

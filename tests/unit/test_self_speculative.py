@@ -247,6 +247,7 @@ def mistakes(of_model: Parts, other: Parts) -> Iterator[tuple[str, dict[str, obj
     yield "adaspeed", {"stopping": "probe"}, "stopping='probe' needs probe=FOLDER for model"
     yield "adaspeed", {"stopping": "probe", "probe": other.probe}, "was trained for layer 2 of model"
     yield "adaspeed", {"stopping": "probe", "probe": of_model.probe, "exit_layer": 3}, "not for layer 3"
+    yield "adaspeed", {"probe": of_model.probe}, "has no use with stopping='product': choose probe"
     yield "kangaroo", {}, "kangaroo needs adapter=FOLDER for model"
     yield "kangaroo", {"adapter": other.adapter}, "was trained for layer 2 of model"
     yield "kangaroo", {"adapter": of_model.adapter, "exit_layer": 1}, "not for layer 1"

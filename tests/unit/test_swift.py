@@ -155,6 +155,14 @@ def test_the_command_finds_a_set_that_generate_takes(model_folder: ModelFolder, 
     assert decode(folder, "The", "swift", layer_set=out, dtype="float32", max_new_tokens=9).token_ids == expected
 
 
+def test_without_a_step_the_uniform_set_is_written(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder, out = str(model_folder("llama", num_layers=NUM_LAYERS)), tmp_path / "s.json"
+    result = CliRunner().invoke(app, f"search-layers --model {folder} --out {out} --search-steps 0".split())
+    assert result.exit_code == 0, result.output
+    assert "0 sets tried, so it is the uniform one" in result.stdout
+    assert json.loads(out.read_text())["search"]["matchness"] is None
+
+
 def mistakes(found: Path, tmp_path: Path) -> Iterator[tuple[dict[str, object], str]]:
     card = json.loads(found.read_text())
     for number, (change, message) in enumerate(
