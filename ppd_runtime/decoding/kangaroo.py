@@ -44,8 +44,7 @@ class Kangaroo(EarlyExitDrafting):
         probe: Probe | None = None,
     ) -> None:
         super().__init__(stage, exit_layer, stopping, probe)
-        self.adapter = Stage(adapter)
-        self.adapter.recorder = stage.recorder
+        self.adapter = stage.behind(adapter)
         self._unread: list[Tensor] = []
 
     def begin(self, capacity: int) -> None:

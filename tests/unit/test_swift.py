@@ -132,6 +132,21 @@ def test_the_search_is_a_step_a_draft_and_goes_on_over_requests(model_folder: Mo
     assert next(steps for steps, *_ in sets_found(1)) > 3
 
 
+def test_the_best_set_is_scored_by_each_window(model_folder: ModelFolder) -> None:
+    """Three windows with good scores end the search, not fewer."""
+    folder = str(model_folder("llama", num_layers=NUM_LAYERS, quiet_from=1))
+    settings = {"context_window": 6, "bayes_interval": 0, "skip_ratio": 0.1, "dtype": "float32", "widest": 1}
+    with open_method(folder, "swift", search_windows=3, stopping="constant", num_speculations=1, **settings) as swift:
+        search, ends = swift.method.search, []
+        for length in range(8, 40):
+            swift.generate(TEXT, max_new_tokens=length, ignore_eos=True)
+            ends.append((search.windows, search.finished))
+            if search.finished:
+                break
+    assert (2, False) in ends
+    assert ends[-1] == (3, True)
+
+
 def test_no_search_before_the_window_is_full(model_folder: ModelFolder) -> None:
     folder = str(model_folder("llama", num_layers=NUM_LAYERS, quiet_from=2))
     with open_method(folder, "swift", context_window=32, bayes_interval=0, dtype="float32") as generator:
@@ -186,6 +201,7 @@ def mistakes(found: Path, tmp_path: Path) -> Iterator[tuple[dict[str, object], s
     yield {"skip_ratio": 1}, "skip_ratio=1: give a number from 0 to below 1"
     yield {"stopping": "probe"}, "stopping='probe': a probe judges exit states, swift has none"
     yield {"context_window": 0}, "context_window=0: give a whole number of at least 1"
+    yield {"search_windows": 0}, "search_windows=0: give a whole number of at least 1"
     yield {"widest": 0}, "widest=0: give a whole number of at least 1"
     yield {"exit_layer": 2}, "swift has no setting 'exit_layer': it has"
 
