@@ -94,12 +94,15 @@ class RuntimeConfig:
     """Run one-token passes in compiled code; the first time takes a while, then it is kept on disk."""
     run_ahead: bool = True
     """Let a lone sub-process (k=1, exit at half depth) go on without waiting for exit states."""
+    max_restarts: int = 3
+    """New lives for a lost worker in a row, before it is given up; a main process that is given up is an error."""
     launcher: str = "ray"
     """ray (actors, on a node of our own or a cluster's) or processes (plain ones of this host, without Ray)."""
 
     def __post_init__(self) -> None:
         _check_int("k", self.k, 1)
         _check_int("threads_per_worker", self.threads_per_worker, 1)
+        _check_int("max_restarts", self.max_restarts, 0)
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model={self.model!r}: give a folder, a hub name or 'demo'")
         _check_choice("dtype", self.dtype, DTYPES)

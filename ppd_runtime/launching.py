@@ -2,27 +2,28 @@
 
 import contextlib
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime import leftovers
+from ppd_runtime.pipeline.messages import CLIENT, Shutdown
+from ppd_runtime.supervision import Progress, Supervisor, name_of
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.worker import Worker, WorkerSpec
 
-Progress = Callable[[str], None]
-"""Is told in a line what a start-up waits for."""
-
-START_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 10.0
 _CONNECT_DEADLINE_S = 5.0
+_KEEPER_S = 0.3  # that it takes where nobody is left to end
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
@@ -32,8 +33,8 @@ class Workers(Protocol):
     endpoint: Endpoint
     """The client's place in their network."""
 
-    def check(self) -> None:
-        """Raise RuntimeError with the worker's own message if the main process is gone; log a lost sub-process."""
+    supervisor: Supervisor
+    """Knows who lives, and replaces whoever does not."""
 
     def close(self) -> None:
         """Stop all workers and release everything that was started for them."""
@@ -52,10 +53,27 @@ def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
 
 
-def socket_folder() -> str:
-    """A new folder that only this user may enter, with a path short enough for the sockets in it."""
-    base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+class SocketFolder:
+    """A new folder that only this user may enter, with a path short enough for the sockets in it.
+
+    A small process looks after it: when the folder is removed, or this process ends without warning, it ends workers
+    and processes of Ray that still have a file open there, and removes what they left, within some seconds.
+    """
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        self.path = tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", leftovers.__file__, self.path], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def remove(self) -> None:
+        """Remove the folder; a second call does nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._keeper.stdin:
+            self._keeper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(_KEEPER_S)
 
 
 def import_environment() -> dict[str, str]:
@@ -78,36 +96,51 @@ def check_ray_address(address: str) -> None:
 class LocalWorkers:
     """Every worker a thread of this process: no Ray, no sockets; for notebooks and tests."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], progress: Progress) -> None:
+    def __init__(self, specs: Sequence[WorkerSpec], most_restarts: int, progress: Progress) -> None:
         self._threads_before = torch.get_num_threads()
-        network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
-        self.endpoint: Endpoint = network.endpoint(CLIENT)
-        self._ranks = [spec.rank for spec in specs]
-        self._threads: list[threading.Thread] = []
-        for spec in specs:
-            progress(f"loading {spec.name}")
-            worker = Worker(spec)
-            arguments = (worker, network.endpoint(spec.rank))
-            thread = threading.Thread(target=self._serve, args=arguments, name=f"ppd-{spec.rank}", daemon=True)
-            self._threads.append(thread)
-        for thread in self._threads:
-            thread.start()
+        self._network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
+        self._specs = {spec.rank: spec for spec in specs}
+        self._progress: Progress = progress
+        self.endpoint: Endpoint = self._network.endpoint(CLIENT)
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
+        self.supervisor.start(progress)
+
+    def _begin_life(self, rank: int) -> "ThreadLife":
+        self._progress(f"loading {name_of(rank)}")
+        return ThreadLife(Worker(self._specs[rank]), self._network.endpoint(rank))
+
+    def close(self) -> None:
+        """Stop the threads and give the process its number of threads back."""
+        for rank in self.supervisor.serving():
+            self.endpoint.send(rank, Shutdown(CLIENT, 0))
+        self.supervisor.stop(_STOP_DEADLINE_S)
+        torch.set_num_threads(self._threads_before)
+
+
+class ThreadLife:
+    """A worker in a thread; the worker's own message tells why it ended."""
+
+    def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
+        arguments, name = (worker, endpoint), f"ppd-{worker.spec.rank}"
+        self._thread = threading.Thread(target=self._serve, args=arguments, name=name, daemon=True)
+        self._thread.start()
 
     @staticmethod
     def _serve(worker: Worker, endpoint: Endpoint) -> None:
         with contextlib.suppress(Exception):  # the worker has told the client in a message
             worker.serve(endpoint)
 
-    def check(self) -> None:
-        """Raise RuntimeError if the main process' thread has ended."""
-        if not self._threads[MAIN].is_alive():
-            raise RuntimeError("the main process has ended")
+    def is_ready(self) -> bool:
+        """Its layers were loaded before it began."""
+        return True
 
-    def close(self) -> None:
-        """Stop the threads and give the process its number of threads back."""
-        for rank in self._ranks:
-            self.endpoint.send(rank, Shutdown(CLIENT, 0))
-        deadline = time.monotonic() + _STOP_DEADLINE_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        torch.set_num_threads(self._threads_before)
+    def end_reason(self) -> str | None:
+        """That its thread has ended."""
+        return None if self._thread.is_alive() else "its thread has ended"
+
+    def wait(self, seconds: float) -> None:
+        """Give it so long to end."""
+        self._thread.join(seconds)
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside: it ends with the process, if not before."""

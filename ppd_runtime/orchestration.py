@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ppd_runtime.launching import START_DEADLINE_S, Progress, socket_folder
+from ppd_runtime.launching import SocketFolder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint
 from ppd_runtime.worker import WorkerSpec
@@ -40,67 +40,38 @@ class RayWorkers:
     """Every worker a Ray actor on this host, on a Ray node of our own or on a running cluster's."""
 
     def __init__(
-        self, specs: Sequence[WorkerSpec], transport: str, ray_address: str | None, progress: Progress
+        self,
+        specs: Sequence[WorkerSpec],
+        transport: str,
+        ray_address: str | None,
+        most_restarts: int,
+        progress: Progress,
     ) -> None:
-        self._specs, self._transport = list(specs), transport
-        self._actors: dict[int, Any] = {}
-        self._serving: dict[int, Any] = {}
-        self._folder = socket_folder()
+        self._specs, self._transport = {spec.rank: spec for spec in specs}, transport
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
+        self._folder = SocketFolder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
-                _start_ray(ray_address, len(specs), self._folder)
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
-            self._start_actors(progress)
+                _start_ray(ray_address, len(specs), self._folder.path)
+            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
+            self._shares = _shares(list(self._specs.values()))
+            if not self._shares[0]:
+                logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
+            self.supervisor.start(progress)
         except BaseException:
             self.close()
             raise
 
-    def _start_actors(self, progress: Progress) -> None:
-        cpus, gpus = _shares(self._specs)
-        if not cpus:
-            logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
+    def _begin_life(self, rank: int) -> "ActorLife":
+        cpus, gpus = self._shares
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        for spec in self._specs:
-            actor_class: Any = PPDMain if spec.rank == MAIN else PPDSub
-            order = start_order(spec, self._transport, self._folder)
-            options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here}
-            self._actors[spec.rank] = actor_class.options(**options).remote(order)
-        self._wait_until_ready(progress)
-        self._serving = {rank: actor.serve.remote() for rank, actor in self._actors.items()}
-
-    def _wait_until_ready(self, progress: Progress) -> None:
-        waiting = {self._actors[spec.rank].ready.remote(): spec for spec in self._specs}
-        deadline = time.monotonic() + START_DEADLINE_S
-        while waiting:
-            names = ", ".join(spec.name for spec in waiting.values())
-            progress(f"waiting for {names}")
-            done, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                raise TimeoutError(f"{names} did not start within {START_DEADLINE_S:.0f} s")
-            spec = waiting.pop(done[0])
-            try:
-                ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                raise RuntimeError(f"{spec.name} failed to start: {_own_words(error)}") from error
-
-    def check(self) -> None:
-        """Raise RuntimeError if the main process is gone; log a lost sub-process, which costs time only."""
-        done, _ = ray.wait(list(self._serving.values()), num_returns=len(self._serving), timeout=0)
-        for rank, reference in list(self._serving.items()):
-            if reference not in done:
-                continue
-            try:
-                ray.get(reference)
-                reason = "it ended"
-            except ray.exceptions.RayError as error:
-                reason = _own_words(error)
-            if rank == MAIN:
-                raise RuntimeError(f"the main process failed: {reason}")
-            logger.warning("sub-process %d is lost, decoding goes on without it: %s", rank, reason)
-            del self._serving[rank]
+        actor_class: Any = PPDMain if rank == MAIN else PPDSub
+        order = start_order(self._specs[rank], self._transport, self._folder.path)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
+        return ActorLife(actor_class.options(**options).remote(order))
 
     def close(self) -> None:
         """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
@@ -108,17 +79,71 @@ class RayWorkers:
             return
         self._closed = True
         if hasattr(self, "endpoint"):
-            for rank in self._serving:
+            for rank in self.supervisor.serving():
                 self.endpoint.send(rank, Shutdown(CLIENT, 0))
             self.endpoint.close()
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.wait(list(self._serving.values()), num_returns=len(self._serving), timeout=_STOP_DEADLINE_S)
-            for actor in self._actors.values():
-                ray.kill(actor)
+                self.supervisor.stop(_STOP_DEADLINE_S)
             if self._owns_ray:
                 ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
+
+
+class ActorLife:
+    """A worker as a Ray actor: one of its threads serves, another answers."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._ready = actor.ready.remote()
+        self._serving: Any = None
+        self._ping: Any = None
+        self._pinged_at = 0.0
+
+    def is_ready(self) -> bool:
+        """Whether it has loaded its layers, and serves from now on; raises RuntimeError where it cannot."""
+        if not _has(self._ready):
+            return False
+        try:
+            ray.get(self._ready)
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(_own_words(error)) from error
+        self._serving = self._actor.serve.remote()
+        return True
+
+    def end_reason(self) -> str | None:
+        """Its own words, or that it has not answered for long: it may be stopped, or its host out of reach."""
+        if _has(self._serving):
+            return _reason(self._serving)
+        now = time.monotonic()
+        if self._ping is not None and _has(self._ping):
+            self._ping = None
+        if self._ping is None:
+            if now - self._pinged_at >= PING_EVERY_S:
+                self._ping, self._pinged_at = self._actor.ready.remote(), now
+        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+            return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
+        return None
+
+    def wait(self, seconds: float) -> None:
+        """Give it so long to end by itself."""
+        ray.wait([self._serving], timeout=seconds)
+
+    def kill(self) -> None:
+        """End it now."""
+        ray.kill(self._actor)
+
+
+def _has(reference: Any) -> bool:
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+def _reason(reference: Any) -> str:
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayError as error:
+        return _own_words(error)
+    return "it ended"
 
 
 def _silence_notices() -> None:

@@ -1,19 +1,19 @@
 """`PPDRuntime`: what users hold. Pipelined decoding with one main process and its sub-processes."""
 
 import logging
-import time
 import weakref
 from collections.abc import Generator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
 import torch
 
+from ppd_runtime.calls import Call, Told
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.launching import LocalWorkers, Progress, Workers, assign_cores, available_cores, check_ray_address
+from ppd_runtime.launching import LocalWorkers, Workers, assign_cores, available_cores, check_ray_address
 from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
@@ -24,26 +24,15 @@ from ppd_runtime.pipeline.messages import (
     MISS,
     NOT_ASKED,
     Begin,
-    Cancel,
-    Failed,
     Finished,
-    Message,
-    Report,
-    Spans,
-    Token,
-    WireError,
 )
-from ppd_runtime.pipeline.span_messages import unpack
 from ppd_runtime.processes import ProcessWorkers
 from ppd_runtime.results import Ledger
-from ppd_runtime.spans import ProcessSpans
+from ppd_runtime.supervision import Progress
 from ppd_runtime.trace import Trace
 from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
-_CHECK_EVERY_S = 1.0
-_SILENCE_DEADLINE_S = 120.0
-_REPORT_DEADLINE_S = 2.0
 
 
 class PPDRuntime(TextGenerator):
@@ -76,6 +65,8 @@ class PPDRuntime(TextGenerator):
             tokens are those of `OrdinaryDecoding` with `compile=True`.
         run_ahead: where one sub-process is all (k=1) and the exit is at half depth, it starts the next token before it
             hears what became of the last, which saves a hit its hops. Costs it some work in vain.
+        max_restarts: new lives for a worker that is lost, in a row. A lost sub-process costs time only; a new main
+            process goes on behind the tokens already delivered. 0: a lost main process is an error at once.
         emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
             workers than there are devices; figures from it are an emulation's.
         trace: record what every process does and when; results have a `trace` then.
@@ -101,6 +92,7 @@ class PPDRuntime(TextGenerator):
         threads_per_worker: int = 1,
         compile: bool = False,
         run_ahead: bool = True,
+        max_restarts: int = 3,
         emulate: EmulatedDevice | None = None,
         trace: bool = False,
         progress: Progress | None = None,
@@ -117,6 +109,7 @@ class PPDRuntime(TextGenerator):
             threads_per_worker=threads_per_worker,
             compile=compile,
             run_ahead=run_ahead,
+            max_restarts=max_restarts,
             launcher=launcher,
         )
         if threads_per_worker > available_cores():
@@ -175,70 +168,21 @@ class PPDRuntime(TextGenerator):
         self.start()
         workers = cast("Workers", self._workers)
         request, self._next_request = self._next_request, self._next_request + 1
-        workers.endpoint.send(MAIN, replace(_begin(request, prompt_ids, params, live), traced=self._traced))
-        finished: Finished | None = None
-        told = _Told()
+        call = Call(workers, replace(_begin(request, prompt_ids, params, live), traced=self._traced))
         try:
-            while finished is None:
-                message = self._next_message(workers, request)
-                if isinstance(message, Token):
-                    last = message.winner == NOT_ASKED
-                    yield Step(message.token_id, None if last else message.winner != MISS, last)
-                elif isinstance(message, Finished):
-                    finished = message
-                else:
-                    told.take(message)
-            self._hear_all(workers, request, told)
-            yield _totals(finished, told.in_order(), self._trace(told))
-        finally:
-            if finished is None:
-                self._cancel(workers, request)
-
-    def _next_message(self, workers: Workers, request: int) -> Message:
-        deadline = time.monotonic() + _SILENCE_DEADLINE_S
-        while time.monotonic() < deadline:
-            message = workers.endpoint.receive(_CHECK_EVERY_S)
-            if message is None:
-                self._check(workers)
-            elif isinstance(message, Failed):
-                self._note_failure(message)
-            elif message.request == request:
-                return message
-        self.close()
-        raise TimeoutError(f"the main process has said nothing for {_SILENCE_DEADLINE_S:.0f} s; the runtime is closed")
-
-    def _check(self, workers: Workers) -> None:
-        try:
-            workers.check()
+            for message in call.tokens():
+                last = message.winner == NOT_ASKED
+                yield Step(message.token_id, None if last else message.winner != MISS, last)
+            call.hear_all()
+            yield _totals(call, self._trace(call.told))
         except RuntimeError:
             self.close()
             raise
+        finally:
+            if call.told.finished is None and self._stop is not None and self._stop.alive:
+                call.cancel()
 
-    def _note_failure(self, message: Failed) -> None:
-        if message.sender == MAIN:
-            self.close()
-            raise RuntimeError(f"the main process failed: {message.error}")
-        logger.warning("sub-process %d failed, decoding goes on without it: %s", message.sender, message.error)
-
-    def _cancel(self, workers: Workers, request: int) -> None:
-        """Stop a request that nobody waits for any more, so that the next one finds idle workers."""
-        if self._stop is None or not self._stop.alive:
-            return
-        workers.endpoint.send(MAIN, Cancel(CLIENT, request))
-        while not isinstance(self._next_message(workers, request), Finished):
-            pass
-
-    def _hear_all(self, workers: Workers, request: int, told: "_Told") -> None:
-        """Wait for the sub-processes' counts; those of lost ones do not come."""
-        deadline = time.monotonic() + _REPORT_DEADLINE_S
-        while len(told.reports) < self.config.num_subs and (left := deadline - time.monotonic()) > 0:
-            message = workers.endpoint.receive(left)
-            if message is not None and message.request == request:
-                told.take(message)
-        if len(told.reports) < self.config.num_subs:
-            self._check(workers)
-
-    def _trace(self, told: "_Told") -> Trace | None:
+    def _trace(self, told: Told) -> Trace | None:
         if not self._traced:
             return None
         return Trace(self.info.num_layers, self.exit_layer, self._conditions, told.processes())
@@ -247,36 +191,9 @@ class PPDRuntime(TextGenerator):
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
 
 
-@dataclass
-class _Told:
-    """What the workers have told about a request at its end, by rank."""
-
-    reports: dict[int, Report] = field(default_factory=dict)
-    spans: dict[int, list[Spans]] = field(default_factory=dict)
-
-    def take(self, message: Message) -> None:
-        """Keep counts and spans."""
-        if isinstance(message, Report):
-            self.reports[message.sender] = message
-        elif isinstance(message, Spans):
-            self.spans.setdefault(message.sender, []).append(message)
-
-    def in_order(self) -> list[Report]:
-        """The sub-processes' counts."""
-        return [self.reports[rank] for rank in sorted(self.reports)]
-
-    def processes(self) -> tuple[ProcessSpans, ...]:
-        """The workers' spans; what cannot be read is logged and left out."""
-        processes = []
-        for rank in sorted(self.spans):
-            try:
-                processes.append(unpack(self.spans[rank]))
-            except WireError as error:
-                logger.warning("left worker %d out of the trace: %s", rank, error)
-        return tuple(processes)
-
-
-def _totals(finished: Finished, reports: list[Report], trace: Trace | None) -> Totals:
+def _totals(call: Call, trace: Trace | None) -> Totals:
+    finished, reports = call.told.finished, call.told.in_order()
+    assert finished is not None
     return Totals(
         finish_reason=finished.reason,
         latency_s=finished.latency_s,
@@ -356,12 +273,12 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         workers = f"{len(specs)} workers" + (f" with {threads} threads each" if threads > 1 else "")
         logger.warning("%s share %d CPU cores: expect less speed than a core for each gives", workers, available)
     if config.transport == "local":
-        return LocalWorkers(specs, progress)
+        return LocalWorkers(specs, config.max_restarts, progress)
     if config.launcher == "processes":
-        return ProcessWorkers(specs, config.transport, progress)
+        return ProcessWorkers(specs, config.transport, config.max_restarts, progress)
     from ppd_runtime.orchestration import RayWorkers  # only this launcher needs Ray
 
-    return RayWorkers(specs, config.transport, config.ray_address, progress)
+    return RayWorkers(specs, config.transport, config.ray_address, config.max_restarts, progress)
 
 
 def _begin(request: int, prompt_ids: list[int], params: SamplingParams, live: bool) -> Begin:

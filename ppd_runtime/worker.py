@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -20,11 +20,15 @@ from ppd_runtime.pipeline.messages import (
     MAIN,
     NOT_ASKED,
     Begin,
+    Cancel,
+    CatchUp,
     Entries,
+    ExitState,
     Failed,
     Finished,
     HeadStart,
     Message,
+    Missing,
     Report,
     Shutdown,
     Token,
@@ -42,6 +46,7 @@ from ppd_runtime.transport import Endpoint
 _LONGEST_HOLD_S = 1.0
 _STAMPED = (HeadStart, Entries)
 """What the main process waits for."""
+_ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,6 @@ class WorkerSpec:
     """A slower device whose times to keep to; None: as fast as it goes."""
     code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
     """Files of compiled code, one a layer, by the number of siblings in a pass; empty: the library runs them."""
-
-    @property
-    def name(self) -> str:
-        """What messages to people call it."""
-        return "the main process" if self.rank == MAIN else f"sub-process {self.rank}"
 
     run_ahead: bool = True
     """Whether a sub-process that can go on without exit states does."""
@@ -118,7 +118,11 @@ class Worker:
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._rest = Rest()
+        self._request = 0  # the newest that has begun
         self._pending: Begin | None = None
+        self._main: MainProcess | None = None
+        self._finished: Finished | None = None
+        self._unknown = 0  # messages of later requests
         self._hold_tokens = False
         self._held: list[Message] = []
         self._released = 0.0
@@ -132,15 +136,37 @@ class Worker:
                 message, self._pending = self._pending or endpoint.receive(None), None
                 if isinstance(message, Shutdown):
                     return
-                if isinstance(message, Begin):
+                if isinstance(message, Begin) and message.request > self._request:
                     self._serve_request(message)
+                elif message is not None:
+                    self._answer(message)
         except ShutdownRequested:
             return
         except Exception as error:
             endpoint.send(CLIENT, Failed(self.spec.rank, 0, f"{type(error).__name__}: {error}"[:10_000]))
             raise
 
+    def _answer(self, message: Message) -> None:
+        """Between requests: the client may have missed the last one's end, or this process the next one's beginning."""
+        if self.spec.rank != MAIN:
+            self._ask_for(message)
+        elif isinstance(message, Cancel) and message.request > self._request:
+            self._endpoint.send(CLIENT, _never_begun(message.request))
+        elif isinstance(message, Begin | Cancel) and self._finished and message.request == self._request:
+            if isinstance(message, Begin) and self._main:
+                self._main.repeat(len(message.delivered))
+                self._release_tokens()
+            self._endpoint.send(CLIENT, self._finished)
+
+    def _ask_for(self, message: Message) -> None:
+        """Ask the main process for a request that it has begun, where its `Begin` has not come."""
+        if message.request > self._request and isinstance(message, Token | ExitState | CatchUp):
+            if self._unknown % _ASK_AGAIN == 0:
+                self._endpoint.send(MAIN, Missing(self.spec.rank, message.request, 0))
+            self._unknown += 1
+
     def _serve_request(self, begin: Begin) -> None:
+        self._request, self._unknown, self._finished = begin.request, 0, None
         self._clock = _Clock()
         self._recorder.begin(begin.traced)
         sampler = TimedSampler(sampling_params(begin), self._recorder)
@@ -153,6 +179,7 @@ class Worker:
         asked = not self.spec.runs_ahead
         layers = self.spec.exit_layer
         main = MainProcess(self.stage, layers, self._subs, self._send, begin, asked, self._rest)
+        self._main = main
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer)
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
@@ -163,6 +190,7 @@ class Worker:
             sender=MAIN,
             request=begin.request,
             reason=main.finish_reason,
+            num_tokens=len(main.history) - len(begin.prompt_ids),
             latency_s=time.perf_counter() - self._clock.began,
             time_to_first_token_s=self._clock.first_token,
             stall_s=self._clock.stalled,
@@ -173,6 +201,7 @@ class Worker:
         )
         self._ship_spans(begin.request)
         self._endpoint.send(CLIENT, finished)
+        self._finished = finished
 
     def _help(self, begin: Begin, sampler: Sampler) -> None:
         spec, head = self.spec, self._exit_head(sampler)
@@ -221,11 +250,13 @@ class Worker:
                 break
             if isinstance(message, Shutdown):
                 raise ShutdownRequested
-            if isinstance(message, Begin):
+            if isinstance(message, Begin) and message.request > request:
                 self._pending, message = message, None
                 break
-            if message.request == request:
+            if message.request == request and not (isinstance(message, Begin) and self.spec.rank != MAIN):
                 break
+            if self.spec.rank != MAIN:
+                self._ask_for(message)
         self._note_receipt(wish, began, time.perf_counter(), message)
         return message
 
@@ -279,6 +310,12 @@ class Worker:
             self._deliver(CLIENT, message)
         self._held.clear()
         self._released = time.perf_counter()
+
+
+def _never_begun(request: int) -> Finished:
+    """The end of a request that was cancelled before this process heard of it."""
+    times = {field.name: 0.0 for field in fields(Finished) if field.name.endswith("_s")}
+    return Finished(MAIN, request, "cancelled", 0, layer_passes=0, recomputed_layer_passes=0, **times)
 
 
 def sampling_params(begin: Begin) -> SamplingParams:

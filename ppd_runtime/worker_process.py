@@ -8,12 +8,11 @@ the worker ends too.
 import contextlib
 import json
 import os
-import shutil
 import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -76,7 +75,7 @@ def serve_from_standard_input() -> None:
     """Load the layers, say so, and serve until told to shut down or left alone."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     order = sys.stdin.readline()
-    threading.Thread(target=_end_with_parent, args=(json.loads(order)["folder"],), daemon=True).start()
+    threading.Thread(target=_answer_parent, args=(answers,), daemon=True).start()
     try:
         worker, endpoint = open_worker(order)
     except Exception as error:
@@ -87,9 +86,8 @@ def serve_from_standard_input() -> None:
         worker.serve(endpoint)
 
 
-def _end_with_parent(folder: str) -> None:
-    """Wait until nobody holds the other end of standard input, then leave without finishing anything."""
+def _answer_parent(answers: TextIO) -> None:
+    """Answer each line that asks whether this process lives; leave once nobody holds standard input any more."""
     while os.read(sys.stdin.fileno(), 1):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do so
+        print(file=answers, flush=True)
     os._exit(1)

@@ -20,11 +20,12 @@ import torch
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.partner import PartnerProcess, PartnerSpec
-from ppd_runtime.launching import Progress, assign_cores
+from ppd_runtime.launching import assign_cores
 from ppd_runtime.models.exit_heads import SharedHead
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, ExitState, HeadStart, Shutdown, Token
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.supervision import Progress
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint

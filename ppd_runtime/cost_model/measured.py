@@ -7,11 +7,11 @@ from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.calibrate import Calibrator, Conditions
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.tradeoff import MatchRates
-from ppd_runtime.launching import Progress
 from ppd_runtime.measure.match_rate_report import summarise
 from ppd_runtime.measure.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.ordinary import OrdinaryDecoding
+from ppd_runtime.supervision import Progress
 
 
 class Measurement:

@@ -6,7 +6,7 @@ it: the token is always full depth's.
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from ppd_runtime.pipeline.messages import (
     ExitState,
     HeadStart,
     Message,
+    Missing,
     Token,
 )
 from ppd_runtime.pipeline.rest import Rest
@@ -33,6 +34,7 @@ from ppd_runtime.text import StopRule
 
 _MOST_ABSENCES = 3  # a sub-process that was waited for in vain so often …
 _SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is in time again
+_MOST_CAUGHT_UP = 64  # tokens whose entries go, between two tokens of the text, to a sub-process that lacks them
 
 
 @dataclass
@@ -48,6 +50,9 @@ class MainProcess:
 
     With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While `rest` says so
     they are told nothing, and the tokens are ordinary decoding's in every respect.
+
+    One that takes the place of a lost main process begins behind the tokens that the client has got. It runs them one
+    by one, as ordinary decoding does, so that its caches hold the same bits.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class MainProcess:
         self.shares_exit_states, self.rest = shares_exit_states, rest or Rest()
         self.head_start = stage.num_layers - exit_layer
         self.history = list(begin.prompt_ids)
+        self.told: list[Token] = []
+        """What the client has been sent, in case it asks for it again."""
         self.finish_reason = ""
         self.layer_passes = 0
         """Layer passes on the path of the tokens."""
@@ -73,6 +80,8 @@ class MainProcess:
         self._entries: dict[int, Tensor] = {}
         self._absences = dict.fromkeys(self.subs, 0)
         self._told = len(self.history)  # tokens of the history that the sub-processes know
+        self._heard_of = False  # whether any sub-process has said something since the last token
+        self._missing: dict[int, int] = {}  # the first position that a sub-process lacks, by rank
         self._cancelled = False
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
@@ -80,32 +89,63 @@ class MainProcess:
         self.stage.begin(len(self.history) + self.begin.max_new_tokens)
         self.send(self.subs, self.begin)
         self.rest.begin()
-        first_layer = 0
-        inputs: list[int] | Tensor = list(self.history)
-        asked = False
+        inputs = yield from self._replay(stop)
+        last = None if self.finish_reason else (yield from self._go_on(inputs, sampler, stop))
+        self.send(self.subs, End(MAIN, self.begin.request))
+        if last is not None:
+            self._tell_client(last, NOT_ASKED)
+
+    def repeat(self, delivered: int) -> None:
+        """Send the client again what follows the first `delivered` tokens behind the prompt."""
+        for message in self.told[max(delivered - len(self.begin.delivered), 0) :]:
+            self.send((CLIENT,), message)
+
+    def _replay(self, stop: StopRule) -> Generator[Receive, Message | None, list[int]]:
+        """Run the prompt's continuation that the client has got already, all but its newest token, which is given back.
+
+        Where there is none, that is the prompt.
+        """
+        inputs, delivered = list(self.history), self.begin.delivered
+        reasons = [stop.finish_reason(token) for token in delivered]
+        if reasons and reasons[-1]:
+            self.history += delivered
+            self.finish_reason = reasons[-1]
+            return inputs
+        for token in delivered:
+            self._pass(0, inputs, ask=False)
+            self.history.append(token)
+            inputs = [token]
+            yield from self._take_all()
+        self._told = len(self.history)
+        return inputs
+
+    def _go_on(
+        self, inputs: list[int] | Tensor, sampler: Sampler, stop: StopRule
+    ) -> Generator[Receive, Message | None, int]:
+        """Decode to the end; the last token."""
+        first_layer, asked = 0, False
         while True:
             hidden = self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
             token = sampler.choose(self.stage.logits(hidden), self.history)
             self.history.append(token)
             self.finish_reason = stop.finish_reason(token) or ""
             if self.finish_reason:
-                break
+                return token
             early = yield from self._settle(token)
             if self._cancelled:
                 self.finish_reason = "cancelled"
-                break
+                return token
             winner, state = (early.sender, _state_of(token, early)) if early else (MISS, None)
             asked = state is not None and self.head_start == self.exit_layer and not stop.last_allowed
             asked = asked and self.shares_exit_states
             self._tell_subs(token, winner, state if asked else None)
-            self._tell((CLIENT,), token, winner)
+            self._tell_client(token, winner)
+            self._answer_missing()
             if state is not None:
                 first_layer, inputs = self.head_start, state
             else:
                 yield from self._fill_gaps()
                 first_layer, inputs = 0, [token]
-        self.send(self.subs, End(MAIN, self.begin.request))
-        self._tell((CLIENT,), token, NOT_ASKED)
 
     def _pass(self, first_layer: int, inputs: list[int] | Tensor, ask: bool) -> Tensor:
         """The rest of one pass, from `first_layer` to full depth; the exit layer's state goes out on the way."""
@@ -118,8 +158,9 @@ class MainProcess:
         self.layer_passes += self.stage.num_layers - first_layer
         return self.stage.run(self.exit_layer, self.stage.num_layers, hidden, start)
 
-    def _tell(self, addresses: Sequence[int], token: int, winner: int, hidden: Tensor | None = None) -> None:
-        self.send(addresses, Token(MAIN, self.begin.request, len(self.history) - 1, token, winner, hidden))
+    def _tell_client(self, token: int, winner: int) -> None:
+        self.told.append(Token(MAIN, self.begin.request, len(self.history) - 1, token, winner))
+        self.send((CLIENT,), self.told[-1])
 
     def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
         """Tell the sub-processes the newest token; after a rest, all that they have missed."""
@@ -127,11 +168,29 @@ class MainProcess:
         if self.rest.now:
             return
         if first == newest:
-            self._tell(self.subs, token, winner, hidden)
+            self.send(self.subs, Token(MAIN, self.begin.request, newest, token, winner, hidden))
         else:
-            entries = self.stage.export_entries(first, newest, self.head_start)
-            self.send(self.subs, CatchUp(MAIN, self.begin.request, first, self.history[first:], entries))
+            self.send(self.subs, self._catch_up(first, newest))
         self._told = newest + 1
+
+    def _catch_up(self, first: int, most: int) -> CatchUp:
+        """The tokens from `first` on with the entries that the first layers hold, of `most` tokens at the most."""
+        newest = len(self.history) - 1
+        held = max(min(self.stage.length(0), newest) - first, 0)
+        tokens = self.history[first : first + most] if held > most else self.history[first:]
+        entries = self.stage.export_entries(first, first + min(held, most), self.head_start) if held else None
+        return CatchUp(MAIN, self.begin.request, first, tokens, entries)
+
+    def _answer_missing(self) -> None:
+        """Tell sub-processes what they lack; those that lack more than a message holds will say so again."""
+        if self.rest.now or not self._missing:
+            return
+        behind = len(self.begin.prompt_ids)
+        for rank, position in self._missing.items():
+            if position < behind:
+                self.send((rank,), replace(self.begin, delivered=[]))
+            self.send((rank,), self._catch_up(max(position, behind), _MOST_CAUGHT_UP))
+        self._missing.clear()
 
     def _settle(self, token: int) -> Generator[Receive, Message | None, HeadStart | None]:
         """The early start of the newest token, or None.
@@ -159,7 +218,9 @@ class MainProcess:
         early = self._early_start(position, token)
         heard = self._heard.pop(position, _Heard())
         self._absences.update(dict.fromkeys(heard.head_starts, 0))
-        self.rest.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
+        if self._heard_of:  # nobody can be wrong, or in the way, while all are gone
+            self.rest.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
+        self._heard_of = False
         return early
 
     def _early_start(self, position: int, token: int) -> HeadStart | None:
@@ -199,9 +260,19 @@ class MainProcess:
                 self.recomputed_layer_passes += self.head_start
         self._entries.clear()
 
+    def _take_all(self) -> Machine:
+        while (message := (yield Receive(0))) is not None:
+            self._take(message)
+
     def _take(self, message: Message) -> None:
+        self._heard_of = self._heard_of or message.sender != CLIENT
         if isinstance(message, Cancel):
             self._cancelled = True
+        elif isinstance(message, Begin):
+            self.repeat(len(message.delivered))
+        elif isinstance(message, Missing):
+            if message.position < len(self.history) and message.sender in self.subs:
+                self._missing[message.sender] = message.position
         elif isinstance(message, Entries):
             self._entries.update(enumerate(message.entries, message.position))
         elif isinstance(message, Candidate | HeadStart) and message.position >= len(self.history) - 1:

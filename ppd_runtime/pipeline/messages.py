@@ -15,7 +15,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -48,7 +48,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Begin(Message):
-    """Client → main → subs: start a request."""
+    """Client → main → subs: start a request, or go on with it.
+
+    The client says so again after a silence, and then names the tokens that it has got: one that knows the request
+    repeats what follows them, one that does not starts with them.
+    """
 
     prompt_ids: list[int]
     max_new_tokens: int
@@ -63,6 +67,8 @@ class Begin(Message):
     """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
     traced: bool = False
     """Whether the client wants every process' `Spans`."""
+    delivered: list[int] = field(default_factory=list)
+    """Tokens behind the prompt that the client has already got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +130,22 @@ class Entries(Message):
 
 @dataclass(frozen=True, slots=True)
 class CatchUp(Message):
-    """Main → subs, after a rest: the tokens at `position` and behind it, and the entries of all but the newest.
+    """Main → subs, after a rest, and to one that lacks tokens: those at `position` and behind it.
 
-    `[tokens - 1, layers, 2, heads, head_dim]`, of the head-start layers.
+    With the entries of the first of them, `[tokens with entries, layers, 2, heads, head_dim]`, of the head-start
+    layers; the others' have to be computed.
     """
 
     position: int
     token_ids: list[int]
-    entries: Tensor
+    entries: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Missing(Message):
+    """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request."""
+
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +163,8 @@ class Finished(Message):
     """Main → client, after the last token: why it ended, seconds, and layer passes; see `results.Ledger`."""
 
     reason: str
+    num_tokens: int
+    """Tokens behind the prompt."""
     latency_s: float
     time_to_first_token_s: float
     stall_s: float
@@ -211,6 +227,7 @@ _KINDS: tuple[type[Message], ...] = (
     Shutdown,
     Spans,
     CatchUp,
+    Missing,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""

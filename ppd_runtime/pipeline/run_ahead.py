@@ -11,9 +11,21 @@ from torch import Tensor
 
 from ppd_runtime.models.exit_heads import ExitHead
 from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike, pop_consecutive
-from ppd_runtime.pipeline.messages import MAIN, Begin, Candidate, CatchUp, End, Entries, HeadStart, Message, Token
+from ppd_runtime.pipeline.messages import (
+    MAIN,
+    Begin,
+    Candidate,
+    CatchUp,
+    End,
+    Entries,
+    HeadStart,
+    Message,
+    Missing,
+    Token,
+)
 
 _MOST_OWED = 8  # entries go out so many at a time, or once the main process needs them
+_ASK_AGAIN = 8  # tokens later it says again what it lacks
 _MOST_AHEAD = 2  # candidates beyond the last certain token; a second one in store evens out uneven passes
 
 
@@ -27,25 +39,28 @@ class RunAheadSubProcess:
 
     def __init__(self, stage: StageLike, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
         self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
-        self.chain = list(begin.prompt_ids)
+        self.chain = [*begin.prompt_ids, *begin.delivered]
         """The prompt, the tokens that are certain, and the candidates behind them."""
         self.layer_passes = 0
         """Layer passes for candidates, those in vain too."""
         self.coherence_layer_passes = 0
         """Layer passes for the prompt and for tokens that were not in the chain."""
         self._certain = len(self.chain)
-        self._last = len(self.chain) + begin.max_new_tokens - 2  # position of the last token that another follows
+        self._last = len(begin.prompt_ids) + begin.max_new_tokens - 2  # position of the last token that another follows
         self._state: Tensor | None = None  # of the chain's newest token; None until its layers have run
         self._forks = 0
         self._entries: dict[int, Tensor] = {}  # of tokens that the main process alone has run, during a rest
         self._owed: list[int] = []  # consecutive positions whose entries the main process has not got yet
         self._wanted = False  # whether it needs them now
+        self._ask_at = 0  # the position at which to say that tokens before it are lacking
         self._over = False
 
     def serve(self) -> Machine:
         """Follow the request to its end."""
-        self.stage.begin(len(self.chain) + self.begin.max_new_tokens)
-        self._state = self.stage.run(0, self.stage.num_layers, self.chain, 0)[:, -1:]
+        prompt = self.begin.prompt_ids
+        self.stage.begin(len(prompt) + self.begin.max_new_tokens)
+        state = self.stage.run(0, self.stage.num_layers, prompt, 0)[:, -1:]
+        self._state = state if len(self.chain) == len(prompt) else None
         self.coherence_layer_passes += self.stage.num_layers
         while not self._over:
             message = yield Receive(0 if self._has_work() else None)
@@ -64,7 +79,7 @@ class RunAheadSubProcess:
         """Run a token that is not in the cache yet, or name the next candidate and start it."""
         if self._state is None:
             position = self.stage.length(self.stage.num_layers - 1)
-            if run := pop_consecutive(self._entries, position, len(self.chain)):
+            if run := pop_consecutive(self._entries, position, len(self.chain) - 1):
                 self.stage.import_entries(run)
                 return
             self.coherence_layer_passes += yield from self._run(position)
@@ -95,18 +110,24 @@ class RunAheadSubProcess:
         return num_layers
 
     def _take_all(self) -> Machine:
-        message = yield Receive(0)
-        while message is not None:
+        while (message := (yield Receive(0))) is not None:
             self._take(message)
-            message = yield Receive(0)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, End):
             self._over = True
+        elif isinstance(message, Token | CatchUp) and message.position > self._certain:
+            self._ask(message.position)
         elif isinstance(message, Token) and message.position == self._certain:
             self._take_token(message)
-        elif isinstance(message, CatchUp) and message.position == self._certain:
+        elif isinstance(message, CatchUp):
             self._take_missed(message)
+
+    def _ask(self, position: int) -> None:
+        """Having heard of a token at `position`, say which is the first that is lacking."""
+        if position >= self._ask_at:
+            self.send((MAIN,), Missing(self.rank, self.begin.request, self._certain))
+            self._ask_at = position + _ASK_AGAIN
 
     def _take_token(self, message: Token) -> None:
         position = message.position
@@ -119,9 +140,13 @@ class RunAheadSubProcess:
             self._wanted = True
 
     def _take_missed(self, message: CatchUp) -> None:
-        self._go_on_from(message.position, message.token_ids)
-        self._certain = len(self.chain)
-        self._entries.update(enumerate(message.entries, message.position))
+        position = self._certain
+        if not (tokens := message.token_ids[position - message.position :]):
+            return
+        self._go_on_from(position, tokens)
+        self._certain, self._ask_at = len(self.chain), 0
+        entries = enumerate(() if message.entries is None else message.entries, message.position)
+        self._entries.update((at, entry) for at, entry in entries if at >= position)
 
     def _go_on_from(self, position: int, token_ids: list[int]) -> None:
         """Put certain tokens in the place of what the chain holds from `position` on."""

@@ -22,8 +22,11 @@ from ppd_runtime.pipeline.messages import (
     ExitState,
     HeadStart,
     Message,
+    Missing,
     Token,
 )
+
+_ASK_AGAIN = 8  # tokens later, where the answer may have been lost
 
 
 class SubProcess:
@@ -37,7 +40,7 @@ class SubProcess:
     ) -> None:
         self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
         self.k, self._share = k, slice(rank - 1, None, len(subs))
-        self.history = list(begin.prompt_ids)
+        self.history = [*begin.prompt_ids, *begin.delivered]
         self.layer_passes = 0
         """Layer passes for candidates; a pass over several of them counts as one for each, as in Theorem 4.1."""
         self.coherence_layer_passes = 0
@@ -48,19 +51,24 @@ class SubProcess:
         self._winners: dict[int, int] = {}
         self._entries: dict[int, Tensor] = {}
         self._owed: int | None = None  # position whose entries the others wait for
+        self._ask_at = 0  # the position at which to say that tokens before it are lacking
         self._over = False
 
     def serve(self) -> Machine:
         """Follow the request to its end, candidates for each token."""
         siblings = len(range(self.k)[self._share])
-        self.stage.begin(len(self.history) + self.begin.max_new_tokens + siblings - 1)
-        self._compute(self.history, 0)
+        self.stage.begin(len(self.begin.prompt_ids) + self.begin.max_new_tokens + siblings - 1)
+        self._compute(self.begin.prompt_ids, 0)
         while not self._over:
             message = yield Receive(0 if self._has_work() else None)
-            while message is not None and not self._over:
+            if message is not None:
                 self._take(message)
-                message = yield Receive(0)
+                yield from self._take_all()
             yield from self._work()
+
+    def _take_all(self) -> Machine:
+        while not self._over and (message := (yield Receive(0))) is not None:
+            self._take(message)
 
     def _has_work(self) -> bool:
         return self._exit_state is not None or self.stage.length(0) < len(self.history)
@@ -94,6 +102,7 @@ class SubProcess:
                 self.stage.import_entries(run)
             elif self._winners.get(position, MISS) in (MISS, self.rank):
                 self._compute([self.history[position]], position)
+                yield from self._take_all()  # of many tokens it may become known that nobody needs them
             else:
                 message = yield wish
                 if message is not None:
@@ -120,17 +129,38 @@ class SubProcess:
         elif isinstance(message, ExitState):
             self._exit_state = message
         elif isinstance(message, Entries):
-            self._entries.update(enumerate(message.entries, message.position))
+            self._keep(message.entries, message.position)
         elif isinstance(message, Token):
             self._take_token(message)
-        elif isinstance(message, CatchUp) and message.position == len(self.history):
-            self._settle_trial(message.position, MISS)
-            self.history += message.token_ids
-            self._entries.update(enumerate(message.entries, message.position))
+        elif isinstance(message, CatchUp):
+            self._take_missed(message)
+
+    def _keep(self, entries: Tensor, position: int) -> None:
+        held = min(self.stage.length(0), len(self.history))
+        self._entries.update((at, entry) for at, entry in enumerate(entries, position) if at >= held)
+
+    def _take_missed(self, message: CatchUp) -> None:
+        position = len(self.history)
+        if message.position > position:
+            self._ask(message.position)
+        elif tokens := message.token_ids[position - message.position :]:
+            self._settle_trial(position, tokens[0])
+            self.history += tokens
+            self._ask_at = 0
+        if message.entries is not None:
+            self._keep(message.entries, message.position)
+
+    def _ask(self, position: int) -> None:
+        """Having heard of a token at `position`, say which is the first that is lacking."""
+        if position >= self._ask_at:
+            self.send((MAIN,), Missing(self.rank, self.begin.request, len(self.history)))
+            self._ask_at = position + _ASK_AGAIN
 
     def _take_token(self, message: Token) -> None:
+        if message.position > len(self.history):
+            self._ask(message.position)
         if message.position != len(self.history):
-            return  # a token was lost on the way: without it this process cannot help
+            return
         self.history.append(message.token_id)
         self._winners[message.position] = message.winner
         if message.hidden is not None:

@@ -54,7 +54,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 4
+VERSION = 5
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
