@@ -9,7 +9,7 @@ from dataclasses import dataclass
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "local", "unix", "zeromq")
 LAUNCHERS = ("ray", "processes")
-MOST_STOP_CHARACTERS = 2**16
+MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
 
@@ -50,6 +50,8 @@ class SamplingParams:
         if not isinstance(self.stop, tuple) or not all(_is_stop_text(text) for text in self.stop):
             most = MOST_STOP_CHARACTERS
             raise ValueError(f"stop={self.stop!r:.200}: give a tuple of texts of 1 to {most} Unicode characters")
+        if len(self.stop) > MOST_STOPS:
+            raise ValueError(f"stop={self.stop!r:.100}…: {len(self.stop)} texts, give at most {MOST_STOPS}")
 
     @property
     def greedy(self) -> bool:
@@ -96,6 +98,8 @@ class RuntimeConfig:
     """Let a lone sub-process (k=1, exit at half depth) go on without waiting for exit states."""
     max_restarts: int = 3
     """New lives for a lost worker in a row, before it is given up; a main process that is given up is an error."""
+    bind_interface: str | None = None
+    """An IP address of this host: workers reach each other over TCP, encrypted, and not over sockets in a folder."""
     launcher: str = "ray"
     """ray (actors, on a node of our own or a cluster's) or processes (plain ones of this host, without Ray)."""
 
@@ -123,6 +127,11 @@ class RuntimeConfig:
             raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
         if self.ray_address is not None and self.launcher == "processes":
             raise ValueError(f"ray_address={self.ray_address!r} with launcher='processes', without Ray: drop one")
+        if self.bind_interface is not None and self.transport not in ("auto", "zeromq"):
+            raise ValueError(
+                f"bind_interface={self.bind_interface!r} with transport={self.transport!r}, which stays on one host: "
+                "choose transport auto or zeromq"
+            )
         if self.launcher == "processes" and self.transport == "local":
             raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
 

@@ -7,17 +7,18 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ppd_runtime.launching import SocketFolder
+from ppd_runtime.launching import Introductions, SocketFolder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
@@ -26,13 +27,20 @@ _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
 
 
+class _HostActor(Actor):
+    """A worker that knows the address of the Ray node it came to."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__(order, ray.util.get_node_ip_address())
+
+
 @ray.remote(max_restarts=0)
-class PPDMain(Actor):
+class PPDMain(_HostActor):
     """The main process; the class' name is what `ps` shows."""
 
 
 @ray.remote(max_restarts=0)
-class PPDSub(Actor):
+class PPDSub(_HostActor):
     """A sub-process; the class' name is what `ps` shows."""
 
 
@@ -46,9 +54,10 @@ class RayWorkers:
         ray_address: str | None,
         most_restarts: int,
         progress: Progress,
+        bind_interface: str | None = None,
     ) -> None:
-        self._specs, self._transport = {spec.rank: spec for spec in specs}, transport
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
+        self._specs = {spec.rank: spec for spec in specs}
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
         self._folder = SocketFolder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
@@ -56,7 +65,9 @@ class RayWorkers:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
                 _start_ray(ray_address, len(specs), self._folder.path)
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
+            self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
+            self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
+            self._introductions = Introductions(self.endpoint)
             self._shares = _shares(list(self._specs.values()))
             if not self._shares[0]:
                 logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
@@ -69,9 +80,13 @@ class RayWorkers:
         cpus, gpus = self._shares
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
-        order = start_order(self._specs[rank], self._transport, self._folder.path)
+        network = replace(self._networks[rank], client=self.endpoint.location)
+        order = start_order(self._specs[rank], network)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
         return ActorLife(actor_class.options(**options).remote(order))
+
+    def _introduce(self, rank: int, location: str) -> None:
+        self._introductions.introduce(rank, location)
 
     def close(self) -> None:
         """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
@@ -95,6 +110,7 @@ class ActorLife:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self.location = ""
         self._ready = actor.ready.remote()
         self._serving: Any = None
         self._ping: Any = None
@@ -105,7 +121,7 @@ class ActorLife:
         if not _has(self._ready):
             return False
         try:
-            ray.get(self._ready)
+            self.location = ray.get(self._ready)
         except ray.exceptions.RayError as error:
             raise RuntimeError(_own_words(error)) from error
         self._serving = self._actor.serve.remote()
