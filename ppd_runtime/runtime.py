@@ -67,6 +67,12 @@ class PPDRuntime(TextGenerator):
             hears what became of the last, which saves a hit its hops. Costs it some work in vain.
         max_restarts: new lives for a worker that is lost, in a row. A lost sub-process costs time only; a new main
             process goes on behind the tokens already delivered. 0: a lost main process is an error at once.
+        placement: where Ray puts the workers, a placement group with a bundle for each: "auto" (one host where they
+            fit), "pack", "spread", "strict-pack" or "strict-spread". Sockets in a folder reach one host only.
+        placement_timeout_s: seconds to wait for room in a Ray cluster, as one with an autoscaler makes; 0: a cluster
+            that is too small is an error at once.
+        gpus_per_worker: GPUs of a Ray cluster for each worker, 0.5: two share one. None: one each; on a Ray node of our
+            own they share what there is.
         emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
             workers than there are devices; figures from it are an emulation's.
         trace: record what every process does and when; results have a `trace` then.
@@ -93,6 +99,9 @@ class PPDRuntime(TextGenerator):
         compile: bool = False,
         run_ahead: bool = True,
         max_restarts: int = 3,
+        placement: str = "auto",
+        placement_timeout_s: float = 0.0,
+        gpus_per_worker: float | None = None,
         emulate: EmulatedDevice | None = None,
         trace: bool = False,
         progress: Progress | None = None,
@@ -111,6 +120,9 @@ class PPDRuntime(TextGenerator):
             run_ahead=run_ahead,
             max_restarts=max_restarts,
             launcher=launcher,
+            placement=placement,
+            placement_timeout_s=placement_timeout_s,
+            gpus_per_worker=gpus_per_worker,
         )
         if threads_per_worker > available_cores():
             cores = f"{available_cores()} CPU cores"
@@ -276,9 +288,9 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         return LocalWorkers(specs, config.max_restarts, progress)
     if config.launcher == "processes":
         return ProcessWorkers(specs, config.transport, config.max_restarts, progress)
-    from ppd_runtime.orchestration import RayWorkers  # only this launcher needs Ray
+    from ppd_runtime.orchestration.workers import RayWorkers  # only this launcher needs Ray
 
-    return RayWorkers(specs, config.transport, config.ray_address, config.max_restarts, progress)
+    return RayWorkers(specs, config, progress)
 
 
 def _begin(request: int, prompt_ids: list[int], params: SamplingParams, live: bool) -> Begin:
