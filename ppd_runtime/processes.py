@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppd_runtime.launching import import_environment, socket_folder
+from ppd_runtime.launching import RequestCounts, import_environment, socket_folder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.supervision import Progress, Supervisor
 from ppd_runtime.transport import Endpoint
@@ -52,6 +52,9 @@ class ProcessWorkers:
     def _begin_life(self, rank: int) -> "ProcessLife":
         order = start_order(self._specs[rank], self._transport, self._folder)
         return ProcessLife(rank, order, Path(self._folder), self._answer_deadline_s)
+
+    def record(self, counts: RequestCounts) -> None:
+        """Nobody watches plain processes."""
 
     def close(self) -> None:
         """Stop the processes and remove the folder of sockets."""

@@ -13,7 +13,7 @@ from ppd_runtime.calls import Call, Told
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.launching import LocalWorkers, Workers, assign_cores, available_cores, check_ray_address
+from ppd_runtime.launching import LocalWorkers, RequestCounts, Workers, assign_cores, available_cores, check_ray_address
 from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
@@ -163,6 +163,16 @@ class PPDRuntime(TextGenerator):
         return str(self._specs[MAIN].dtype).removeprefix("torch.")
 
     @property
+    def device(self) -> str:
+        """The kind of device that the workers run on, cpu or cuda; what "auto" came to."""
+        return self._specs[MAIN].device.partition(":")[0]
+
+    @property
+    def restarts(self) -> int:
+        """New lives of workers that were lost, up to now."""
+        return sum(_restarts(self._workers, self._specs).values()) if self._workers else 0
+
+    @property
     def main_cores(self) -> tuple[int, ...]:
         """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
         return self._specs[MAIN].cores
@@ -186,6 +196,7 @@ class PPDRuntime(TextGenerator):
                 last = message.winner == NOT_ASKED
                 yield Step(message.token_id, None if last else message.winner != MISS, last)
             call.hear_all()
+            workers.record(_counts(call, workers, self._specs))
             yield _totals(call, self._trace(call.told))
         except RuntimeError:
             self.close()
@@ -201,6 +212,26 @@ class PPDRuntime(TextGenerator):
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
+
+
+def _counts(call: Call, workers: Workers, specs: list[WorkerSpec]) -> RequestCounts:
+    finished = call.told.finished
+    assert finished is not None
+    passes = {report.sender: report.layer_passes + report.coherence_layer_passes for report in call.told.in_order()}
+    return RequestCounts(
+        tokens=finished.num_tokens,
+        hits={rank: hits for rank, hits in call.winners.items() if rank > MISS},
+        misses=call.winners[MISS],
+        stall_s=finished.stall_s,
+        latency_s=finished.latency_s,
+        layer_passes={MAIN: finished.layer_passes, **passes},
+        restarts=_restarts(workers, specs),
+        serving=workers.supervisor.serving(),
+    )
+
+
+def _restarts(workers: Workers, specs: list[WorkerSpec]) -> dict[int, int]:
+    return {spec.rank: max(0, workers.supervisor.lives(spec.rank) - 1) for spec in specs}
 
 
 def _totals(call: Call, trace: Trace | None) -> Totals:

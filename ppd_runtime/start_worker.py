@@ -3,6 +3,7 @@
 Nothing is imported before the worker is: the imports are most of its start.
 """
 
+import logging
 import os
 
 from ppd_runtime.imports import quick_imports
@@ -13,9 +14,17 @@ class Actor:
 
     def __init__(self, order: str) -> None:
         with quick_imports():
+            from ppd_runtime.supervision import name_of
             from ppd_runtime.worker_process import open_worker
 
+        logging.basicConfig(format="%(levelname)s %(message)s")  # Ray carries it to the driver, with the name below
+        logging.getLogger("ppd_runtime").setLevel(logging.INFO)
         self._worker, self._endpoint = open_worker(order)
+        self._name = name_of(self._worker.spec.rank).removeprefix("the ")
+
+    def __repr__(self) -> str:
+        """What Ray puts before each line of its log."""
+        return self._name
 
     def ready(self) -> int:
         """The worker's process number, once its layers are loaded."""

@@ -14,7 +14,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.launching import socket_folder
+from ppd_runtime.launching import RequestCounts, socket_folder
+from ppd_runtime.orchestration.metrics import Metrics
 from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
 from ppd_runtime.orchestration.room import Bundle, Node
 from ppd_runtime.orchestration.security import check_authentication, check_version
@@ -68,6 +69,7 @@ class RayWorkers:
                 _start_ray(address, len(specs) * specs[0].threads, self._folder)
             self.endpoint: Endpoint = open_endpoint(self._transport, self._folder, CLIENT)
             self._reserve(config, progress)
+            self._metrics = Metrics()
             self.supervisor.start(progress)
         except BaseException:
             self.close()
@@ -89,6 +91,10 @@ class RayWorkers:
         resources = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
         options = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
         return ActorLife(actor_class.options(**options).remote(order), self._answer_deadline_s)
+
+    def record(self, counts: RequestCounts) -> None:
+        """Hand a request's counts to Ray, which exports them."""
+        self._metrics.record(counts)
 
     def close(self) -> None:
         """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
