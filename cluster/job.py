@@ -1,5 +1,6 @@
 """What `ray job submit --working-dir . -- python -m cluster.job generate ...` runs: a batch of prompts, each once."""
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -152,7 +153,7 @@ def _connect() -> None:
 
     check_version()
     try:
-        ray.init(address="auto", log_to_driver=True)
+        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError as error:
         raise RuntimeError("no Ray cluster runs here: `ray start --head`, or submit this to one") from error
 

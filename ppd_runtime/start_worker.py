@@ -5,6 +5,7 @@ Nothing is imported before the worker is: the imports are most of its start.
 
 import logging
 import os
+import socket
 
 from ppd_runtime.imports import quick_imports
 
@@ -17,13 +18,13 @@ class Actor:
             from ppd_runtime.supervision import name_of
             from ppd_runtime.worker_process import open_worker
 
-        logging.basicConfig(format="%(levelname)s %(message)s")  # Ray carries it to the driver, with the name below
+        logging.basicConfig(format="%(levelname)s %(message)s")  # Ray can bring it to the driver
         logging.getLogger("ppd_runtime").setLevel(logging.INFO)
         self._worker, self._endpoint = open_worker(order)
         self._name = name_of(self._worker.spec.rank).removeprefix("the ")
 
     def __repr__(self) -> str:
-        """What Ray puts before each line of its log."""
+        """What Ray puts before each line of its log, once it is made."""
         return self._name
 
     def ready(self) -> int:
@@ -32,6 +33,9 @@ class Actor:
 
     def serve(self) -> None:
         """Serve requests until told to shut down."""
+        spec, dtype = self._worker.spec, str(self._worker.spec.dtype).removeprefix("torch.")
+        layers, host = f"{spec.num_layers} of {spec.info.num_layers} layers", socket.gethostname()
+        logging.getLogger(__name__).info("serves with %s in %s on %s of %s", layers, dtype, spec.device, host)
         self._worker.serve(self._endpoint)
         self._endpoint.close()
 

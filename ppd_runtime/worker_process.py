@@ -7,10 +7,8 @@ the worker ends too.
 
 import contextlib
 import json
-import logging
 import os
 import shutil
-import socket
 import sys
 import threading
 from dataclasses import asdict
@@ -26,9 +24,6 @@ from ppd_runtime.models.trained_heads import HeadInfo
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint
 from ppd_runtime.worker import Worker, WorkerSpec
-
-logger = logging.getLogger(__name__)
-
 
 def start_order(spec: WorkerSpec, transport: str, folder: str) -> str:
     """What a worker process is told, as one line of JSON; sockets are in `folder`."""
@@ -73,8 +68,6 @@ def open_worker(order: str) -> tuple[Worker, Endpoint]:
     told = json.loads(order)
     spec = read_spec(told["spec"])
     worker = Worker(spec)
-    layers, dtype = f"{spec.num_layers} of {spec.info.num_layers} layers", str(spec.dtype).removeprefix("torch.")
-    logger.info("%s loaded in %s on %s of %s", layers, dtype, spec.device, socket.gethostname())
     return worker, open_endpoint(told["transport"], told["folder"], spec.rank, has_own_core=bool(spec.cores))
 
 

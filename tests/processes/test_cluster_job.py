@@ -47,7 +47,6 @@ class Cluster:
             "port": self.gcs,
             "dashboard-port": self.dashboard,
             "metrics-export-port": self.metrics,
-            "node-ip-address": "127.0.0.1",
             "temp-dir": self.folder,
             "num-cpus": NUM_CPUS,
             "object-store-memory": 80 * 2**20,
@@ -148,10 +147,10 @@ def test_a_job_writes_ordinary_decodings_tokens_and_a_rerun_skips_them(cluster, 
     job = cluster.submit(*arguments, "--prompt-file", file, "--out", out)
     assert job.returncode == 0, job.stdout + job.stderr
     check_results(out, folder, prompts)
-    for line in ("placing 3 workers, each 1 CPU, STRICT_PACK on 127.0.0.1", "3/3 prompts, ", "hit rate", "0 restarts"):
-        assert line in job.stdout
+    for line in ("placing 3 workers, each 1 CPU, STRICT_PACK on ", "3/3 prompts, ", "hit rate", "0 restarts"):
+        assert line in job.stdout, job.stdout
     for name, layers in (("main process", 4), ("sub-process 1", 2), ("sub-process 2", 2)):
-        assert re.search(rf"\({name} pid=\d+\).* {layers} of 4 layers loaded in float32 on cpu", job.stdout), job.stdout
+        assert re.search(rf"\({name} pid=\d+\).* {layers} of 4 layers in float32 on cpu", job.stdout), job.stdout
     before = out.read_bytes()
     rerun = cluster.submit(*arguments, "--prompt-file", file, "--out", out)
     assert rerun.returncode == 0
@@ -203,7 +202,7 @@ def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_pa
     assert time.monotonic() - began < 20
     assert refused.returncode == 1
     assert "the runtime needs 10 bundles of 1 CPU on one node" in refused.stderr
-    assert "127.0.0.1 with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
+    assert " with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
 
 
 def wait_for(condition, seconds: float = 40) -> None:
