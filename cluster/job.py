@@ -42,6 +42,9 @@ def generate(
     exit_head: options.ExitHead = "shared",
     workers: Annotated[int | None, typer.Option(help="Sub-processes, at most k; default: k.")] = None,
     transport: Annotated[str, typer.Option(help="unix, zeromq or auto.")] = "auto",
+    bind_interface: Annotated[
+        str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")
+    ] = None,
     placement: Annotated[str, typer.Option(help="auto, pack, spread, strict-pack or strict-spread.")] = "auto",
     placement_timeout_s: Annotated[
         float, typer.Option(help="Seconds to wait for room in the cluster; 0: too little is an error at once.")
@@ -68,6 +71,8 @@ def generate(
             from ppd_runtime.config import SamplingParams
             from ppd_runtime.measure.prompt_files import read_prompts
 
+        if bind_interface == "auto":
+            bind_interface = _own_address()
         prompts = [prompt.text for prompt in read_prompts(prompt_file, limit)]
         sampling = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
@@ -79,6 +84,7 @@ def generate(
             exit_head=exit_head,
             workers=workers,
             transport=transport,
+            bind_interface=bind_interface,
             placement=placement,
             placement_timeout_s=placement_timeout_s,
             gpus_per_worker=gpus_per_worker,
@@ -152,10 +158,20 @@ def _connect() -> None:
     from ppd_runtime.orchestration.security import check_version
 
     check_version()
+    if ray.is_initialized():
+        return
     try:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError as error:
         raise RuntimeError("no Ray cluster runs here: `ray start --head`, or submit this to one") from error
+
+
+def _own_address() -> str:
+    """The address by which the cluster knows the host of this process."""
+    _connect()
+    from ppd_runtime.orchestration.placement import this_host
+
+    return this_host()
 
 
 def _row(result: "GenerationResult") -> Mapping[str, Any]:

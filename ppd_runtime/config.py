@@ -97,6 +97,8 @@ class RuntimeConfig:
     """Let a lone sub-process (k=1, exit at half depth) go on without waiting for exit states."""
     max_restarts: int = 3
     """New lives for a lost worker in a row, before it is given up; a main process that is given up is an error."""
+    bind_interface: str | None = None
+    """An IP address of this host: workers reach each other over TCP, encrypted, and not over sockets in a folder."""
     launcher: str = "ray"
     """ray (actors, on a node of our own or a cluster's) or processes (plain ones of this host, without Ray)."""
     placement: str = "auto"
@@ -131,6 +133,11 @@ class RuntimeConfig:
             raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
         if self.ray_address is not None and self.launcher == "processes":
             raise ValueError(f"ray_address={self.ray_address!r} with launcher='processes', without Ray: drop one")
+        if self.bind_interface is not None and self.transport not in ("auto", "zeromq"):
+            raise ValueError(
+                f"bind_interface={self.bind_interface!r} with transport={self.transport!r}, which stays on one host: "
+                "choose transport auto or zeromq"
+            )
         if self.launcher == "processes" and self.transport == "local":
             raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
 
@@ -146,11 +153,17 @@ class RuntimeConfig:
             raise ValueError(
                 f"placement={self.placement!r} is for Ray's workers: drop it, or the launcher or transport"
             )
-        if "spread" in self.placement:
+        if "spread" in self.placement and self.one_host:
             raise ValueError(
-                f"placement={self.placement!r} needs workers that reach each other over the network, and the sockets "
-                f"between them are files of one host: choose {', '.join(PLACEMENTS[:2])} or strict-pack"
+                f"placement={self.placement!r} with bind_interface={self.bind_interface!r}, where only processes of "
+                "this host reach each other: give bind_interface an address that others know, or choose auto or pack"
             )
+
+    @property
+    def one_host(self) -> bool:
+        """Whether only processes of this host reach each other."""
+        interface = self.bind_interface
+        return interface is None or interface == "localhost" or interface.startswith("127.") or interface == "::1"
 
     @property
     def num_subs(self) -> int:

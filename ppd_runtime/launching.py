@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ppd_runtime.pipeline.messages import CLIENT, Shutdown
+from ppd_runtime.pipeline.messages import CLIENT, Peers, Shutdown
 from ppd_runtime.supervision import Progress, Supervisor, name_of
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
@@ -92,6 +92,23 @@ def check_ray_address(address: str) -> None:
         raise ValueError(f"ray_address={address!r}: nobody answers there ({error}); is the cluster running?") from error
 
 
+class Introductions:
+    """Tells each process that takes part where the others are, and the others where it is."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._locations: dict[int, str] = {}
+
+    def introduce(self, rank: int, location: str) -> None:
+        """A worker, or one that takes its place, serves at a location from now on."""
+        self._endpoint.introduce(rank, location)
+        self._locations.pop(rank, None)
+        self._endpoint.send(rank, Peers(CLIENT, 0, list(self._locations), list(self._locations.values())))
+        for other in self._locations:
+            self._endpoint.send(other, Peers(CLIENT, 0, [rank], [location]))
+        self._locations[rank] = location
+
+
 class LocalWorkers:
     """Every worker a thread of this process: no Ray, no sockets; for notebooks and tests."""
 
@@ -121,6 +138,8 @@ class LocalWorkers:
 
 class ThreadLife:
     """A worker in a thread; the worker's own message tells why it ended."""
+
+    location = ""
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
         arguments, name = (worker, endpoint), f"ppd-{worker.spec.rank}"

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ppd_runtime.launching import RequestCounts, import_environment, socket_folder
+from ppd_runtime.launching import Introductions, RequestCounts, import_environment, socket_folder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.supervision import Progress, Supervisor
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
@@ -36,22 +37,29 @@ class ProcessWorkers:
         most_restarts: int,
         progress: Progress,
         answer_deadline_s: float = _ANSWER_DEADLINE_S,
+        bind_interface: str | None = None,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self._transport, self._answer_deadline_s = transport, answer_deadline_s
+        self._answer_deadline_s = answer_deadline_s
         self._folder = socket_folder()
         self._closed = False
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
+        self._networks = make_networks(transport, self._folder, bind_interface, [CLIENT, *self._specs])
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
         try:
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
+            self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
+            self._introductions = Introductions(self.endpoint)
             self.supervisor.start(progress)
         except BaseException:
             self.close()
             raise
 
     def _begin_life(self, rank: int) -> "ProcessLife":
-        order = start_order(self._specs[rank], self._transport, self._folder)
+        network = replace(self._networks[rank], client=self.endpoint.location)
+        order = start_order(self._specs[rank], network)
         return ProcessLife(rank, order, Path(self._folder), self._answer_deadline_s)
+
+    def _introduce(self, rank: int, location: str) -> None:
+        self._introductions.introduce(rank, location)
 
     def record(self, counts: RequestCounts) -> None:
         """Nobody watches plain processes."""
@@ -73,6 +81,7 @@ class ProcessLife:
     """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
 
     def __init__(self, rank: int, order: str, folder: Path, answer_deadline_s: float) -> None:
+        self.location = ""
         self._errors = folder / f"errors-{rank}"
         self._answer_deadline_s = answer_deadline_s
         self._answers = b""
@@ -107,6 +116,7 @@ class ProcessLife:
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
+        self.location = answer["location"]
         return True
 
     def end_reason(self) -> str | None:

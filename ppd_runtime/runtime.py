@@ -30,6 +30,7 @@ from ppd_runtime.processes import ProcessWorkers
 from ppd_runtime.results import Ledger
 from ppd_runtime.supervision import Progress
 from ppd_runtime.trace import Trace
+from ppd_runtime.transport.network import check_interface
 from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ class PPDRuntime(TextGenerator):
             or "auto" (unix).
         launcher: what starts the processes: "ray", or "processes" for plain ones on this host, which need no Ray.
         ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
+        bind_interface: an IP address of this host; the processes then reach each other over TCP, every connection
+            encrypted and both its ends authenticated (CURVE, keys made for each run). None: sockets in a folder that
+            only this user may enter, for processes of one host.
         threads_per_worker: CPU threads for one worker's matrix products.
         compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk. The
             tokens are those of `OrdinaryDecoding` with `compile=True`.
@@ -95,6 +99,7 @@ class PPDRuntime(TextGenerator):
         transport: str = "auto",
         launcher: str = "ray",
         ray_address: str | None = None,
+        bind_interface: str | None = None,
         threads_per_worker: int = 1,
         compile: bool = False,
         run_ahead: bool = True,
@@ -115,6 +120,7 @@ class PPDRuntime(TextGenerator):
             device=device,
             transport=transport,
             ray_address=ray_address,
+            bind_interface=bind_interface,
             threads_per_worker=threads_per_worker,
             compile=compile,
             run_ahead=run_ahead,
@@ -127,6 +133,8 @@ class PPDRuntime(TextGenerator):
         if threads_per_worker > available_cores():
             cores = f"{available_cores()} CPU cores"
             raise ValueError(f"threads_per_worker={threads_per_worker}: there are {cores} here, choose at most so many")
+        if bind_interface is not None:
+            check_interface(bind_interface)
         if ray_address is not None:
             check_ray_address(ray_address)
         info = describe(model)
@@ -271,14 +279,15 @@ def _worker_specs(
     exit_head: str | HeadInfo | RehearsedHead,
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
-    device = choose_device(config.device)
+    by_ray = config.transport != "local" and config.launcher == "ray"
+    elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
+    device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker)
     processes = 1 + config.num_subs
     cores = assign_cores(processes, config.threads_per_worker)
-    if config.transport == "local":
-        cores = [()] * processes  # threads of a process whose placement is its owner's business
+    if config.transport == "local" or elsewhere:
+        cores = [()] * processes  # threads of a process whose placement is its owner's business; other hosts' cores
     devices = [device] * processes
-    by_ray = config.transport != "local" and config.launcher == "ray"
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
     return [
@@ -317,8 +326,9 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         logger.warning("%s share %d CPU cores: expect less speed than a core for each gives", workers, available)
     if config.transport == "local":
         return LocalWorkers(specs, config.max_restarts, progress)
+    bound = config.bind_interface
     if config.launcher == "processes":
-        return ProcessWorkers(specs, config.transport, config.max_restarts, progress)
+        return ProcessWorkers(specs, config.transport, config.max_restarts, progress, bind_interface=bound)
     from ppd_runtime.orchestration.workers import RayWorkers  # only this launcher needs Ray
 
     return RayWorkers(specs, config, progress)

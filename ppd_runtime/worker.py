@@ -29,6 +29,7 @@ from ppd_runtime.pipeline.messages import (
     HeadStart,
     Message,
     Missing,
+    Peers,
     Report,
     Shutdown,
     Token,
@@ -136,7 +137,9 @@ class Worker:
                 message, self._pending = self._pending or endpoint.receive(None), None
                 if isinstance(message, Shutdown):
                     return
-                if isinstance(message, Begin) and message.request > self._request:
+                if isinstance(message, Peers):
+                    self._meet(message)
+                elif isinstance(message, Begin) and message.request > self._request:
                     self._serve_request(message)
                 elif message is not None:
                     self._answer(message)
@@ -145,6 +148,10 @@ class Worker:
         except Exception as error:
             endpoint.send(CLIENT, Failed(self.spec.rank, 0, f"{type(error).__name__}: {error}"[:10_000]))
             raise
+
+    def _meet(self, peers: Peers) -> None:
+        for address, location in zip(peers.addresses, peers.locations, strict=True):
+            self._endpoint.introduce(address, location)
 
     def _answer(self, message: Message) -> None:
         """Between requests: the client may have missed the last one's end, or this process the next one's beginning."""
@@ -250,6 +257,9 @@ class Worker:
                 break
             if isinstance(message, Shutdown):
                 raise ShutdownRequested
+            if isinstance(message, Peers):
+                self._meet(message)
+                continue
             if isinstance(message, Begin) and message.request > request:
                 self._pending, message = message, None
                 break

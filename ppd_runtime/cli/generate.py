@@ -79,6 +79,10 @@ def generate(
         str | None,
         typer.Option(help="Of Ray's actors: auto, pack, spread, strict-pack, strict-spread.", rich_help_panel=_PPD),
     ] = None,
+    bind_interface: Annotated[
+        str | None,
+        typer.Option(help="An IP address of this host: processes talk over TCP, encrypted.", rich_help_panel=_PPD),
+    ] = None,
     num_speculations: Annotated[
         int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
     ] = None,
@@ -145,6 +149,7 @@ def generate(
         transport=transport,
         ray_address=ray_address,
         placement=placement,
+        bind_interface=bind_interface,
         num_speculations=num_speculations,
         stopping=stopping,
         threshold=threshold,

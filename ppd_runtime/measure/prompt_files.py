@@ -1,7 +1,7 @@
 """Prompts out of JSON Lines files: one object a line with a "prompt" text; most other keys are ignored.
 
-Files of Spec-Bench's shape do too: "turns", of which the first is taken, for the prompt, and a "category". In a .txt file
-each line is a prompt.
+Files of Spec-Bench's shape do too: "turns", of which the first is taken, for the prompt, and a "category". In a .txt
+file each line is a prompt.
 """
 
 import itertools

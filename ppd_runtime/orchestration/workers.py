@@ -8,13 +8,14 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.launching import RequestCounts, socket_folder
+from ppd_runtime.launching import Introductions, RequestCounts, socket_folder
 from ppd_runtime.orchestration.metrics import Metrics
 from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
 from ppd_runtime.orchestration.room import Bundle, Node
@@ -23,7 +24,7 @@ from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import Progress, Supervisor
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
@@ -34,13 +35,20 @@ _PING_EVERY_S = 1.0
 _ANSWER_DEADLINE_S = 15.0
 
 
+class _HostActor(Actor):
+    """A worker that knows the address of the Ray node it came to."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__(order, ray.util.get_node_ip_address())
+
+
 @ray.remote(max_restarts=0)
-class PPDMain(Actor):
+class PPDMain(_HostActor):
     """The main process; the class' name is what `ps` shows."""
 
 
 @ray.remote(max_restarts=0)
-class PPDSub(Actor):
+class PPDSub(_HostActor):
     """A sub-process; the class' name is what `ps` shows."""
 
 
@@ -55,19 +63,24 @@ class RayWorkers:
         answer_deadline_s: float = _ANSWER_DEADLINE_S,
     ) -> None:
         check_version()
-        self._specs, self._transport = {spec.rank: spec for spec in specs}, config.transport
+        self._specs = {spec.rank: spec for spec in specs}
         self._answer_deadline_s = answer_deadline_s
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, config.max_restarts)
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, config.max_restarts, self._introduce)
         self._folder = socket_folder()
         self._closed = False
         self._group: Any = None
         self._owns_ray = not ray.is_initialized()
+        self._one_host = config.one_host
         try:
             if self._owns_ray:
                 address = config.ray_address
                 progress("starting Ray" if address is None else f"connecting to Ray at {address}")
                 _start_ray(address, len(specs) * specs[0].threads, self._folder)
-            self.endpoint: Endpoint = open_endpoint(self._transport, self._folder, CLIENT)
+            self._networks = make_networks(
+                config.transport, self._folder, config.bind_interface, [CLIENT, *self._specs]
+            )
+            self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
+            self._introductions = Introductions(self.endpoint)
             self._reserve(config, progress)
             self._metrics = Metrics()
             self.supervisor.start(progress)
@@ -81,16 +94,22 @@ class RayWorkers:
         alone = self._owns_ray and config.ray_address is None
         self._bundle = _bundle(self._specs[MAIN], len(self._specs), config.gpus_per_worker, nodes if alone else None)
         self._group = reserve(
-            self._bundle, len(self._specs), config.placement, True, config.placement_timeout_s, progress
+            self._bundle, len(self._specs), config.placement, self._one_host, config.placement_timeout_s, progress
         )
 
     def _begin_life(self, rank: int) -> "ActorLife":
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
-        order = start_order(self._specs[rank], self._transport, self._folder)
+        network = replace(self._networks[rank], client=self.endpoint.location)
+        if not self._one_host:
+            network = replace(network, interface="")  # the address of the Ray node that it comes to
+        order = start_order(self._specs[rank], network)
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         resources = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
         options = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
         return ActorLife(actor_class.options(**options).remote(order), self._answer_deadline_s)
+
+    def _introduce(self, rank: int, location: str) -> None:
+        self._introductions.introduce(rank, location)
 
     def record(self, counts: RequestCounts) -> None:
         """Hand a request's counts to Ray, which exports them."""
@@ -120,6 +139,7 @@ class ActorLife:
 
     def __init__(self, actor: Any, answer_deadline_s: float) -> None:
         self._actor, self._answer_deadline_s = actor, answer_deadline_s
+        self.location = ""
         self._ready = actor.ready.remote()
         self._serving: Any = None
         self._ping: Any = None
@@ -130,7 +150,7 @@ class ActorLife:
         if not _has(self._ready):
             return False
         try:
-            ray.get(self._ready)
+            self.location = ray.get(self._ready)
         except ray.exceptions.RayError as error:
             raise RuntimeError(_own_words(error)) from error
         self._serving = self._actor.serve.remote()

@@ -164,7 +164,9 @@ def test_a_killed_job_goes_on_where_it_was(cluster, folder, arguments, tmp_path)
     job = [*arguments, "--prompt-file", file, "--out", out, "--max-new-tokens", 60]
     assert cluster.submit(*job, wait=False).returncode == 0
     wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2)
-    driver = only(process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or []))
+    driver = only(
+        process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])
+    )
     driver.send_signal(signal.SIGKILL)
     done = out.read_bytes().count(b"\n")
     assert done < len(prompts)
@@ -195,7 +197,18 @@ def test_the_dashboard_shows_what_a_node_exports(cluster, arguments, tmp_path):
 def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_path):
     file = tmp_path / "prompts.jsonl"
     write_prompts(file, 1)
-    job = ["-m", "cluster.job", "generate", *arguments, "--prompt-file", file, "--out", tmp_path / "out.jsonl", "--k", 9]
+    job = [
+        "-m",
+        "cluster.job",
+        "generate",
+        *arguments,
+        "--prompt-file",
+        file,
+        "--out",
+        tmp_path / "out.jsonl",
+        "--k",
+        9,
+    ]
     cluster.env["RAY_ADDRESS"] = f"127.0.0.1:{cluster.gcs}"
     began = time.monotonic()
     refused = cluster.run(sys.executable, *job)
