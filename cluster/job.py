@@ -157,7 +157,7 @@ def _connect() -> None:
 
     from ppd_runtime.orchestration.security import check_version
 
-    check_version()
+    check_version(ray.__version__)
     if ray.is_initialized():
         return
     try:

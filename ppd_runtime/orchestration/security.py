@@ -2,14 +2,13 @@
 
 import os
 
-import ray
 from packaging.version import Version
 
 OLDEST_RAY = "2.54"
 _GUIDE = "https://docs.ray.io/en/latest/ray-security/token-auth.html"
 
 
-def check_version(version: str = ray.__version__) -> None:
+def check_version(version: str) -> None:
     """Raise RuntimeError for a Ray with known holes."""
     if Version(version) < Version(OLDEST_RAY):
         raise RuntimeError(

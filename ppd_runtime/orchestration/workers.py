@@ -62,7 +62,7 @@ class RayWorkers:
         progress: Progress,
         answer_deadline_s: float = _ANSWER_DEADLINE_S,
     ) -> None:
-        check_version()
+        check_version(ray.__version__)
         self._specs = {spec.rank: spec for spec in specs}
         self._answer_deadline_s = answer_deadline_s
         self.supervisor = Supervisor(list(self._specs), self._begin_life, config.max_restarts, self._introduce)

@@ -1,5 +1,6 @@
 """`ray job submit` on a real cluster with a dashboard and a token: the results, reruns, kills, logs and metrics."""
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from ppd_runtime import OrdinaryDecoding
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 NUM_CPUS = 6
+JOB = ("-m", "cluster.job", "generate")
 SETTINGS = {"max_new_tokens": 24, "temperature": 1.0}
 
 
@@ -31,8 +34,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.gcs, self.dashboard, self.metrics = _free_ports(3)
         self.folder = Path(tempfile.mkdtemp(prefix="ppd-", dir="/tmp"))  # a socket's path has 107 bytes
-        token = folder / "token"
-        token.write_text(secrets.token_hex(16))
+        self.token, token = secrets.token_hex(16), folder / "token"
+        token.write_text(self.token)
         own = {
             "PATH": f"{RAY.parent}{os.pathsep}{os.environ['PATH']}",
             "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self.dashboard}",
@@ -62,10 +65,15 @@ class Cluster:
                 start_new_session=True,
             )
 
-    def wait_until_up(self) -> None:
-        deadline = time.monotonic() + 60
-        while self.run(RAY, "job", "list").returncode:
-            assert time.monotonic() < deadline and self._head.poll() is None, self.log.read_text()
+    def answers(self) -> bool:
+        """Whether the job server does, to those with the token."""
+        assert self._head.poll() is None, self.log.read_text()
+        url, headers = f"http://127.0.0.1:{self.dashboard}/api/version", {"Authorization": f"Bearer {self.token}"}
+        with contextlib.suppress(OSError), urllib.request.urlopen(urllib.request.Request(url, headers=headers)):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(url)
+            return True
+        return False
 
     def close(self) -> None:
         processes = psutil.Process(self._head.pid).children(recursive=True)
@@ -78,12 +86,14 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*map(str, command)], env=self.env, cwd=ROOT, text=True, capture_output=True, timeout=90)
+        address = {} if command[0] == RAY else {"RAY_ADDRESS": f"127.0.0.1:{self.gcs}"}
+        return subprocess.run(
+            [*map(str, command)], env=self.env | address, cwd=ROOT, text=True, capture_output=True, timeout=90
+        )
 
     def submit(self, *arguments: object, wait: bool = True) -> subprocess.CompletedProcess[str]:
         waiting = [] if wait else ["--no-wait"]
-        job = ["python", "-m", "cluster.job", "generate", *arguments]
-        return self.run(RAY, "job", "submit", *waiting, "--working-dir", ".", "--", *job)
+        return self.run(RAY, "job", "submit", *waiting, "--working-dir", ".", "--", "python", *JOB, *arguments)
 
     def exported(self) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=10) as answer:
@@ -104,7 +114,7 @@ def cluster(tmp_path_factory):
     pytest.importorskip("aiohttp", reason="the job server needs ray[default]")
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
-        cluster.wait_until_up()
+        wait_for(cluster.answers)
         yield cluster
     finally:
         cluster.close()
@@ -141,81 +151,61 @@ def check_results(out: Path, folder: str, prompts: list[str], **settings: object
         assert rows[index]["finish_reason"] == expected.finish_reason
 
 
-def test_a_job_writes_ordinary_decodings_tokens_and_a_rerun_skips_them(cluster, folder, arguments, tmp_path):
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts = write_prompts(file, 3)
-    job = cluster.submit(*arguments, "--prompt-file", file, "--out", out)
-    assert job.returncode == 0, job.stdout + job.stderr
-    check_results(out, folder, prompts)
-    for line in ("placing 3 workers, each 1 CPU, STRICT_PACK on ", "3/3 prompts, ", "hit rate", "0 restarts"):
-        assert line in job.stdout, job.stdout
-    for name, layers in (("main process", 4), ("sub-process 1", 2), ("sub-process 2", 2)):
-        assert re.search(rf"\({name} pid=\d+\).* {layers} of 4 layers in float32 on cpu", job.stdout), job.stdout
-    before = out.read_bytes()
-    rerun = cluster.submit(*arguments, "--prompt-file", file, "--out", out)
-    assert rerun.returncode == 0
-    assert f"3 of 3 prompts are done in {out}" in rerun.stdout
-    assert out.read_bytes() == before
-
-
 def test_a_killed_job_goes_on_where_it_was(cluster, folder, arguments, tmp_path):
+    """Nothing is lost or done twice; meanwhile a lost sub-process comes back and the node exports what it was."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts = write_prompts(file, 60)
-    job = [*arguments, "--prompt-file", file, "--out", out, "--max-new-tokens", 60]
-    assert cluster.submit(*job, wait=False).returncode == 0
-    wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2)
+    prompts = write_prompts(file, 150)
+    job = [*arguments, "--prompt-file", file, "--out", out]
+    submitted = cluster.submit(*job, wait=False)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    wait_for(lambda: lines(out) >= 2)
+    only(process for process in psutil.process_iter(["name"]) if process.info["name"] == "ray::PPDSub").kill()
+    check_metrics(cluster)
     driver = only(
         process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])
     )
     driver.send_signal(signal.SIGKILL)
-    done = out.read_bytes().count(b"\n")
+    done = lines(out)
     assert done < len(prompts)
     with out.open("ab") as file:
-        file.write(b'{"index": 59, "id"')  # what a kill in the middle of a line leaves
+        file.write(b'{"index": 149, "id"')  # what a kill in the middle of a line leaves
+
     rerun = cluster.submit(*job)
     assert rerun.returncode == 0, rerun.stdout + rerun.stderr
-    assert f"{done} of 60 prompts are done" in rerun.stdout
-    check_results(out, folder, prompts, max_new_tokens=60)
+    check_results(out, folder, prompts)
+    for words in (f"{done} of 150 prompts are done in {out}", "placing 3 workers, each 1 CPU, STRICT_PACK on "):
+        assert words in rerun.stdout, rerun.stdout
+    assert re.search(r"^150/150 prompts, [\d.]+ tokens/s, hit rate 0\.\d\d, 0 restarts$", rerun.stdout, re.MULTILINE)
+    for name, layers in (("main process", 4), ("sub-process 1", 2), ("sub-process 2", 2)):
+        words = rf"\({name} pid=\d+\).* serves with {layers} of 4 layers in float32 on cpu"
+        assert re.search(words, rerun.stdout), rerun.stdout
+
+    before = out.read_bytes()
+    assert f"150 of 150 prompts are done in {out}" in cluster.run(sys.executable, *JOB, *job).stdout
+    assert out.read_bytes() == before
 
 
-def test_the_dashboard_shows_what_a_node_exports(cluster, arguments, tmp_path):
-    """With a sub-process killed on the way, so that its restart is counted."""
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    write_prompts(file, 400)
-    job = [*arguments, "--prompt-file", file, "--out", out]
-    assert cluster.submit(*job, wait=False).returncode == 0
-    wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2)
-    only(process for process in psutil.process_iter(["name"]) if process.info["name"] == "ray::PPDSub").kill()
-    text = (ROOT / "cluster" / "grafana_dashboard.json").read_text()
-    wanted = set(re.findall(r"\bray_ppd_\w+", text))
-    assert wanted
-    wait_for(lambda: wanted <= set(re.findall(r"^(ray_ppd_\w+)", cluster.exported(), re.MULTILINE)))
-    workers = set(re.findall(r'^ray_ppd_layer_passes_total.*worker="([\w-]+)"', cluster.exported(), re.MULTILINE))
-    assert workers == {"main", "sub-1", "sub-2"}
+def check_metrics(cluster: Cluster) -> None:
+    """Every metric of the dashboard is exported, by worker; the killed sub-process' restart is among them."""
+    wanted = set(re.findall(r"\bray_ppd_\w+", (ROOT / "cluster" / "grafana_dashboard.json").read_text()))
+    assert "ray_ppd_restarts_total" in wanted
+    wait_for(lambda: wanted <= set(re.findall(r"^ray_ppd_\w+", cluster.exported(), re.MULTILINE)))
+    by_worker = re.findall(r'^ray_ppd_layer_passes_total.*worker="([\w-]+)"', cluster.exported(), re.MULTILINE)
+    assert set(by_worker) == {"main", "sub-1", "sub-2"}
 
 
 def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    write_prompts(file, 1)
-    job = [
-        "-m",
-        "cluster.job",
-        "generate",
-        *arguments,
-        "--prompt-file",
-        file,
-        "--out",
-        tmp_path / "out.jsonl",
-        "--k",
-        9,
-    ]
-    cluster.env["RAY_ADDRESS"] = f"127.0.0.1:{cluster.gcs}"
-    began = time.monotonic()
-    refused = cluster.run(sys.executable, *job)
-    assert time.monotonic() - began < 20
+    file = tmp_path / "prompts.txt"
+    file.write_text("The quick brown fox\n")
+    job = [*arguments, "--prompt-file", file, "--out", tmp_path / "out.jsonl", "--k", 9]
+    refused = cluster.run(sys.executable, *JOB, *job)
     assert refused.returncode == 1
-    assert "the runtime needs 10 bundles of 1 CPU on one node" in refused.stderr
+    assert "ppd: the runtime needs 10 bundles of 1 CPU on one node" in refused.stderr
     assert " with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
+
+
+def lines(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
 
 
 def wait_for(condition, seconds: float = 40) -> None:
