@@ -155,11 +155,14 @@ def _connect() -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when Ray is imported
     import ray
 
+    from ppd_runtime.launching import check_ray_address
     from ppd_runtime.orchestration.security import check_version
 
     check_version(ray.__version__)
     if ray.is_initialized():
         return
+    if address := os.environ.get("RAY_ADDRESS"):
+        check_ray_address(address)  # Ray itself would try for minutes
     try:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError as error:

@@ -10,7 +10,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "local", "unix", "zeromq")
 LAUNCHERS = ("ray", "processes")
 PLACEMENTS = ("auto", "pack", "spread", "strict-pack", "strict-spread")
-MOST_STOP_CHARACTERS = 2**16
+MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
 
@@ -51,6 +51,8 @@ class SamplingParams:
         if not isinstance(self.stop, tuple) or not all(_is_stop_text(text) for text in self.stop):
             most = MOST_STOP_CHARACTERS
             raise ValueError(f"stop={self.stop!r:.200}: give a tuple of texts of 1 to {most} Unicode characters")
+        if len(self.stop) > MOST_STOPS:
+            raise ValueError(f"stop={self.stop!r:.100}…: {len(self.stop)} texts, give at most {MOST_STOPS}")
 
     @property
     def greedy(self) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -11,17 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppd_runtime.launching import Introductions, RequestCounts, import_environment, socket_folder
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
-from ppd_runtime.supervision import Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
 _STOP_DEADLINE_S = 5.0
-_PING_EVERY_S = 1.0
-_ANSWER_DEADLINE_S = 15.0
 
 
 class ProcessWorkers:
@@ -36,14 +33,12 @@ class ProcessWorkers:
         transport: str,
         most_restarts: int,
         progress: Progress,
-        answer_deadline_s: float = _ANSWER_DEADLINE_S,
         bind_interface: str | None = None,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self._answer_deadline_s = answer_deadline_s
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._closed = False
-        self._networks = make_networks(transport, self._folder, bind_interface, [CLIENT, *self._specs])
+        self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
@@ -56,7 +51,7 @@ class ProcessWorkers:
     def _begin_life(self, rank: int) -> "ProcessLife":
         network = replace(self._networks[rank], client=self.endpoint.location)
         order = start_order(self._specs[rank], network)
-        return ProcessLife(rank, order, Path(self._folder), self._answer_deadline_s)
+        return ProcessLife(rank, order, Path(self._folder.path))
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -74,16 +69,15 @@ class ProcessWorkers:
                 self.endpoint.send(rank, Shutdown(CLIENT, 0))
             self.endpoint.close()
         self.supervisor.stop(_STOP_DEADLINE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ProcessLife:
     """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
 
-    def __init__(self, rank: int, order: str, folder: Path, answer_deadline_s: float) -> None:
+    def __init__(self, rank: int, order: str, folder: Path) -> None:
         self.location = ""
         self._errors = folder / f"errors-{rank}"
-        self._answer_deadline_s = answer_deadline_s
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
@@ -128,11 +122,11 @@ class ProcessLife:
         if self._answers:
             self._answers, self._answered_at, self._pinged_at = b"", now, None
         if self._pinged_at is None:
-            if now - self._answered_at >= _PING_EVERY_S:
+            if now - self._answered_at >= PING_EVERY_S:
                 self._pinged_at = now
                 self._tell(b"\n")
-        elif now - self._pinged_at > self._answer_deadline_s:
-            return f"it has not answered for {self._answer_deadline_s:.0f} s"
+        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+            return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
     def wait(self, seconds: float) -> None:

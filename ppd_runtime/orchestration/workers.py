@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +14,14 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.launching import Introductions, RequestCounts, socket_folder
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder
 from ppd_runtime.orchestration.metrics import Metrics
 from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
 from ppd_runtime.orchestration.room import Bundle, Node
 from ppd_runtime.orchestration.security import check_authentication, check_version
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
-from ppd_runtime.supervision import Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
@@ -31,8 +30,6 @@ from ppd_runtime.worker_process import start_order
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
-_PING_EVERY_S = 1.0
-_ANSWER_DEADLINE_S = 15.0
 
 
 class _HostActor(Actor):
@@ -60,13 +57,11 @@ class RayWorkers:
         specs: Sequence[WorkerSpec],
         config: RuntimeConfig,
         progress: Progress,
-        answer_deadline_s: float = _ANSWER_DEADLINE_S,
     ) -> None:
         check_version(ray.__version__)
         self._specs = {spec.rank: spec for spec in specs}
-        self._answer_deadline_s = answer_deadline_s
         self.supervisor = Supervisor(list(self._specs), self._begin_life, config.max_restarts, self._introduce)
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._closed = False
         self._group: Any = None
         self._owns_ray = not ray.is_initialized()
@@ -75,10 +70,9 @@ class RayWorkers:
             if self._owns_ray:
                 address = config.ray_address
                 progress("starting Ray" if address is None else f"connecting to Ray at {address}")
-                _start_ray(address, len(specs) * specs[0].threads, self._folder)
-            self._networks = make_networks(
-                config.transport, self._folder, config.bind_interface, [CLIENT, *self._specs]
-            )
+                _start_ray(address, len(specs) * specs[0].threads, self._folder.path)
+            everybody = [CLIENT, *self._specs]
+            self._networks = make_networks(config.transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
             self._reserve(config, progress)
@@ -106,7 +100,7 @@ class RayWorkers:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         resources = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
         options = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
-        return ActorLife(actor_class.options(**options).remote(order), self._answer_deadline_s)
+        return ActorLife(actor_class.options(**options).remote(order))
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -131,14 +125,14 @@ class RayWorkers:
                     release(self._group)
             if self._owns_ray:
                 ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ActorLife:
     """A worker as a Ray actor: one of its threads serves, another answers."""
 
-    def __init__(self, actor: Any, answer_deadline_s: float) -> None:
-        self._actor, self._answer_deadline_s = actor, answer_deadline_s
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
         self.location = ""
         self._ready = actor.ready.remote()
         self._serving: Any = None
@@ -164,10 +158,10 @@ class ActorLife:
         if self._ping is not None and _has(self._ping):
             self._ping = None
         if self._ping is None:
-            if now - self._pinged_at >= _PING_EVERY_S:
+            if now - self._pinged_at >= PING_EVERY_S:
                 self._ping, self._pinged_at = self._actor.ready.remote(), now
-        elif now - self._pinged_at > self._answer_deadline_s:
-            return f"it has not answered for {self._answer_deadline_s:.0f} s"
+        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+            return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
     def wait(self, seconds: float) -> None:

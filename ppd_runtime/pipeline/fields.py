@@ -13,9 +13,10 @@ from typing import Annotated, Any, get_args, get_origin
 
 from torch import Tensor
 
-MOST_TEXT = 2**16
-"""Characters of a text."""
-MOST_TEXTS = 1000
+from ppd_runtime.config import MOST_STOP_CHARACTERS, MOST_STOPS
+
+MOST_TEXT, MOST_TEXTS = MOST_STOP_CHARACTERS, MOST_STOPS
+"""Characters of a text, texts of a list."""
 _MOST_RANK = 2**20
 _LEAST, _MOST = math.ulp(0.0), sys.float_info.max
 

@@ -6,6 +6,7 @@ whom it wants to reach, and who is connected to looks the other's up in its list
 
 import asyncio
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +55,11 @@ class ZmqEndpoint:
         self._locations: dict[int, str] = {}
         self._peers: dict[tuple[int, bool], zmq.Socket[bytes]] = {}
         self._last: tuple[Message, list[bytes | memoryview]] | None = None
-        self._bind()
+        try:
+            self._bind()
+        except BaseException:
+            self.close()
+            raise
         self.location = "" if self._path else bytes(self._inbox.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         """Where peers reach it, such as tcp://10.0.0.2:40123; empty where the folder says it."""
 
@@ -144,12 +149,10 @@ def _check_keys(keys: Keys | None, address: int) -> None:
     """Raise ValueError for keys with which nobody could be told from a stranger."""
     if keys is None:
         raise ValueError("an interface to bind at, but no keys: nothing leaves the host in plain text")
-    for name, key in (
-        ("secret key", keys.secret),
-        *((f"public key of {peer}", key) for peer, key in keys.peers.items()),
-    ):
+    for name, key in {"secret": keys.secret, **{f"public {peer}": key for peer, key in keys.peers.items()}}.items():
         if not _is_key(key):
-            raise ValueError(f"the {name} is {'missing' if not key else 'no CURVE key'}: 40 characters of Z85 are one")
+            fault = "no CURVE key, which has 40 characters of Z85" if key else "empty"
+            raise ValueError(f"the {name} key of process {address} is {fault}")
     if not keys.public == keys.peers.get(address) == zmq.curve_public(keys.secret.encode()).decode():
         raise ValueError(f"the secret key of process {address} does not belong to its public key")
 
@@ -157,7 +160,7 @@ def _check_keys(keys: Keys | None, address: int) -> None:
 def _is_key(key: object) -> bool:
     try:
         return isinstance(key, str) and len(key) == 40 and len(z85.decode(key)) == 32
-    except (KeyError, UnicodeEncodeError, ValueError, OverflowError):
+    except (KeyError, ValueError, struct.error):
         return False
 
 

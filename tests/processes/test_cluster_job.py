@@ -50,6 +50,7 @@ class Cluster:
             "port": self.gcs,
             "dashboard-port": self.dashboard,
             "metrics-export-port": self.metrics,
+            "ray-client-server-port": 0,  # none
             "temp-dir": self.folder,
             "num-cpus": NUM_CPUS,
             "object-store-memory": 80 * 2**20,
