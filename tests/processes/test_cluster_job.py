@@ -32,7 +32,7 @@ class Cluster:
     """A Ray cluster of one node, and commands with its token."""
 
     def __init__(self, folder: Path) -> None:
-        self.gcs, self.dashboard, self.metrics = _free_ports(3)
+        self.gcs, self.dashboard, self.metrics, client = _free_ports(4)
         self.folder = Path(tempfile.mkdtemp(prefix="ppd-", dir="/tmp"))  # a socket's path has 107 bytes
         self.token, token = secrets.token_hex(16), folder / "token"
         token.write_text(self.token)
@@ -50,25 +50,17 @@ class Cluster:
             "port": self.gcs,
             "dashboard-port": self.dashboard,
             "metrics-export-port": self.metrics,
-            "ray-client-server-port": 0,  # none
+            "ray-client-server-port": client,
             "temp-dir": self.folder,
             "num-cpus": NUM_CPUS,
             "object-store-memory": 80 * 2**20,
         }
-        command = [RAY, "start", "--head", "--block", "--include-dashboard=true"]
-        self.log = folder / "ray.log"
-        with self.log.open("w") as log:
-            self._head = subprocess.Popen(
-                [*command, *(f"--{name}={value}" for name, value in options.items())],
-                env=self.env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command = [RAY, "start", "--head", "--include-dashboard=true"]
+        self.started = self.run(*command, *(f"--{name}={value}" for name, value in options.items()))
 
     def answers(self) -> bool:
         """Whether the job server does, to those with the token."""
-        assert self._head.poll() is None, self.log.read_text()
+        assert self.started.returncode == 0, self.started.stdout + self.started.stderr
         url, headers = f"http://127.0.0.1:{self.dashboard}/api/version", {"Authorization": f"Bearer {self.token}"}
         with contextlib.suppress(OSError), urllib.request.urlopen(urllib.request.Request(url, headers=headers)):
             with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -77,13 +69,12 @@ class Cluster:
         return False
 
     def close(self) -> None:
-        processes = psutil.Process(self._head.pid).children(recursive=True)
-        self._head.terminate()
-        psutil.wait_procs(processes, timeout=15)
-        for process in processes:
-            if process.is_running():
+        """End every process that has the folder in its command line, and whom it has started: nobody else's Ray."""
+        servers = [p for p in psutil.process_iter(["cmdline"]) if str(self.folder) in " ".join(p.info["cmdline"] or [])]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = {child for server in servers for child in [server, *server.children(recursive=True)]}
+            for process in processes:
                 process.kill()
-        self._head.wait(10)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:
