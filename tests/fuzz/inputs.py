@@ -28,7 +28,24 @@ INTERESTING = (
     2**63 - 1,
     2**64 - 1,
 )
-ODD = (None, True, False, 0.0, -0.0, 1e308, float("inf"), float("nan"), "", "x" * 70, b"", b"12345678", b"123", [], {})
+ODD = (
+    None,
+    True,
+    False,
+    0.0,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "x" * 70,
+    b"",
+    b"123",
+    bytes(8),
+    b"\5" + bytes(7),
+    [],
+    {},
+)
 _PREFIX = struct.Struct("<4sIQ")
 
 

@@ -5,6 +5,7 @@ new code; what follows `--atheris` is libFuzzer's.
 """
 
 import argparse
+import logging
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--atheris", nargs=argparse.REMAINDER, help="libFuzzer's own arguments")
     options = parser.parse_args()
+    logging.disable()  # a line for each input that is no message
     if options.atheris is None:
         _run_mutations(options.target, options.inputs, options.seed)
     else:
@@ -38,6 +40,8 @@ def _run_mutations(target: str, count: int, seed: int) -> None:
         except BaseException:
             print(f"input {number} of seed {seed}: {data!r}")
             raise
+        if number % 100_000 == 99_999:
+            print(f"{number + 1} inputs", flush=True)
     seconds = time.perf_counter() - began
     print(f"{target}: {count} inputs of seed {seed} in {seconds:.0f} s, {num_messages} messages in them, no failure")
 

@@ -1,5 +1,8 @@
 """Ten thousand inputs for whatever takes bytes from strangers; `python -m fuzz.run` runs as many as one likes."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 from fuzz.inputs import corpus, mutations
 from fuzz.make_corpus import MESSAGES, on_the_stream
@@ -12,6 +15,13 @@ from ppd_runtime.pipeline.messages import KIND_NAMES, decode
 
 BATCH, BATCHES = 20, {"decoding": 250, "stream": 175, "round_trip": 75}
 """Ten thousand in all."""
+
+
+@pytest.fixture(autouse=True)
+def _no_line_for_each_input() -> Iterator[None]:
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("target", TARGETS)
