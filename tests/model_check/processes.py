@@ -1,0 +1,203 @@
+"""The real worker loop and the real client, each suspended wherever it waits for a message.
+
+Nothing of them is modelled: `Worker.serve` runs over a toy stage and an endpoint whose `receive` hands control to
+whoever explores; `Call.tokens` runs with a clock that jumps over every silence.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from greenlet import getcurrent, greenlet
+from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
+
+from ppd_runtime import calls, worker
+from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.pipeline import main_process, run_ahead, sub_process
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
+from ppd_runtime.pipeline.rest import Rest
+from ppd_runtime.worker import Worker, WorkerSpec
+
+_MESSAGE_S, _SILENCE_S = 1e-4, 10.0  # what a message and a silence take by the client's clock
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A toy model, a layout, and how much text."""
+
+    model: ToyModel
+    k: int = 1
+    workers: int = 1
+    new_tokens: int = 3
+    requests: int = 1
+    run_ahead: bool = False
+    layers_at_once: int = 1
+    rests: bool = False
+    """Whether the sub-processes are left alone now and then: after two wrong candidates in a row."""
+
+    @property
+    def num_addresses(self) -> int:
+        """Workers and the client; the client is the last."""
+        return self.workers + 2
+
+    def spec(self, rank: int) -> WorkerSpec:
+        """What a worker is started with."""
+        info = ModelInfo("toy", Path(), self.model.num_layers, VOCAB, None, frozenset())
+        return WorkerSpec(
+            rank=rank,
+            k=self.k,
+            num_subs=self.workers,
+            info=info,
+            exit_layer=self.model.exit_layer,
+            dtype=torch.float32,
+            device="cpu",
+            threads=torch.get_num_threads(),
+            exit_head=PatternHead((), 0.0, VOCAB, model=self.model),
+            run_ahead=self.run_ahead,
+        )
+
+    def begin(self, request: int) -> Begin:
+        """A request as the client sends it first."""
+        return Begin(CLIENT, request, list(self.model.prompt), self.new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True, True)
+
+    def expected(self) -> list[tuple[int, int]]:
+        """All that the client may get: request and token."""
+        text = self.model.text(len(self.model.prompt) + self.new_tokens)[len(self.model.prompt) :]
+        return [(request, token) for request in range(1, self.requests + 1) for token in text]
+
+
+class Process(greenlet):
+    """Runs `serve` from one wait to the next."""
+
+    def __init__(self, serve: Callable[["Process"], None]) -> None:
+        super().__init__(serve)
+        self.sent: list[tuple[int, Message]] = []
+        """Since it was resumed."""
+        self.timeout: float | None = None
+        """That it waits with; see `ppd_runtime.transport.Endpoint`."""
+        self.now = 1000.0
+        self.main_lives = 1
+        self.delivered: list[tuple[int, int]] = []
+        """To the caller of the client: request and token."""
+        self.worker: Worker | None = None
+
+    def begin(self) -> None:
+        """Run to the first wait."""
+        self.switch(self)
+
+    def resume(self, message: Message | None) -> None:
+        """Go on with a message or the end of the wait."""
+        self.sent = []
+        self.now += _SILENCE_S if message is None else _MESSAGE_S
+        self.switch(message)
+
+    def send(self, address: int, message: Message) -> None:
+        """An endpoint's."""
+        self.sent.append((address, message))
+
+    def receive(self, timeout: float | None) -> Message | None:
+        """An endpoint's: let somebody else decide what comes."""
+        self.timeout = timeout
+        return self.parent.switch()
+
+    def close(self) -> None:
+        """An endpoint's: nothing to release."""
+
+
+@dataclass
+class _Supervisor:
+    """Sees a new main process when it is there, and finds nothing else to do."""
+
+    process: Process
+
+    def lives(self, rank: int) -> int:
+        return self.process.main_lives if rank == MAIN else 1
+
+    def is_serving(self, rank: int) -> bool:
+        return True
+
+    def check(self) -> None:
+        pass
+
+    note_success = note_words = note_silence = lambda *_: None
+
+    def replace(self, rank: int, reason: str) -> None:
+        raise AssertionError(f"worker {rank} is taken for lost: {reason}")
+
+
+@dataclass
+class _Workers:
+    endpoint: Process
+    supervisor: _Supervisor
+
+
+class _Clock:
+    @staticmethod
+    def monotonic() -> float:
+        return getcurrent().now
+
+
+def start_worker(scenario: Scenario, rank: int) -> Process:
+    """A new life of a worker, up to its first wait."""
+
+    def serve(process: Process) -> None:
+        process.worker = Worker(scenario.spec(rank))
+        if scenario.rests:
+            process.worker._rest = Rest(trial=2, later_trial=2, shortest=1, longest=2)
+        process.worker.serve(process)
+
+    process = Process(serve)
+    with patch.object(worker, "load_stage", lambda info, layers, *_: _stage(scenario, rank, layers)):
+        process.begin()
+    return process
+
+
+def _stage(scenario: Scenario, rank: int, num_layers: int) -> ToyStage:
+    kind = MainStage if rank == MAIN else ToyStage
+    return kind(scenario.model, num_layers, scenario.layers_at_once)
+
+
+def start_client(scenario: Scenario) -> Process:
+    """Somebody who makes the requests one after the other, up to the first wait."""
+
+    def serve(process: Process) -> None:
+        for request in range(1, scenario.requests + 1):
+            call = calls.Call(_Workers(process, _Supervisor(process)), scenario.begin(request))
+            for message in call.tokens():
+                process.delivered.append((request, message.token_id))
+
+    process = Process(serve)
+    process.begin()
+    return process
+
+
+@contextlib.contextmanager
+def small_world() -> Iterator[None]:
+    """Constants so small that few tokens reach every branch, no tokenizer, and the client's own clock."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(calls, "time", _Clock))
+        stack.enter_context(patch.object(worker, "load_tokenizer", lambda info: None))
+        for module, name, value in (
+            (worker, "_ASK_AGAIN", 2),
+            (sub_process, "_ASK_AGAIN", 2),
+            (run_ahead, "_ASK_AGAIN", 2),
+            (run_ahead, "_MOST_OWED", 2),
+            (main_process, "_MOST_CAUGHT_UP", 2),
+            (main_process, "_MOST_ABSENCES", 1),
+            (main_process, "_SECOND_CHANCE", 4),
+        ):
+            stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+def without_counts(address: int, message: Message) -> Message:
+    """The message without what is for statistics only."""
+    if address != CLIENT:
+        return message
+    if isinstance(message, Token):
+        return replace(message, winner=0)
+    counts = ("layer_passes", "recomputed_layer_passes", "coherence_layer_passes")
+    return replace(message, **{name: 0 for name in counts if hasattr(message, name)})
