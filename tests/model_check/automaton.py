@@ -14,7 +14,7 @@ from model_check.processes import Process, Scenario, start_client, start_worker,
 
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message
 
-NOTHING = -1
+NOTHING = -2
 """Taken in the place of a message: the wait is over without one."""
 _MOST_ALIVE = 500  # processes kept where they were; others are run again from their beginning
 
@@ -39,6 +39,8 @@ class Node:
     """The state before it, and what it took; None for the first."""
     timeout: float | None
     over: bool
+    progress: int
+    """Tokens of the text, prompt and all, that the main process has chosen."""
     edges: dict[tuple[int, int], Edge] = field(default_factory=dict)
 
 
@@ -99,7 +101,7 @@ class Automaton:
         essence = "over" if process.dead else repr(self._messages.essence.of_process(process))
         number = self._numbers.setdefault(essence, len(self._numbers))
         if number == len(self.nodes):
-            self.nodes.append(Node(origin, process.timeout, process.dead))
+            self.nodes.append(Node(origin, process.timeout, process.dead, _progress(process)))
         elif origin is not None:
             self.merged.append((number, origin))
         if not process.dead:
@@ -107,6 +109,11 @@ class Automaton:
             if len(self._alive) > _MOST_ALIVE:
                 del self._alive[next(iter(self._alive))]
         return number
+
+
+def _progress(process: Process) -> int:
+    main = process.worker and process.worker._main
+    return len(main.history) if main else 0
 
 
 class Messages:

@@ -14,7 +14,7 @@ from model_check.processes import Process
 from model_check.toy import ToyStage
 from torch import Tensor
 
-from ppd_runtime.calls import Call, Told
+from ppd_runtime.calls import Call
 from ppd_runtime.pipeline.machine import Receive
 from ppd_runtime.pipeline.main_process import MainProcess, _Heard
 from ppd_runtime.pipeline.messages import Finished, Message
@@ -25,7 +25,7 @@ from ppd_runtime.text import StopRule
 from ppd_runtime.worker import Worker
 
 _COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes"}
-_READ = (Worker, MainProcess, SubProcess, RunAheadSubProcess, Rest, _Heard, StopRule, ToyStage, Call, Told)
+_READ = (Worker, MainProcess, SubProcess, RunAheadSubProcess, Rest, _Heard, StopRule, ToyStage, Call)
 _DEAD = {"message", "reply", "hidden", "now"}
 """Variables that are set anew before they are read, wherever a process can wait."""
 _LIVE = {"_go_on": {"token", "stop"}}

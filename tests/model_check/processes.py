@@ -185,7 +185,7 @@ def small_world() -> Iterator[None]:
             (sub_process, "_ASK_AGAIN", 2),
             (run_ahead, "_ASK_AGAIN", 2),
             (run_ahead, "_MOST_OWED", 2),
-            (main_process, "_MOST_CAUGHT_UP", 2),
+            (main_process, "_MOST_CAUGHT_UP", 3),
             (main_process, "_MOST_ABSENCES", 1),
             (main_process, "_SECOND_CHANCE", 4),
         ):

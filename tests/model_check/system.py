@@ -2,20 +2,21 @@
 
 A state is a handful of numbers: each process' state in its automaton, and the messages on their way between them.
 What may happen next: somebody takes the oldest message from somebody else (so messages of different senders come in
-every order), or nothing, where it does not wait for ever; and, as long as faults are left, messages are lost, doubled
-and swapped, workers end before or between the messages of a step, and the client asks though nobody is late. A worker
-that has ended may be replaced at any time or never, the main process is at some time.
+every order), or nothing, where it does not wait for ever; and, as long as faults are left, messages are lost, doubled,
+swapped and delayed, workers end before or between the messages that they send, and the client asks though nobody is
+late. A worker that has ended is replaced at any time or never, the main process is at some time.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from model_check.automaton import NOTHING, Automaton, Edge, Messages, name_of
+from model_check.automaton import NOTHING, Automaton, Messages, Node, name_of
 from model_check.processes import Scenario
 
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 
 DEAD = -1
+FAULTS = ("lose", "double", "swap", "delay", "end", "hasten")
 Links = tuple[tuple[int, ...], ...]
 
 
@@ -25,7 +26,7 @@ class State(NamedTuple):
     nodes: tuple[int, ...]
     """Of the workers by rank, then of the client, in their automata."""
     links: Links
-    """Messages on their way, oldest first; from a to b at b * addresses + a."""
+    """Messages on their way, oldest first; from a to b at b * size + a."""
     main_lives: int
     faults: int
     """That may still happen."""
@@ -34,166 +35,186 @@ class State(NamedTuple):
 class Move(NamedTuple):
     """What can happen next, and the state behind it."""
 
-    name: tuple[object, ...]
+    what: str
+    who: int
+    whose: int
+    message: int
+    sent: tuple[tuple[int, int], ...]
+    """By whom takes a message: addresses and messages."""
     state: State
 
 
 class System:
-    """What can happen in a scenario with so many faults; `faults_of` names the kinds of faults."""
+    """What can happen in a scenario with so many faults of the kinds in `kinds`."""
 
-    def __init__(
-        self, scenario: Scenario, faults: int = 0, kinds: tuple[str, ...] = ("lose", "double", "swap", "end", "hasten")
-    ) -> None:
+    def __init__(self, scenario: Scenario, faults: int = 0, kinds: tuple[str, ...] = FAULTS) -> None:
         self.scenario, self.faults, self.kinds = scenario, faults, kinds
         self.messages = Messages()
         self.size = scenario.num_addresses
         self.client = self.size - 1
-        addresses = [*range(self.size - 1), CLIENT]
-        self.automata = [Automaton(scenario, address, self.messages) for address in addresses]
+        self.automata = [Automaton(scenario, address, self.messages) for address in (*range(self.client), CLIENT)]
 
     def first(self) -> State:
         """Everybody waits, the first request is on its way."""
-        links: Links = ((),) * self.size**2
-        return State((0,) * self.size, self._post(links, self.client, self.automata[-1].first_sent), 1, self.faults)
+        state = State((0,) * self.size, ((),) * self.size**2, 1, self.faults)
+        return self._sent(state, self.client, self.automata[self.client].first_sent)
 
     def is_over(self, state: State) -> bool:
         """Whether the client has got all that it wants."""
-        return self.automata[-1].nodes[state.nodes[-1]].over
+        return self._node(state, self.client).over
+
+    def new_tokens(self, state: State) -> int:
+        """That the main process has chosen or been told."""
+        progress = 0 if state.nodes[MAIN] == DEAD else self._node(state, MAIN).progress
+        return progress - len(self.scenario.model.prompt)
 
     def moves(self, state: State) -> list[Move]:
-        """All that can happen; where no fault is left, only what all the rest is independent of, if there is that.
+        """All that can happen; where no fault is left, a part that all the rest is independent of, if there is one.
 
-        The first is what happens in fair order: whoever can help the main process is quick, nobody loses patience.
+        The first is what happens in fair order: whoever can help the main process is quick, and waits in vain for
+        those only who have nothing to give.
         """
         if not state.faults and (alone := self._independent(state)):
             return alone
-        ordinary = [move for index in self._fair_order() for move in self._takes(state, index)]
-        impatient = [move for index in range(self.client) for move in self._impatience(state, index)]
-        births = [move for index in range(self.client) for move in self._births(state, index)]
-        if not ordinary and not impatient and not (births and births[0].name[1] == "main"):
-            ordinary = self._silence(state)
-        return ordinary + impatient + births + (list(self._faults(state)) if state.faults else [])
+        subs = range(self.client - 1, MAIN, -1)
+        moves = [self._take(state, index, sender) for index in (self.client, *subs) for sender in self._offers(state, index)]
+        moves += [self._take(state, index, NOTHING) for index in subs if self._is_patient(state, index)]
+        offers = self._offers(state, MAIN) + [NOTHING] * self._is_patient(state, MAIN)
+        moves += [self._take(state, MAIN, sender) for sender in offers]
+        if not moves and state.nodes[MAIN] != DEAD and not self.is_over(state):
+            moves.append(self._take(state, self.client, NOTHING))
+        moves += self.births(state)
+        return [*moves, *self._faults(state)] if state.faults else moves
 
-    def _fair_order(self) -> Iterator[int]:
-        return reversed(range(self.size))
+    def births(self, state: State) -> list[Move]:
+        """New lives for those that have ended."""
+        dead = [index for index in range(self.client) if state.nodes[index] == DEAD]
+        return [Move("begin", index, NOTHING, NOTHING, (), self._begun(state, index)) for index in dead]
 
-    def _takes(self, state: State, index: int) -> Iterator[Move]:
-        """A process takes a message, or finds none where it only looks for one."""
-        if state.nodes[index] == DEAD:
-            return
-        for sender in range(self.size):
-            if state.links[index * self.size + sender]:
-                yield self._take(state, index, sender)
-        if self._timeout(state, index) == 0:
-            yield self._take(state, index, NOTHING)
+    def describe(self, move: Move) -> str:
+        """The move as a line of a counterexample."""
+        if move.what == "start":
+            return "start"
+        words = [name_of(self._address(move.who)), move.what]
+        if move.message != NOTHING:
+            words.append(f"{name_of(self._address(move.whose))}'s {self.messages[move.message]}")
+        return " ".join(words)
 
-    def _impatience(self, state: State, index: int) -> Iterator[Move]:
-        if state.nodes[index] != DEAD and self._timeout(state, index):
-            yield self._take(state, index, NOTHING)
-
-    def _timeout(self, state: State, index: int) -> float | None:
-        return self.automata[index].nodes[state.nodes[index]].timeout
-
-    def _births(self, state: State, index: int) -> Iterator[Move]:
-        if state.nodes[index] == DEAD:
-            yield Move(("begin", name_of(index)), self._with(state, index, 0, main_lives=index == MAIN))
-
-    def _silence(self, state: State) -> list[Move]:
-        """The client's wait is over, unless it has got everything."""
-        return [] if self.is_over(state) else [self._take(state, self.client, NOTHING)]
-
-    def _independent(self, state: State) -> list[Move]:
-        """All moves of one process, where whatever the others do first leaves it exactly these."""
-        for index in self._fair_order():
-            if state.nodes[index] == DEAD or (index == self.client and self.is_over(state)):
-                continue
-            if all(self._is_settled(state, index, sender) for sender in range(self.size)):
-                moves = [*self._takes(state, index), *self._impatience(state, index)]
-                if moves and (index != self.client or moves[0].state.links[index :: self.size] == state.links[index :: self.size]):
-                    return moves[:1] if index == self.client else moves
-        return []
-
-    def _is_settled(self, state: State, index: int, sender: int) -> bool:
-        """Whether the next message from `sender` is there already, or none ever comes."""
-        if sender == index or state.links[index * self.size + sender]:
-            return True
-        if index == self.client:  # what sub-processes tell it are counts, in any order
-            return sender != MAIN
-        if sender == self.client:
-            alone = not self.faults and self.scenario.requests == 1
-            return index != MAIN or alone or self.is_over(state)
-        return False
-
-    def _take(self, state: State, index: int, sender: int, most_sent: int | None = None) -> Move:
-        """A process takes a message or nothing; with `most_sent`, it ends having sent so many."""
-        links, number = state.links, NOTHING
-        if sender != NOTHING:
-            link = index * self.size + sender
-            number, rest = links[link][0], links[link][1:]
-            links = (*links[:link], rest, *links[link + 1 :])
-        edge = self._edge(state, index, number)
-        links = self._post(links, index, edge.sent[:most_sent])
-        name = ("take", name_of(self._address(index)), name_of(self._address(sender)), number)
-        return Move(name, self._with(state._replace(links=links), index, edge.target))
-
-    def _edge(self, state: State, index: int, number: int) -> Edge:
-        lives = state.main_lives if index == self.client else 1
-        return self.automata[index].edge(state.nodes[index], (number, lives))
+    def _node(self, state: State, index: int) -> Node:
+        return self.automata[index].nodes[state.nodes[index]]
 
     def _address(self, index: int) -> int:
         return CLIENT if index == self.client else index
 
-    def _post(self, links: Links, sender: int, sent: tuple[tuple[int, int], ...]) -> Links:
-        if not sent:
-            return links
-        changed = list(links)
-        for address, number in sent:
-            changed[address % self.size * self.size + sender] += (number,)
-        return tuple(changed)
+    def _offers(self, state: State, index: int) -> list[int]:
+        """Whose messages a process may take next; NOTHING where it only looks for one."""
+        if state.nodes[index] == DEAD or self._node(state, index).over:
+            return []
+        inbox = state.links[index * self.size : (index + 1) * self.size]
+        senders = [sender for sender, messages in enumerate(inbox) if messages]
+        return [*senders, NOTHING] if self._node(state, index).timeout == 0 else senders
 
-    def _with(self, state: State, index: int, node: int, main_lives: int = 0) -> State:
-        nodes = (*state.nodes[:index], node, *state.nodes[index + 1 :])
-        return state._replace(nodes=nodes, main_lives=state.main_lives + main_lives)
+    def _is_patient(self, state: State, index: int) -> bool:
+        return state.nodes[index] != DEAD and bool(self._node(state, index).timeout)
+
+    def _independent(self, state: State) -> list[Move]:
+        """All moves of one process, where whatever the others do first leaves it exactly these."""
+        for sender in range(self.client):  # the client only listens, where it does not answer at once
+            if state.links[self.client * self.size + sender] and not self.is_over(state):
+                move = self._take(state, self.client, sender)
+                if not move.sent:
+                    return [move]
+        for index in reversed(range(self.client)):
+            if state.nodes[index] != DEAD and all(self._is_settled(state, index, who) for who in range(self.size)):
+                offers = self._offers(state, index) + [NOTHING] * self._is_patient(state, index)
+                if offers:
+                    return [self._take(state, index, sender) for sender in offers]
+        return []
+
+    def _is_settled(self, state: State, index: int, sender: int) -> bool:
+        """Whether the next message from `sender` is there already, or none ever comes."""
+        if sender == self.client:
+            asks_once = not self.faults and self.scenario.requests == 1
+            silent = index != MAIN or asks_once or self.is_over(state)
+        else:
+            silent = sender == index
+        return silent or bool(state.links[index * self.size + sender])
+
+    def _take(self, state: State, index: int, sender: int, most_sent: int | None = None) -> Move:
+        """A process takes a message or nothing and sends what comes of it, or the first part."""
+        message = NOTHING
+        if sender != NOTHING:
+            link = index * self.size + sender
+            message, *rest = state.links[link]
+            state = _with_link(state, link, tuple(rest))
+        lives = state.main_lives if index == self.client else 1
+        edge = self.automata[index].edge(state.nodes[index], (message, lives))
+        sent = edge.sent[:most_sent]
+        what = "takes" if sender != NOTHING else "hears nothing"
+        return Move(what, index, sender, message, sent, self._sent(_with_node(state, index, edge.target), index, sent))
+
+    def _sent(self, state: State, sender: int, sent: tuple[tuple[int, int], ...]) -> State:
+        if not sent:
+            return state
+        links = list(state.links)
+        for address, message in sent:
+            links[address % self.size * self.size + sender] += (message,)
+        return state._replace(links=tuple(links))
+
+    def _begun(self, state: State, index: int) -> State:
+        lives = state.main_lives + (index == MAIN)
+        return _with_node(state, index, 0)._replace(main_lives=lives)
 
     def _faults(self, state: State) -> Iterator[Move]:
         state = state._replace(faults=state.faults - 1)
         for link, messages in enumerate(state.links):
-            if messages:
-                yield from self._link_faults(state, link, messages)
+            receiver, sender = divmod(link, self.size)
+            for what, left in _link_faults(messages):
+                if what in self.kinds:
+                    words = f"'s post: {what}"
+                    yield Move(words, receiver, sender, messages[0], (), _with_link(state, link, left))
         if "end" in self.kinds:
             for index in range(self.client):
                 yield from self._ends(state, index)
         if "hasten" in self.kinds and not self.is_over(state):
             yield self._take(state, self.client, NOTHING)
 
-    def _link_faults(self, state: State, link: int, messages: tuple[int, ...]) -> Iterator[Move]:
-        first, rest = messages[0], messages[1:]
-        changed = {"lose": rest, "double": (*messages, first)}
-        if rest and rest[0] != first:
-            changed["swap"] = (rest[0], first, *rest[1:])
-        for kind, left in changed.items():
-            if kind in self.kinds:
-                receiver, sender = divmod(link, self.size)
-                name = (kind, name_of(self._address(receiver)), name_of(self._address(sender)), first)
-                yield Move(name, state._replace(links=(*state.links[:link], left, *state.links[link + 1 :])))
-
     def _ends(self, state: State, index: int) -> Iterator[Move]:
-        """A worker ends: where it is, or in the middle of what it sends; what it has not taken may be lost with it."""
+        """A worker ends where it is, or in the middle of what it sends; what it has not taken may be lost with it."""
         if state.nodes[index] == DEAD:
             return
-        yield from self._end(state, index, ())
-        for move in (*self._takes(state, index), *self._impatience(state, index)):
-            number = move.name[-1]
-            sent = self._edge(state, index, number).sent
-            for count in range(1, len(sent)):
-                sender = next((s for s in range(self.size) if name_of(self._address(s)) == move.name[2]), NOTHING)
-                partly = self._take(state, index, sender if number != NOTHING else NOTHING, count)
-                yield from self._end(partly.state, index, (*move.name[2:], "and sends", count))
+        yield from self._end(Move("", index, NOTHING, NOTHING, (), state))
+        for sender in self._offers(state, index) + [NOTHING] * self._is_patient(state, index):
+            whole = self._take(state, index, sender)
+            for count in range(1, len(whole.sent)):
+                yield from self._end(self._take(state, index, sender, count))
 
-    def _end(self, state: State, index: int, details: tuple[object, ...]) -> Iterator[Move]:
-        state = self._with(state, index, DEAD)
-        own = slice(index * self.size, (index + 1) * self.size)
-        yield Move(("end", name_of(index), *details), state)
-        if any(state.links[own]):
-            links = (*state.links[: own.start], *((),) * self.size, *state.links[own.stop :])
-            yield Move(("end, all lost", name_of(index), *details), state._replace(links=links))
+    def _end(self, move: Move) -> Iterator[Move]:
+        words = f"{move.what}, sends {len(move.sent)} and " if move.what else ""
+        state = _with_node(move.state, move.who, DEAD)
+        yield move._replace(what=f"{words}ends", state=state)
+        inbox = slice(move.who * self.size, (move.who + 1) * self.size)
+        if any(state.links[inbox]):
+            links = list(state.links)
+            links[inbox] = ((),) * self.size
+            yield move._replace(what=f"{words}ends, its post is lost", state=state._replace(links=tuple(links)))
+
+
+def _with_node(state: State, index: int, node: int) -> State:
+    return state._replace(nodes=(*state.nodes[:index], node, *state.nodes[index + 1 :]))
+
+
+def _with_link(state: State, link: int, messages: tuple[int, ...]) -> State:
+    return state._replace(links=(*state.links[:link], messages, *state.links[link + 1 :]))
+
+
+def _link_faults(messages: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What can become of the oldest message on a link."""
+    if messages:
+        first, *rest = messages
+        yield "lose", tuple(rest)
+        yield "double", (*messages, first)
+        if rest and rest[0] != first:
+            yield "swap", (rest[0], first, *rest[1:])
+        if len(rest) > 1:
+            yield "delay", (*rest, first)

@@ -1,0 +1,146 @@
+"""Every interleaving of messages, losses and deaths, for few processes and tokens: DESIGN's invariants hold in all."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_check.automaton import NOTHING, Automaton
+from model_check.cases import QUICK, Case, ahead, one_sub, several
+from model_check.processes import Scenario, small_world
+from model_check.search import Bounds, Counterexample, check_hits, counterexample, fair_moves, moves_behind
+from model_check.system import Move, System
+
+from ppd_runtime.calls import Call
+from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.worker import Worker
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_every_interleaving(case: Case) -> None:
+    _, explored = case.search()
+    print(explored)
+    assert explored.is_complete
+    assert explored.ends
+
+
+def _no_path(self: MainProcess, named, token: int) -> bool:
+    return token in named.token_ids
+
+
+def _first_sibling(self: SubProcess, position: int, token: int) -> bool:
+    tokens, self._trial = self._trial, ()
+    if tokens:
+        self.stage.keep_sibling(position, 0) if token in tokens else self.stage.truncate(position)
+    return token in tokens
+
+
+def _kept_in_vain(self: SubProcess, position: int, token: int) -> bool:
+    tokens, self._trial = self._trial, ()
+    if tokens:
+        self.stage.keep_sibling(position, tokens.index(token) if token in tokens else 0)
+    return token in tokens
+
+
+def _tokens_of_any_position(self: SubProcess, message) -> None:
+    self.history += message.token_ids
+    self._settle_trial(len(self.history), message.token_ids[0])
+
+
+def _entries_one_off(self: SubProcess, entries, position: int) -> None:
+    self._entries.update(enumerate(entries, position + 1))
+
+
+def _nobody_asks(self: SubProcess | RunAheadSubProcess, position: int) -> None:
+    pass
+
+
+def _no_gaps_filled(self: MainProcess):
+    return
+    yield
+
+
+def _waits_for_ever(settle: Callable) -> Callable:
+    """A main process whose patience with a sub-process that named the right token never ends."""
+
+    def patient(self: MainProcess, token: int):
+        machine = settle(self, token)
+        wish = next(machine)
+        while True:
+            wish.patience = wish.patience and None
+            try:
+                wish = machine.send((yield wish))
+            except StopIteration as end:
+                return end.value
+
+    return patient
+
+
+def _replay_at_once(self: MainProcess, stop):
+    """The prompt and what the client has in one pass: other bits than ordinary decoding's."""
+    delivered = self.begin.delivered
+    for token in delivered:
+        stop.finish_reason(token)
+    self.history += delivered
+    self._told = len(self.history)
+    return list(self.history)
+    yield
+
+
+def _again_on_top(self: SubProcess, position: int, tokens: tuple[int, ...]) -> None:
+    """As it was before this search: an exit state that comes twice is not expected."""
+    truncate, self.stage.truncate = self.stage.truncate, lambda length: None
+    _START_CANDIDATES(self, position, tokens)
+    self.stage.truncate = truncate
+
+
+def _ever_position(self: Call, message) -> bool:
+    return True
+
+
+def _repeats_nothing(self: MainProcess, delivered: int) -> None:
+    pass
+
+
+def _chain_kept(self: RunAheadSubProcess, position: int, token_ids: list[int]) -> None:
+    self.chain[position:] = token_ids
+    self._state = None
+
+
+def _any_request(self: Worker, wish, request: int):
+    return self._endpoint.receive(self._time_left(wish))
+
+
+_START_CANDIDATES = SubProcess._start_candidates
+_BACK = Bounds(fair_behind=3, hits_behind=7)
+MUTANTS = (
+    (MainProcess, "_is_right", _no_path, Case("", ahead(3, 0, 1))),
+    (MainProcess, "_fill_gaps", _no_gaps_filled, Case("", one_sub(4, 1, 0))),
+    (MainProcess, "_settle", _waits_for_ever(MainProcess._settle), Case("", one_sub(3, 1), 1)),
+    (MainProcess, "_replay", _replay_at_once, Case("", one_sub(3, 1), 1)),
+    (MainProcess, "repeat", _repeats_nothing, Case("", one_sub(3, 1), 1)),
+    (MainProcess, "_answer_missing", lambda self: None, Case("", one_sub(9, 1), 1, _BACK)),
+    (SubProcess, "_settle_trial", _first_sibling, Case("", several(3, 2, 1, 2, 1))),
+    (SubProcess, "_settle_trial", _kept_in_vain, Case("", one_sub(3, 0, 1))),
+    (SubProcess, "_take_missed", _tokens_of_any_position, Case("", one_sub(3, 1), 2)),
+    (SubProcess, "_keep", _entries_one_off, Case("", several(3, 2, 2, 1, 2))),
+    (SubProcess, "_ask", _nobody_asks, Case("", one_sub(9, 1), 1, _BACK)),
+    (SubProcess, "_start_candidates", _again_on_top, Case("", one_sub(2, 1), 1)),
+    (RunAheadSubProcess, "_go_on_from", _chain_kept, Case("", ahead(3, 0, 1))),
+    (RunAheadSubProcess, "_ask", _nobody_asks, Case("", ahead(9, 1, layers=2), 1, _BACK)),
+    (Call, "_is_next", _ever_position, Case("", one_sub(2, 1), 1)),
+    (Call, "_ask_for_lost", lambda self: None, Case("", one_sub(2, 1), 1)),
+    (Worker, "_grant", _any_request, Case("", one_sub(2, 1, requests=2), 1)),
+)
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant", "case"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant, case) -> None:
+    case.search()
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(Counterexample) as found:
+        case.search()
+    print(found.value)
