@@ -38,7 +38,7 @@ def _check_caches(model: ToyModel, machine: MainProcess | SubProcess | RunAheadS
     certain = text = tuple(machine.chain if isinstance(machine, RunAheadSubProcess) else machine.history)
     if isinstance(machine, RunAheadSubProcess):
         certain = text[: machine._certain]
-    assert certain == model.text(len(certain)), f"{certain} is taken for certain"
+    assert certain == model.text(tuple(machine.begin.prompt_ids), len(certain)), f"{certain} is taken for certain"
     tried = machine._trial if isinstance(machine, SubProcess) else ()
     for layer, entries in enumerate(machine.stage.entries):
         _check_layer(model, machine.stage, layer, text)

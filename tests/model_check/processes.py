@@ -61,12 +61,14 @@ class Scenario:
 
     def begin(self, request: int) -> Begin:
         """A request as the client sends it first."""
-        return Begin(CLIENT, request, list(self.model.prompt), self.new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True, True)
+        prompt = list(self.model.prompts[request - 1])
+        return Begin(CLIENT, request, prompt, self.new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True, True)
 
     def expected(self) -> list[tuple[int, int]]:
         """All that the client may get: request and token."""
-        text = self.model.text(len(self.model.prompt) + self.new_tokens)[len(self.model.prompt) :]
-        return [(request, token) for request in range(1, self.requests + 1) for token in text]
+        length, requests = self.model.prompt_length, range(1, self.requests + 1)
+        texts = {request: self.model.text(self.model.prompts[request - 1], length + self.new_tokens) for request in requests}
+        return [(request, token) for request in requests for token in texts[request][length:]]
 
 
 class Process(greenlet):

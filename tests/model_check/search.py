@@ -126,7 +126,7 @@ def check_hits(system: System, path: list[Move], moves: list[Move], hits_behind:
     """Every early start has to be in time behind so many new tokens, where all candidates are right."""
     for move in moves:
         for token in (system.messages[number] for address, number in move.sent if address > MAIN):
-            behind = len(system.scenario.model.prompt) + hits_behind
+            behind = system.scenario.model.prompt_length + hits_behind
             if isinstance(token, Token) and token.position >= behind and token.winner == MISS:
                 raise counterexample(system, [*path, move], f"no early start of the token at {token.position}")
 

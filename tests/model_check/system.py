@@ -66,7 +66,7 @@ class System:
     def new_tokens(self, state: State) -> int:
         """That the main process has chosen or been told."""
         progress = 0 if state.nodes[MAIN] == DEAD else self._node(state, MAIN).progress
-        return progress - len(self.scenario.model.prompt)
+        return progress - self.scenario.model.prompt_length
 
     def moves(self, state: State) -> list[Move]:
         """All that can happen; where no fault is left, a part that all the rest is independent of, if there is one.

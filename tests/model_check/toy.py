@@ -55,11 +55,12 @@ def run_layer(layer: int, states: Sequence[int], held: Sequence[int], width: int
 
 @dataclass(frozen=True)
 class ToyModel:
-    """Depth, prompt, and at which positions behind the prompt which candidate is right (0: none)."""
+    """Depth, the requests' prompts, and at which positions behind a prompt which candidate is right (0: none)."""
 
     num_layers: int
     exit_layer: int
-    prompt: tuple[int, ...] = (3, 1)
+    prompts: tuple[tuple[int, ...], ...] = ((3, 1), (2, 6))
+    """All of one length."""
     winners: tuple[int, ...] = (1,)
     """They repeat."""
 
@@ -67,7 +68,7 @@ class ToyModel:
     def ordinary(self, text: tuple[int, ...]) -> Pass:
         """What ordinary decoding computes for a text: the prompt in one pass, then one token a pass."""
         new, held = text, [()] * self.num_layers
-        if len(text) > len(self.prompt):
+        if len(text) > self.prompt_length:
             new, held = text[-1:], self.ordinary(text[:-1]).entries
         states = [_mix(_EMBED, token) for token in new]
         entries, behind = [], [states[-1]]
@@ -77,17 +78,23 @@ class ToyModel:
             behind.append(states[-1])
         return Pass(tuple(entries), tuple(behind))
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt."""
+        return len(self.prompts[0])
+
     @functools.cache
-    def text(self, length: int) -> tuple[int, ...]:
-        """The prompt and what ordinary decoding makes of it, `length` tokens in all."""
-        if length <= len(self.prompt):
-            return self.prompt[:length]
-        before = self.text(length - 1)
+    def text(self, prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
+        """A prompt, or what begins with one, and what ordinary decoding makes of it, `length` tokens in all."""
+        prompt = prompt[: self.prompt_length]
+        if length <= len(prompt):
+            return prompt[:length]
+        before = self.text(prompt, length - 1)
         return (*before, self.ordinary(before).states[-1] % VOCAB)
 
     def winner(self, position: int) -> int:
         """The rank of the right candidate at a position, or 0."""
-        return self.winners[(position - len(self.prompt)) % len(self.winners)]
+        return self.winners[(position - self.prompt_length) % len(self.winners)]
 
 
 class ToyStage:
@@ -105,12 +112,15 @@ class ToyStage:
         """Forget the last sequence."""
         self.capacity = capacity
         self.entries: list[list[int]] = [[] for _ in range(self.num_layers)]
+        self.text: tuple[int, ...] = ()
+        """What the sequence began with."""
 
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run a half-open range of layers."""
         if isinstance(inputs, Tensor):
             (states,) = to_numbers(inputs)
         else:
+            self.text = self.text if position else tuple(inputs)
             states = [_mix(_EMBED, token) for token in inputs]
         width = len(states)
         for layer in range(first, last):
@@ -179,7 +189,7 @@ class MainStage(ToyStage):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As a stage's, having compared the state."""
-        text = self.model.text(len(self.entries[-1]))
+        text = self.model.text(self.text, len(self.entries[-1]))
         got, expected = to_numbers(hidden)[0][-1], self.model.ordinary(text).states[-1]
         assert got == expected, f"the token behind {text} is decided by a state that ordinary decoding does not have"
         return super().logits(hidden)
@@ -199,5 +209,5 @@ class PatternHead(RehearsedHead):
         assert self.model is not None
         expected = self.model.ordinary(tuple(history)).states[self.model.exit_layer]
         assert to_numbers(hidden)[0] == [expected], f"candidates behind {history} are named by another exit state"
-        right, winner = self.model.text(len(history) + 1)[-1], self.model.winner(len(history))
+        right, winner = self.model.text(tuple(history), len(history) + 1)[-1], self.model.winner(len(history))
         return [right if rank == winner else (right + rank) % VOCAB for rank in range(1, k + 1)]
