@@ -10,7 +10,6 @@ looks for messages for a while before it sleeps is found awake after the short p
 import argparse
 import contextlib
 import multiprocessing
-import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, whole_numbers
-from ppd_runtime.launching import assign_cores, socket_folder
+from ppd_runtime.launching import SocketFolder, assign_cores
 from ppd_runtime.pipeline.messages import MAIN, ExitState
 from ppd_runtime.transport.sockets import open_endpoint
 
@@ -115,11 +114,11 @@ def _await_receiver(message: object) -> None:
 @contextlib.contextmanager
 def _temporary_socket_folder() -> Iterator[str]:
     """A folder of sockets that is gone afterwards."""
-    folder = socket_folder()
+    folder = SocketFolder()
     try:
-        yield folder
+        yield folder.path
     finally:
-        shutil.rmtree(folder)
+        folder.remove()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ppd_runtime.launching import socket_folder
+from ppd_runtime.launching import SocketFolder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
-from ppd_runtime.supervision import Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint
 from ppd_runtime.worker import WorkerSpec
@@ -25,8 +24,6 @@ from ppd_runtime.worker_process import start_order
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
-_PING_EVERY_S = 1.0
-_ANSWER_DEADLINE_S = 15.0
 
 
 @ray.remote(max_restarts=0)
@@ -49,19 +46,17 @@ class RayWorkers:
         ray_address: str | None,
         most_restarts: int,
         progress: Progress,
-        answer_deadline_s: float = _ANSWER_DEADLINE_S,
     ) -> None:
         self._specs, self._transport = {spec.rank: spec for spec in specs}, transport
-        self._answer_deadline_s = answer_deadline_s
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
-                _start_ray(ray_address, len(specs), self._folder)
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
+                _start_ray(ray_address, len(specs), self._folder.path)
+            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
             self._shares = _shares(list(self._specs.values()))
             if not self._shares[0]:
                 logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
@@ -74,9 +69,9 @@ class RayWorkers:
         cpus, gpus = self._shares
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
-        order = start_order(self._specs[rank], self._transport, self._folder)
+        order = start_order(self._specs[rank], self._transport, self._folder.path)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
-        return ActorLife(actor_class.options(**options).remote(order), self._answer_deadline_s)
+        return ActorLife(actor_class.options(**options).remote(order))
 
     def close(self) -> None:
         """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
@@ -92,14 +87,14 @@ class RayWorkers:
                 self.supervisor.stop(_STOP_DEADLINE_S)
             if self._owns_ray:
                 ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ActorLife:
     """A worker as a Ray actor: one of its threads serves, another answers."""
 
-    def __init__(self, actor: Any, answer_deadline_s: float) -> None:
-        self._actor, self._answer_deadline_s = actor, answer_deadline_s
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
         self._ready = actor.ready.remote()
         self._serving: Any = None
         self._ping: Any = None
@@ -124,10 +119,10 @@ class ActorLife:
         if self._ping is not None and _has(self._ping):
             self._ping = None
         if self._ping is None:
-            if now - self._pinged_at >= _PING_EVERY_S:
+            if now - self._pinged_at >= PING_EVERY_S:
                 self._ping, self._pinged_at = self._actor.ready.remote(), now
-        elif now - self._pinged_at > self._answer_deadline_s:
-            return f"it has not answered for {self._answer_deadline_s:.0f} s"
+        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+            return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
     def wait(self, seconds: float) -> None:

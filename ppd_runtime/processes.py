@@ -3,24 +3,21 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppd_runtime.launching import import_environment, socket_folder
+from ppd_runtime.launching import SocketFolder, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
-from ppd_runtime.supervision import Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
 _STOP_DEADLINE_S = 5.0
-_PING_EVERY_S = 1.0
-_ANSWER_DEADLINE_S = 15.0
 
 
 class ProcessWorkers:
@@ -35,23 +32,22 @@ class ProcessWorkers:
         transport: str,
         most_restarts: int,
         progress: Progress,
-        answer_deadline_s: float = _ANSWER_DEADLINE_S,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self._transport, self._answer_deadline_s = transport, answer_deadline_s
-        self._folder = socket_folder()
+        self._transport = transport
+        self._folder = SocketFolder()
         self._closed = False
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
         try:
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder, CLIENT)
+            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
             self.supervisor.start(progress)
         except BaseException:
             self.close()
             raise
 
     def _begin_life(self, rank: int) -> "ProcessLife":
-        order = start_order(self._specs[rank], self._transport, self._folder)
-        return ProcessLife(rank, order, Path(self._folder), self._answer_deadline_s)
+        order = start_order(self._specs[rank], self._transport, self._folder.path)
+        return ProcessLife(rank, order, Path(self._folder.path))
 
     def close(self) -> None:
         """Stop the processes and remove the folder of sockets."""
@@ -63,15 +59,14 @@ class ProcessWorkers:
                 self.endpoint.send(rank, Shutdown(CLIENT, 0))
             self.endpoint.close()
         self.supervisor.stop(_STOP_DEADLINE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ProcessLife:
     """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
 
-    def __init__(self, rank: int, order: str, folder: Path, answer_deadline_s: float) -> None:
+    def __init__(self, rank: int, order: str, folder: Path) -> None:
         self._errors = folder / f"errors-{rank}"
-        self._answer_deadline_s = answer_deadline_s
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
@@ -115,11 +110,11 @@ class ProcessLife:
         if self._answers:
             self._answers, self._answered_at, self._pinged_at = b"", now, None
         if self._pinged_at is None:
-            if now - self._answered_at >= _PING_EVERY_S:
+            if now - self._answered_at >= PING_EVERY_S:
                 self._pinged_at = now
                 self._tell(b"\n")
-        elif now - self._pinged_at > self._answer_deadline_s:
-            return f"it has not answered for {self._answer_deadline_s:.0f} s"
+        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+            return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
     def wait(self, seconds: float) -> None:

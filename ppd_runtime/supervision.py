@@ -10,6 +10,9 @@ from ppd_runtime.pipeline.messages import MAIN
 
 logger = logging.getLogger(__name__)
 START_DEADLINE_S = 300.0
+PING_EVERY_S = 1.0
+ANSWER_DEADLINE_S = 15.0
+"""A worker that has not answered for so long counts as lost."""
 _LOOK_EVERY_S = 0.02
 _LONGEST_PAUSE_S = 30.0
 

@@ -80,6 +80,7 @@ class MainProcess:
         self._entries: dict[int, Tensor] = {}
         self._absences = dict.fromkeys(self.subs, 0)
         self._told = len(self.history)  # tokens of the history that the sub-processes know
+        self._heard_of = False  # whether any sub-process has said something since the last token
         self._missing: dict[int, int] = {}  # the first position that a sub-process lacks, by rank
         self._cancelled = False
 
@@ -217,7 +218,9 @@ class MainProcess:
         early = self._early_start(position, token)
         heard = self._heard.pop(position, _Heard())
         self._absences.update(dict.fromkeys(heard.head_starts, 0))
-        self.rest.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
+        if self._heard_of:  # nobody can be wrong, or in the way, while all are gone
+            self.rest.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
+        self._heard_of = False
         return early
 
     def _early_start(self, position: int, token: int) -> HeadStart | None:
@@ -262,6 +265,7 @@ class MainProcess:
             self._take(message)
 
     def _take(self, message: Message) -> None:
+        self._heard_of = self._heard_of or message.sender != CLIENT
         if isinstance(message, Cancel):
             self._cancelled = True
         elif isinstance(message, Begin):

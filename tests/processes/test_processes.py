@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+import ppd_runtime.processes
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
@@ -41,6 +43,13 @@ def expected(folder):
 def rehearsed(expected):
     """A head that is always right."""
     return RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
+
+
+@pytest.fixture(scope="module")
+def rehearsed_at_length(folder):
+    """A long text and a head that is always right about it."""
+    text = OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=500, ignore_eos=True).token_ids
+    return text, RehearsedHead(((*PROMPT, *text),), 1.0, 300)
 
 
 @pytest.mark.parametrize("head", ["shared", RehearsedHead(((1, 2, 3),), 0.5, 300), "trained"])
@@ -77,24 +86,59 @@ def test_early_starts_are_used(folder, expected, rehearsed):
     _assert_one_clock(result, began, ended)
 
 
-def test_a_killed_sub_process_costs_no_token(folder, expected, rehearsed):
-    with PPDRuntime(folder, k=2, launcher="processes", exit_head=rehearsed) as runtime:
-        stream = runtime.stream(PROMPT, max_new_tokens=300)
-        got = [next(stream).token_id for _ in range(5)]
-        _kill("sub-1")
-        got += [event.token_id for event in stream]
-        assert tuple(got) == expected
-        _kill("sub-2")
-        assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
+def test_a_killed_sub_process_costs_no_token_and_comes_back(folder, rehearsed_at_length, caplog):
+    expected, head = rehearsed_at_length
+    slow = EmulatedDevice(layer_ms=6.0)  # the text takes longer than a worker takes to start
+    with PPDRuntime(folder, k=2, launcher="processes", exit_head=head, emulate=slow) as runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=len(expected))
+        events = [next(stream) for _ in range(5)]
+        _kill("sub-1", "sub-2")
+        events += list(stream)
+    assert tuple(event.token_id for event in events) == expected
+    hits = [place for place, event in enumerate(events) if event.hit]
+    assert not set(range(10, 60)) & set(hits), "somebody took part who was dead"
+    assert len(hits) > 100, "nobody came back"
+    lost = [message for message in caplog.messages if "is lost" in message]
+    assert sorted(lost) == [f"sub-process {n} is lost, a new one takes its place: signal 9 ended it" for n in (1, 2)]
 
 
-def test_a_killed_main_process_is_an_error_with_its_name(folder):
-    runtime = PPDRuntime(folder, k=1, launcher="processes")
+def test_a_killed_main_process_has_a_successor(folder, rehearsed_at_length):
+    expected, head = rehearsed_at_length
+    sampled = {"max_new_tokens": 300, "temperature": 0.9, "seed": 3}
+    by_chance = OrdinaryDecoding(folder).generate(PROMPT, **sampled).token_ids
+    with PPDRuntime(folder, k=1, launcher="processes", exit_head=head) as runtime:
+        for settings, wanted in (({"max_new_tokens": 300}, expected[:300]), (sampled, by_chance)):
+            stream = runtime.stream(PROMPT, **settings)
+            got = [next(stream) for _ in range(7)]
+            _kill("main")
+            got += list(stream)
+            assert tuple(event.token_id for event in got) == wanted
+            assert [event.position for event in got] == list(range(len(PROMPT), len(PROMPT) + len(got)))
+
+
+def test_workers_that_are_stopped_are_replaced(folder, rehearsed_at_length, monkeypatch, caplog):
+    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 3.0)
+    expected, head = rehearsed_at_length
+    with PPDRuntime(folder, k=1, launcher="processes", exit_head=head) as runtime:
+        for victim in ("sub-1", "main"):
+            stream = runtime.stream(PROMPT, max_new_tokens=len(expected))
+            got = [next(stream).token_id for _ in range(5)]
+            _kill(victim, by=signal.SIGSTOP)
+            got += [event.token_id for event in stream]
+            assert tuple(got) == expected
+            while not caplog.messages:
+                runtime.generate(PROMPT, max_new_tokens=300)
+            assert "has not answered for 3 s" in caplog.messages.pop()
+    assert not _workers()
+
+
+def test_a_main_process_that_is_lost_again_and_again_is_an_error_with_its_name(folder):
+    runtime = PPDRuntime(folder, k=1, launcher="processes", max_restarts=0)
     with runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=500)
         next(stream)
         _kill("main")
-        with pytest.raises(RuntimeError, match="main process failed: signal 9 ended it"):
+        with pytest.raises(RuntimeError, match="the main process failed: signal 9 ended it"):
             list(stream)
     with pytest.raises(RuntimeError, match="closed"):
         runtime.generate(PROMPT, max_new_tokens=2)
@@ -138,7 +182,9 @@ def test_nothing_is_left_behind(folder, ending):
         )
         assert process.stdout.readline().strip() == "running False", "Ray was imported"
         family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) == 3
+        assert len(family) == 4, "three workers, and who clears up"
+        if ending == "kill":
+            next(child for child in family if "ppd_runtime.start_worker" in child.cmdline()).suspend()
         if ending != "exception":
             process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
@@ -150,6 +196,35 @@ def test_nothing_is_left_behind(folder, ending):
         while list(Path(temporary).iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not list(Path(temporary).iterdir()), "a folder of sockets was left"
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing(folder):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    for _ in range(4):
+        with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
+            process = subprocess.Popen(
+                [sys.executable, "-c", SCRIPT.format(folder=folder, hang=True)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=os.environ | {"TMPDIR": temporary},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+            family = _children_until(process, time.monotonic() + moments.uniform(0.5, 8.0))
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+            _, alive = psutil.wait_procs(family, timeout=15)
+            assert not alive
+            assert not list(Path(temporary).iterdir())
+
+
+def _children_until(process, moment: float) -> set[psutil.Process]:
+    children = set()
+    while time.monotonic() < moment:
+        children.update(psutil.Process(process.pid).children(recursive=True))
+        time.sleep(0.02)
+    return children
 
 
 def _assert_one_clock(result, began: int, ended: int) -> None:
@@ -169,7 +244,8 @@ def _workers() -> list[psutil.Process]:
     return [child for child in running if "ppd_runtime.start_worker" in child.cmdline()]
 
 
-def _kill(name: str) -> None:
-    victims = [worker for worker in _workers() if worker.cmdline()[-1] == name]
-    assert len(victims) == 1
-    victims[0].kill()
+def _kill(*names: str, by: int = signal.SIGKILL) -> None:
+    victims = [worker for worker in _workers() if worker.cmdline()[-1] in names]
+    assert len(victims) == len(names)
+    for victim in victims:
+        victim.send_signal(by)

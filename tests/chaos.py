@@ -1,0 +1,127 @@
+"""Workers as threads whose messages and lives are at the mercy of a seed: lost, doubled, late, cut, dead."""
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ppd_runtime.launching import LocalWorkers, ThreadLife
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message, Shutdown, WireError, decode, encode
+from ppd_runtime.worker import Worker
+
+
+class Killed(BaseException):
+    """What ends a worker without a word, as SIGKILL would."""
+
+
+@dataclass
+class Fate:
+    """How likely each mishap is, for each message or each look for one; drawn from one seed for all."""
+
+    seed: int
+    lost: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0
+    """Held back until some later message of the same sender has left."""
+    stale: float = 0.0
+    """A message from the past, of this request or an earlier one, comes again."""
+    cut: float = 0.0
+    """Its bytes end early."""
+    death: float = 0.0
+    """Of a sub-process, at any time that it sends or looks for a message."""
+    main_death: float = 0.0
+    happened: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._random, self._lock = random.Random(self.seed), threading.Lock()
+
+    def strikes(self, name: str) -> bool:
+        """Whether a mishap happens now."""
+        with self._lock:
+            hit = self._random.random() < getattr(self, name)
+            self.happened[name] += hit
+            return hit
+
+    def pick(self, number: int) -> int:
+        """One of so many."""
+        with self._lock:
+            return self._random.randrange(number)
+
+
+class ChaosEndpoint:
+    """Another endpoint, whose messages meet with mishaps."""
+
+    def __init__(self, endpoint, fate: Fate, address: int) -> None:
+        self._endpoint, self._fate, self._address = endpoint, fate, address
+        self._held: list[tuple[int, Message]] = []
+        self._past: list[tuple[int, Message]] = []
+
+    def send(self, address: int, message: Message) -> None:
+        """Deliver, or not."""
+        self._perhaps_die()
+        if isinstance(message, Shutdown):
+            self._endpoint.send(address, message)
+            return
+        self._past.append((address, message))
+        if self._fate.strikes("late"):
+            self._held.append((address, message))
+        elif not self._fate.strikes("lost"):
+            self._deliver(address, message)
+            if self._fate.strikes("doubled"):
+                self._deliver(address, message)
+            while self._held and self._fate.pick(3):
+                self._deliver(*self._held.pop(self._fate.pick(len(self._held))))
+        if self._fate.strikes("stale"):
+            self._deliver(*self._past[self._fate.pick(len(self._past))])
+        self._perhaps_die()
+
+    def receive(self, timeout: float | None) -> Message | None:
+        """As the endpoint does."""
+        self._perhaps_die()
+        message = self._endpoint.receive(timeout)
+        self._perhaps_die()
+        return message
+
+    def close(self) -> None:
+        """As the endpoint does."""
+        self._endpoint.close()
+
+    def _deliver(self, address: int, message: Message) -> None:
+        frames = [bytes(frame) for frame in encode(message)]
+        if self._fate.strikes("cut"):
+            victim = self._fate.pick(len(frames))
+            frames[victim] = frames[victim][: self._fate.pick(len(frames[victim]))]
+        with contextlib.suppress(WireError):  # what arrives broken is dropped
+            self._endpoint.send(address, decode(frames))
+
+    def _perhaps_die(self) -> None:
+        if self._address != CLIENT and self._fate.strikes("main_death" if self._address == MAIN else "death"):
+            raise Killed
+
+
+class ChaosWorkers(LocalWorkers):
+    """Workers of one fate."""
+
+    fate: Fate
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.endpoint = ChaosEndpoint(self.endpoint, self.fate, CLIENT)
+
+    def _begin_life(self, rank: int) -> ThreadLife:
+        return MortalLife(Worker(self._specs[rank]), ChaosEndpoint(self._network.endpoint(rank), self.fate, rank))
+
+
+class MortalLife(ThreadLife):
+    """A life that may end without a word."""
+
+    @staticmethod
+    def _serve(worker, endpoint) -> None:
+        with contextlib.suppress(Killed, Exception):
+            worker.serve(endpoint)
+
+
+def chaos(fate: Fate) -> type[ChaosWorkers]:
+    """A class of workers of this fate, to stand in for `LocalWorkers`."""
+    return type("Workers", (ChaosWorkers,), {"fate": fate})

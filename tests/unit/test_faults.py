@@ -1,0 +1,88 @@
+"""Whatever becomes of messages and workers, every token is ordinary decoding's, and nothing hangs."""
+
+import logging
+import os
+import random
+import time
+
+import pytest
+from chaos import Fate, chaos
+
+import ppd_runtime.calls
+import ppd_runtime.runtime
+import ppd_runtime.supervision
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.exit_heads import RehearsedHead
+
+REQUESTS = int(os.environ.get("PPD_FAULT_REQUESTS", "10"))
+"""For each layout and kind of mishap."""
+PROMPT = [5, 9, 200, 31]
+MISHAPS = {
+    "lost": {"lost": 0.03},
+    "doubled": {"doubled": 0.2, "stale": 0.1},
+    "out of order": {"late": 0.2},
+    "cut": {"cut": 0.03},
+    "sub-processes die": {"death": 0.004},
+    "everybody dies": {"death": 0.002, "main_death": 0.002},
+    "everything": {
+        "lost": 0.01, "doubled": 0.05, "stale": 0.05, "late": 0.05, "cut": 0.01, "death": 0.001, "main_death": 0.001,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def ordinary(folder):
+    """The oracle."""
+    return OrdinaryDecoding(folder)
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Who waits for a lost message does not wait long, and nobody loses patience with workers that keep dying."""
+    monkeypatch.setattr(ppd_runtime.calls, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(ppd_runtime.calls, "_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(ppd_runtime.calls, "_LONGEST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(ppd_runtime.calls, "_REPORT_DEADLINE_S", 0.05)
+    monkeypatch.setattr(ppd_runtime.supervision, "_LONGEST_PAUSE_S", 0.01)
+
+
+@pytest.mark.parametrize("mishaps", MISHAPS)
+@pytest.mark.parametrize(("k", "workers", "run_ahead"), [(1, 1, True), (1, 1, False), (3, 3, False), (3, 1, False)])
+def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, caplog, mishaps, k, workers, run_ahead):
+    seed = int(os.environ.get("PPD_FAULT_SEED", random.randrange(2**32)))
+    print(f"PPD_FAULT_SEED={seed}")  # shown where the test fails
+    caplog.set_level(logging.CRITICAL)
+    fate, draw = Fate(seed, **MISHAPS[mishaps]), random.Random(seed)
+    monkeypatch.setattr(ppd_runtime.runtime, "LocalWorkers", chaos(fate))
+    hits = 0
+    expected = ordinary.generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
+    head = RehearsedHead(((*PROMPT, *expected),), 0.8, 300)
+    with PPDRuntime(
+        folder,
+        k=k,
+        workers=workers,
+        run_ahead=run_ahead,
+        transport="local",
+        dtype="float32",
+        exit_head=head,
+        max_restarts=10_000,
+    ) as runtime:
+        for _ in range(REQUESTS):
+            settings = {"max_new_tokens": draw.randint(1, 60), "ignore_eos": True}
+            if draw.random() < 0.5:
+                settings |= {"temperature": 0.8, "seed": draw.randrange(100)}
+            prompt = PROMPT[: draw.randint(1, 4)] if draw.random() < 0.3 else PROMPT
+            began = time.monotonic()
+            result = runtime.generate(prompt, **settings)
+            assert result.token_ids == ordinary.generate(prompt, **settings).token_ids
+            assert time.monotonic() - began < 30
+            hits += result.stats.hits
+    assert hits > 0 or "late" in MISHAPS[mishaps], "nobody took part"
+    print(f"{dict(fate.happened)} in {REQUESTS} requests, {hits} hits")
+    assert sum(fate.happened.values()) > 0
