@@ -53,7 +53,7 @@ class Automaton:
         self._alive: dict[int, Process] = {}
         self.nodes: list[Node] = []
         process = self._start()
-        self.first_sent = messages.numbers(process.sent)
+        self.first_sent = self.sent_by(process)
         self.runs = 0
         """Of real code, from one wait to the next."""
         self._add(process, None)
@@ -69,8 +69,8 @@ class Automaton:
         edges = self.nodes[number].edges
         if taken not in edges:
             process = self._alive.pop(number, None) or self.replay(number)
-            self._resume(process, taken)
-            edges[taken] = Edge(self._add(process, (number, taken)), self._messages.numbers(process.sent))
+            self.resume(process, taken)
+            edges[taken] = Edge(self._add(process, (number, taken)), self.sent_by(process))
         return edges[taken]
 
     def replay(self, number: int) -> Process:
@@ -82,13 +82,22 @@ class Automaton:
             node = self.nodes[before]
         process = self._start()
         for taken in reversed(path):
-            self._resume(process, taken)
+            self.resume(process, taken)
         return process
+
+    def sent_by(self, process: Process) -> tuple[tuple[int, int], ...]:
+        """What it sent since it was resumed: addresses and messages' numbers."""
+        return self._messages.numbers(process.sent)
 
     def _start(self) -> Process:
         return start_client(self._scenario) if self._address == CLIENT else start_worker(self._scenario, self._address)
 
-    def _resume(self, process: Process, taken: tuple[int, int]) -> None:
+    def resume(self, process: Process, taken: tuple[int, int]) -> None:
+        """Let a process go on, and look at what it holds then.
+
+        Raises:
+            Violation: where it fails, or an invariant of its own does not hold.
+        """
         message, process.main_lives = taken
         try:
             process.resume(None if message == NOTHING else self._messages[message])

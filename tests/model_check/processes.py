@@ -79,7 +79,7 @@ class Process(greenlet):
         self.sent: list[tuple[int, Message]] = []
         """Since it was resumed."""
         self.timeout: float | None = None
-        """That it waits with; see `ppd_runtime.transport.Endpoint`."""
+        """0, 1 or None: whether it only looks for a message, loses patience some time, or waits as long as it takes."""
         self.now = 1000.0
         self.main_lives = 1
         self.delivered: list[tuple[int, int]] = []
@@ -102,7 +102,7 @@ class Process(greenlet):
 
     def receive(self, timeout: float | None) -> Message | None:
         """An endpoint's: let somebody else decide what comes."""
-        self.timeout = timeout
+        self.timeout = timeout and 1.0
         return self.parent.switch()
 
     def close(self) -> None:

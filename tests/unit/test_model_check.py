@@ -11,6 +11,7 @@ from model_check.cases import QUICK, Case, ahead, one_sub, several
 from model_check.processes import Scenario, small_world
 from model_check.search import Bounds, Counterexample, check_hits, counterexample, fair_moves, moves_behind
 from model_check.system import Move, System
+from model_check.toy import ToyModel
 
 from ppd_runtime.calls import Call
 from ppd_runtime.pipeline.main_process import MainProcess
@@ -118,6 +119,7 @@ def _any_request(self: Worker, wish, request: int):
     return self._endpoint.receive(self._time_left(wish))
 
 
+_MOST_MOVES = 20_000
 _START_CANDIDATES = SubProcess._start_candidates
 _QUICK = {case.name: case for case in QUICK}
 _FAULT = _QUICK["one sub, a fault"]
@@ -154,3 +156,72 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant
 def test_without_a_mistake_none_is_found() -> None:
     for case in {case for *_, case in MUTANTS} - set(QUICK):  # those are searched above
         assert case.search()[1].is_complete
+
+
+@pytest.mark.parametrize("case", [_QUICK["one sub and rests, a fault"], _QUICK["run ahead, a fault"], _FAULT])
+def test_merged_states_behave_alike(case: Case) -> None:
+    """What the search takes for the same state answers alike, whatever comes."""
+    system, _ = case.search()
+    choose = random.Random(5)
+    with small_world():
+        for automaton in system.automata:
+            for number, origin in choose.sample(automaton.merged, min(len(automaton.merged), 60)):
+                _same_future(automaton, number, origin, choose)
+
+
+def _same_future(automaton: Automaton, number: int, origin: tuple[int, tuple[int, int]], choose: random.Random) -> None:
+    before, taken = origin
+    process = automaton.replay(before)
+    automaton.resume(process, taken)
+    for _ in range(40):
+        if not (edges := automaton.nodes[number].edges):
+            return
+        taken = choose.choice(sorted(edges))
+        automaton.resume(process, taken)
+        assert automaton.sent_by(process) == edges[taken].sent
+        number = edges[taken].target
+        assert (process.timeout, process.dead) == (automaton.nodes[number].timeout, automaton.nodes[number].over)
+
+
+@given(
+    layout=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2), (5, 5)]),
+    pattern=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    tokens=st.integers(8, 20),
+    runs_ahead=st.booleans(),
+    rests=st.booleans(),
+    surprises=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10**6)), max_size=30),
+)
+@settings(max_examples=60, deadline=None, print_blob=True)
+def test_many_surprises(layout, pattern, tokens, runs_ahead, rests, surprises) -> None:
+    """Longer texts and more processes, in fair order but for as many faults and odd turns as you like."""
+    k, workers = layout
+    winners = tuple(min(winner, k) for winner in pattern)
+    scenario = Scenario(ToyModel(2, 1, winners=winners), k, workers, tokens, run_ahead=runs_ahead, rests=rests)
+    with small_world():
+        _walk(System(scenario, len(surprises)), surprises)
+
+
+def test_subs_come_back_after_many_surprises() -> None:
+    """Every candidate right: some tokens behind the last fault, every early start is in time."""
+    choose = random.Random(11)
+    for k in (1, 3):
+        scenario = Scenario(ToyModel(2, 1, winners=(1, k, min(2, k))), k, k, 36)
+        surprises = [(choose.randrange(8), choose.randrange(10**6)) for _ in range(20)]
+        with small_world():
+            _walk(System(scenario, len(surprises)), surprises, hits_behind=28)
+
+
+def _walk(system: System, surprises: list[tuple[int, int]], hits_behind: int | None = None) -> None:
+    path = [Move("start", 0, NOTHING, NOTHING, (), system.first())]
+    for fair, choice in surprises:
+        for _ in range(fair):
+            path += moves_behind(system, path)[:1]
+        moves = moves_behind(system, path)
+        if moves:
+            path.append(moves[choice % len(moves)])
+    while moves := fair_moves(system, path):
+        if hits_behind is not None:
+            check_hits(system, path, moves, hits_behind)
+        path += moves
+        if len(path) > _MOST_MOVES:
+            raise counterexample(system, path, "no end")
