@@ -11,7 +11,6 @@ from typing import NamedTuple
 from model_check.essence import Essence
 from model_check.invariants import check_process
 from model_check.processes import Process, Scenario, start_client, start_worker, without_counts
-
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message
 
 NOTHING = -2

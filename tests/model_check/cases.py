@@ -1,9 +1,9 @@
 """What is searched: by the tests, and by `python -m model_check` at greater length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model_check.processes import Scenario, small_world
-from model_check.search import Bounds, Explored, Search
+from model_check.search import EVERYTHING, Bounds, Explored, Search
 from model_check.system import FAULTS, System
 from model_check.toy import ToyModel
 
@@ -15,7 +15,7 @@ class Case:
     name: str
     scenario: Scenario
     faults: int = 0
-    bounds: Bounds = Bounds()
+    bounds: Bounds = EVERYTHING
     kinds: tuple[str, ...] = FAULTS
 
     def search(self) -> tuple[System, Explored]:
@@ -45,6 +45,7 @@ def several(tokens: int, k: int, workers: int, *winners: int) -> Scenario:
     return Scenario(_model(*winners), k, workers, tokens)
 
 
+_CANCELLED = replace(one_sub(3, 1, requests=2), cancelled_behind=1)
 QUICK = (
     Case("one sub", one_sub(4, 1, 0)),
     Case("one sub, a fault", one_sub(3, 1, 0), 1),
@@ -52,6 +53,11 @@ QUICK = (
     Case("one sub, two faults", one_sub(2, 1), 2),
     Case("one sub and rests, a fault", one_sub(4, 0, 0, 1, rests=True), 1),
     Case("one sub, two requests, a fault", one_sub(2, 1, requests=2), 1),
+    Case(
+        "one sub, cancelled, then another request, a fault", replace(one_sub(3, 1, requests=2), cancelled_behind=1), 1
+    ),
+    Case("one sub, tokens held back, a fault", replace(one_sub(3, 1, 0), live=False), 1),
+    Case("one sub, an end of the text, a fault", replace(one_sub(6, 1), eos=6), 1, Bounds(deviations=2)),
     Case("one sub comes back after a fault", one_sub(9, 1), 1, Bounds(fair_behind=3, hits_behind=7)),
     Case("run ahead, a fault", ahead(3, 1, 1, 0), 1),
     Case("run ahead and rests", ahead(5, 0, 0, 1, rests=True)),
@@ -74,6 +80,7 @@ DEEP = (
     Case("one sub, three faults, two tokens", one_sub(2, 1), 3, _MOST),
     Case("one sub and rests, a fault, five tokens", one_sub(5, 0, 0, 1, rests=True), 1, _MOST),
     Case("one sub, two requests, two faults", one_sub(2, 1, requests=2), 2, _MOST),
+    Case("one sub, cancelled, then another request, a fault, all turns", _CANCELLED, 1, _MOST),
     Case("one sub comes back after two faults", one_sub(11, 1), 2, Bounds(None, 3, 9, 1_000_000)),
     Case("run ahead, a fault, four tokens", ahead(4, 1, 1, 0), 1, _MOST),
     Case("run ahead, two faults", ahead(2, 1, 0), 2, _MOST),
@@ -82,8 +89,18 @@ DEEP = (
     Case("two candidates as siblings, two faults", several(2, 2, 1, 2, 1), 2, _MOST),
     Case("two subs, four tokens", several(4, 2, 2, 1, 2, 0), 0, _MOST),
     Case("two subs, a fault, two tokens", several(2, 2, 2, 2, 1), 1, _MOST),
-    Case("two subs, a fault, three tokens, six deviations", several(3, 2, 2, 1, 2, 0), 1, Bounds(6, None, None, 1_000_000)),
-    Case("two subs, two faults, three tokens, two deviations", several(3, 2, 2, 1, 2, 0), 2, Bounds(2, None, None, 1_000_000)),
+    Case(
+        "two subs, a fault, three tokens, six deviations",
+        several(3, 2, 2, 1, 2, 0),
+        1,
+        Bounds(6, None, None, 1_000_000),
+    ),
+    Case(
+        "two subs, two faults, three tokens, two deviations",
+        several(3, 2, 2, 1, 2, 0),
+        2,
+        Bounds(2, None, None, 1_000_000),
+    ),
     Case("three subs, three tokens, six deviations", several(3, 3, 3, 3, 1, 0), 0, Bounds(6, None, None, 1_000_000)),
     Case("three subs, a fault, three deviations", several(3, 3, 3, 3, 1, 0), 1, Bounds(3, None, None, 1_000_000)),
     Case("three subs, two faults, a deviation", several(3, 3, 3, 3, 1, 0), 2, Bounds(1, None, None, 1_000_000)),

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from types import CodeType, FrameType, GeneratorType
 
-from model_check.processes import Process
-from model_check.toy import ToyStage
 from torch import Tensor
 
+from model_check.processes import Process
+from model_check.toy import ToyStage
 from ppd_runtime.calls import Call
 from ppd_runtime.pipeline.machine import Receive
 from ppd_runtime.pipeline.main_process import MainProcess, _Heard
@@ -64,7 +64,11 @@ class Essence:
         if "forks" in variables:  # only whether there were more since matters
             variables["forks"] = variables["forks"] == variables["self"]._forks
         kept = _LIVE.get(code.co_name, variables.keys() - _DEAD)
-        return *_name(code), frame.f_lasti, [(name, self._of(variables[name])) for name in sorted(kept & variables.keys())]
+        return (
+            *_name(code),
+            frame.f_lasti,
+            [(name, self._of(variables[name])) for name in sorted(kept & variables.keys())],
+        )
 
     def _of_generator(self, generator: GeneratorType) -> object:
         inner = generator.gi_yieldfrom
@@ -72,7 +76,7 @@ class Essence:
         return frame, self._of_generator(inner) if isinstance(inner, GeneratorType) else None
 
     def _of(self, value: object) -> object:
-        if value is None or isinstance(value, bool | int | str) and not isinstance(value, Enum):
+        if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
             return value
         if isinstance(value, Message):
             number = self._number_of.get(id(value))

@@ -5,6 +5,7 @@ whoever explores; `Call.tokens` runs with a clock that jumps over every silence.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from unittest.mock import patch
 
 import torch
 from greenlet import getcurrent, greenlet
-from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 
+from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from ppd_runtime import calls, worker
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.pipeline import main_process, run_ahead, sub_process
@@ -35,6 +36,12 @@ class Scenario:
     requests: int = 1
     run_ahead: bool = False
     layers_at_once: int = 1
+    live: bool = True
+    """Whether the client gets each token at once; else they come at the end, when none is lost."""
+    cancelled_behind: int = 0
+    """New tokens behind which the client loses interest in the first request; 0: never."""
+    eos: int | None = None
+    """The token that ends a text."""
     rests: bool = False
     """Whether the sub-processes are left alone now and then: after two wrong candidates in a row."""
 
@@ -45,7 +52,8 @@ class Scenario:
 
     def spec(self, rank: int) -> WorkerSpec:
         """What a worker is started with."""
-        info = ModelInfo("toy", Path(), self.model.num_layers, VOCAB, None, frozenset())
+        ends = frozenset() if self.eos is None else frozenset([self.eos])
+        info = ModelInfo("toy", Path(), self.model.num_layers, VOCAB, None, ends)
         return WorkerSpec(
             rank=rank,
             k=self.k,
@@ -61,14 +69,19 @@ class Scenario:
 
     def begin(self, request: int) -> Begin:
         """A request as the client sends it first."""
-        prompt = list(self.model.prompts[request - 1])
-        return Begin(CLIENT, request, prompt, self.new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True, True)
+        prompt, ignore_eos = list(self.model.prompts[request - 1]), self.eos is None
+        settings = 0.0, 0, 1.0, 1.0, 0, []
+        return Begin(CLIENT, request, prompt, self.new_tokens, *settings, ignore_eos, self.live)
 
     def expected(self) -> list[tuple[int, int]]:
         """All that the client may get: request and token."""
-        length, requests = self.model.prompt_length, range(1, self.requests + 1)
-        texts = {request: self.model.text(self.model.prompts[request - 1], length + self.new_tokens) for request in requests}
-        return [(request, token) for request in requests for token in texts[request][length:]]
+        return [(request, token) for request in range(1, self.requests + 1) for token in self._wanted(request)]
+
+    def _wanted(self, request: int) -> tuple[int, ...]:
+        prompt = self.model.prompts[request - 1]
+        new = self.model.text(prompt, len(prompt) + self.new_tokens)[len(prompt) :]
+        new = new[: new.index(self.eos) + 1] if self.eos in new else new
+        return new[: self.cancelled_behind] if self.cancelled_behind and request == 1 else new
 
 
 class Process(greenlet):
@@ -168,8 +181,11 @@ def start_client(scenario: Scenario) -> Process:
     def serve(process: Process) -> None:
         for request in range(1, scenario.requests + 1):
             call = calls.Call(_Workers(process, _Supervisor(process)), scenario.begin(request))
-            for message in call.tokens():
+            for number, message in enumerate(call.tokens(), 1):
                 process.delivered.append((request, message.token_id))
+                if request == 1 and number == scenario.cancelled_behind:
+                    call.cancel()
+                    break
 
     process = Process(serve)
     process.begin()
@@ -183,6 +199,7 @@ def small_world() -> Iterator[None]:
         stack.enter_context(patch.object(calls, "time", _Clock))
         stack.enter_context(patch.object(worker, "load_tokenizer", lambda info: None))
         for module, name, value in (
+            (worker, "_LONGEST_HOLD_S", math.inf),
             (worker, "_ASK_AGAIN", 2),
             (sub_process, "_ASK_AGAIN", 2),
             (run_ahead, "_ASK_AGAIN", 2),

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model_check.automaton import NOTHING, Violation
-from model_check.system import Move, State, System
-
+from model_check.system import Move, System
 from ppd_runtime.pipeline.messages import MAIN, MISS, Token
 
 
@@ -44,10 +43,13 @@ class Bounds:
     """Where to give up."""
 
 
+EVERYTHING = Bounds()
+
+
 class Search:
     """Depth first through all that can happen; no path may come back to where it was, each must end with all tokens."""
 
-    def __init__(self, system: System, bounds: Bounds = Bounds()) -> None:
+    def __init__(self, system: System, bounds: Bounds = EVERYTHING) -> None:
         self._system, self._bounds, self._deviations = system, bounds, bounds.deviations
         first = system.first()
         self._path = [Move("start", 0, NOTHING, NOTHING, (), first)]

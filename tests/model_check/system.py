@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from model_check.automaton import NOTHING, Automaton, Messages, Node, name_of
 from model_check.processes import Scenario
-
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 
 DEAD = -1
@@ -77,7 +76,9 @@ class System:
         if not state.faults and (alone := self._independent(state)):
             return alone
         subs = range(self.client - 1, MAIN, -1)
-        moves = [self._take(state, index, sender) for index in (self.client, *subs) for sender in self._offers(state, index)]
+        moves = [
+            self._take(state, index, sender) for index in (self.client, *subs) for sender in self._offers(state, index)
+        ]
         moves += [self._take(state, index, NOTHING) for index in subs if self._is_patient(state, index)]
         offers = self._offers(state, MAIN) + [NOTHING] * self._is_patient(state, MAIN)
         moves += [self._take(state, MAIN, sender) for sender in offers]

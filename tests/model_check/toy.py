@@ -64,37 +64,39 @@ class ToyModel:
     winners: tuple[int, ...] = (1,)
     """They repeat."""
 
-    @functools.cache
-    def ordinary(self, text: tuple[int, ...]) -> Pass:
-        """What ordinary decoding computes for a text: the prompt in one pass, then one token a pass."""
-        new, held = text, [()] * self.num_layers
-        if len(text) > self.prompt_length:
-            new, held = text[-1:], self.ordinary(text[:-1]).entries
-        states = [_mix(_EMBED, token) for token in new]
-        entries, behind = [], [states[-1]]
-        for layer, before in enumerate(held):
-            states, added = run_layer(layer, states, before, len(new))
-            entries.append((*before, *added))
-            behind.append(states[-1])
-        return Pass(tuple(entries), tuple(behind))
-
     @property
     def prompt_length(self) -> int:
         """Tokens of a prompt."""
         return len(self.prompts[0])
 
-    @functools.cache
+    def ordinary(self, text: tuple[int, ...]) -> Pass:
+        """What ordinary decoding computes for a text: the prompt in one pass, then one token a pass."""
+        return _ordinary(text, self.num_layers, self.prompt_length)
+
     def text(self, prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
         """A prompt, or what begins with one, and what ordinary decoding makes of it, `length` tokens in all."""
-        prompt = prompt[: self.prompt_length]
-        if length <= len(prompt):
-            return prompt[:length]
-        before = self.text(prompt, length - 1)
-        return (*before, self.ordinary(before).states[-1] % VOCAB)
+        text = prompt[: min(self.prompt_length, length)]
+        while len(text) < length:
+            text = (*text, self.ordinary(text).states[-1] % VOCAB)
+        return text
 
     def winner(self, position: int) -> int:
         """The rank of the right candidate at a position, or 0."""
         return self.winners[(position - self.prompt_length) % len(self.winners)]
+
+
+@functools.cache
+def _ordinary(text: tuple[int, ...], num_layers: int, prompt_length: int) -> Pass:
+    new, held = text, [()] * num_layers
+    if len(text) > prompt_length:
+        new, held = text[-1:], _ordinary(text[:-1], num_layers, prompt_length).entries
+    states = [_mix(_EMBED, token) for token in new]
+    entries, behind = [], [states[-1]]
+    for layer, before in enumerate(held):
+        states, added = run_layer(layer, states, before, len(new))
+        entries.append((*before, *added))
+        behind.append(states[-1])
+    return Pass(tuple(entries), tuple(behind))
 
 
 class ToyStage:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from model_check.automaton import NOTHING, Automaton
 from model_check.cases import QUICK, Case, ahead, one_sub, several
 from model_check.processes import Scenario, small_world
-from model_check.search import Bounds, Counterexample, check_hits, counterexample, fair_moves, moves_behind
+from model_check.search import Counterexample, check_hits, counterexample, fair_moves, moves_behind
 from model_check.system import Move, System
 from model_check.toy import ToyModel
 
