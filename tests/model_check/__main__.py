@@ -1,4 +1,4 @@
-"""`python -m model_check [words]`: the long searches, or those whose names hold all the words; a line for each."""
+"""`PYTHONPATH=tests python -m model_check [words]`: the long searches, or those whose names hold all the words."""
 
 import sys
 import time

@@ -106,7 +106,7 @@ class Process(greenlet):
     def resume(self, message: Message | None) -> None:
         """Go on with a message or the end of the wait."""
         self.sent = []
-        self.now += _SILENCE_S if message is None else _MESSAGE_S
+        self.now += _SILENCE_S if message is None and self.timeout else _MESSAGE_S
         self.switch(message)
 
     def send(self, address: int, message: Message) -> None:
@@ -124,9 +124,10 @@ class Process(greenlet):
 
 @dataclass
 class _Supervisor:
-    """Sees a new main process when it is there, and finds nothing else to do."""
+    """Sees that there is a new main process, after the last words of the one before, and finds nothing else to do."""
 
     process: Process
+    lives_seen: int = 1
 
     def lives(self, rank: int) -> int:
         return self.process.main_lives if rank == MAIN else 1
@@ -134,8 +135,10 @@ class _Supervisor:
     def is_serving(self, rank: int) -> bool:
         return True
 
-    def check(self) -> None:
-        pass
+    def check(self, hear: Callable[[], None]) -> None:
+        if self.lives_seen != self.process.main_lives:
+            self.lives_seen = self.process.main_lives
+            hear()
 
     note_success = note_words = note_silence = lambda *_: None
 
@@ -179,8 +182,9 @@ def start_client(scenario: Scenario) -> Process:
     """Somebody who makes the requests one after the other, up to the first wait."""
 
     def serve(process: Process) -> None:
+        workers = _Workers(process, _Supervisor(process))
         for request in range(1, scenario.requests + 1):
-            call = calls.Call(_Workers(process, _Supervisor(process)), scenario.begin(request))
+            call = calls.Call(workers, scenario.begin(request))
             for number, message in enumerate(call.tokens(), 1):
                 process.delivered.append((request, message.token_id))
                 if request == 1 and number == scenario.cancelled_behind:

@@ -120,8 +120,9 @@ class System:
 
     def _independent(self, state: State) -> list[Move]:
         """All moves of one process, where whatever the others do first leaves it exactly these."""
-        for sender in range(self.client):  # the client only listens, where it does not answer at once
-            if state.links[self.client * self.size + sender] and not self.is_over(state):
+        listens = not self.is_over(state) and self._node(state, self.client).timeout != 0
+        for sender in range(self.client) if listens else ():
+            if state.links[self.client * self.size + sender]:  # where it does not answer at once, it may as well be now
                 move = self._take(state, self.client, sender)
                 if not move.sent:
                     return [move]
