@@ -1,5 +1,6 @@
 """Every interleaving of messages, losses and deaths, for few processes and tokens: DESIGN's invariants hold in all."""
 
+import os
 import random
 from collections.abc import Callable
 
@@ -18,6 +19,9 @@ from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.sub_process import SubProcess
 from ppd_runtime.worker import Worker
+
+EXAMPLES = int(os.environ.get("PPD_WALKS", "0"))
+"""Walks of chance, other ones each time; 0: the same few."""
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
@@ -191,7 +195,7 @@ def _same_future(automaton: Automaton, number: int, origin: tuple[int, tuple[int
     rests=st.booleans(),
     surprises=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10**6)), max_size=30),
 )
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=EXAMPLES or 60, deadline=None, derandomize=not EXAMPLES, print_blob=True)
 def test_many_surprises(layout, pattern, tokens, runs_ahead, rests, surprises) -> None:
     """Longer texts and more processes, in fair order but for as many faults and odd turns as you like."""
     k, workers = layout
