@@ -21,6 +21,7 @@ import torch
 from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, whole_numbers
 from ppd_runtime.launching import SocketFolder, assign_cores
 from ppd_runtime.pipeline.messages import MAIN, ExitState
+from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import open_endpoint
 
 _RECEIVER, _WARM_UP, _DEADLINE_S = 1, 20, 30.0
@@ -78,7 +79,10 @@ def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
 def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[float], list[float]]:
     """Send a series; the moments before and after each send."""
     began, ended = [], []
-    with pinned(cores), contextlib.closing(open_endpoint(series.transport, folder, MAIN, bool(cores))) as endpoint:
+    with (
+        pinned(cores),
+        contextlib.closing(open_endpoint(Network(series.transport, folder), MAIN, bool(cores))) as endpoint,
+    ):
         _await_receiver(endpoint.receive(_DEADLINE_S))
         for number in range(series.count + _WARM_UP):
             message = ExitState(MAIN, 1, number, torch.zeros(1, 1, series.num_bytes // 4))
@@ -93,7 +97,10 @@ def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[
 def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
     """Receive a series in this process; the moment of each message, by position."""
     moments: dict[int, float] = {}
-    with pinned(cores), contextlib.closing(open_endpoint(series.transport, folder, _RECEIVER, bool(cores))) as endpoint:
+    with (
+        pinned(cores),
+        contextlib.closing(open_endpoint(Network(series.transport, folder), _RECEIVER, bool(cores))) as endpoint,
+    ):
         hello = ExitState(_RECEIVER, 1, 0, torch.zeros(1, 1, 1))
         endpoint.send(MAIN, hello)
         while len(moments) < series.count + _WARM_UP:

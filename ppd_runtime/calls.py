@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -70,6 +70,8 @@ class Call:
         self.told = Told()
         self.restarts = 0
         """New main processes that this request has seen."""
+        self.winners: Counter[int] = Counter()
+        """Tokens by `Token.winner`."""
         self._delivered: list[int] = []
         self._arrived: deque[Message] = deque()
         self._cancelled = False
@@ -91,6 +93,7 @@ class Call:
             if isinstance(message, Token):
                 if self._is_next(message):
                     self._delivered.append(message.token_id)
+                    self.winners[message.winner] += 1
                     self._supervisor.note_success(MAIN)
                     yield message
             elif isinstance(message, Finished):

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ppd_runtime import leftovers
-from ppd_runtime.pipeline.messages import CLIENT, Shutdown
+from ppd_runtime.pipeline.messages import CLIENT, Peers, Shutdown
 from ppd_runtime.supervision import Progress, Supervisor, name_of
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
@@ -27,6 +28,23 @@ _KEEPER_S = 0.3  # that it takes where nobody is left to end
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
+@dataclass(frozen=True)
+class RequestCounts:
+    """What a request came to, for whoever watches a cluster; by rank where it is a worker's."""
+
+    tokens: int
+    hits: Mapping[int, int]
+    """By the sub-process whose early start was used."""
+    misses: int
+    stall_s: float
+    latency_s: float
+    layer_passes: Mapping[int, int]
+    restarts: Mapping[int, int]
+    """New lives of each worker since the runtime started."""
+    serving: Collection[int]
+    """Workers that serve."""
+
+
 class Workers(Protocol):
     """The running workers of one runtime."""
 
@@ -35,6 +53,9 @@ class Workers(Protocol):
 
     supervisor: Supervisor
     """Knows who lives, and replaces whoever does not."""
+
+    def record(self, counts: RequestCounts) -> None:
+        """Tell whoever watches the workers of a request that has ended."""
 
     def close(self) -> None:
         """Stop all workers and release everything that was started for them."""
@@ -93,6 +114,23 @@ def check_ray_address(address: str) -> None:
         raise ValueError(f"ray_address={address!r}: nobody answers there ({error}); is the cluster running?") from error
 
 
+class Introductions:
+    """Tells each process that takes part where the others are, and the others where it is."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._locations: dict[int, str] = {}
+
+    def introduce(self, rank: int, location: str) -> None:
+        """A worker, or one that takes its place, serves at a location from now on."""
+        self._endpoint.introduce(rank, location)
+        self._locations.pop(rank, None)
+        self._endpoint.send(rank, Peers(CLIENT, 0, list(self._locations), list(self._locations.values())))
+        for other in self._locations:
+            self._endpoint.send(other, Peers(CLIENT, 0, [rank], [location]))
+        self._locations[rank] = location
+
+
 class LocalWorkers:
     """Every worker a thread of this process: no Ray, no sockets; for notebooks and tests."""
 
@@ -109,6 +147,9 @@ class LocalWorkers:
         self._progress(f"loading {name_of(rank)}")
         return ThreadLife(Worker(self._specs[rank]), self._network.endpoint(rank))
 
+    def record(self, counts: RequestCounts) -> None:
+        """Nobody watches threads."""
+
     def close(self) -> None:
         """Stop the threads and give the process its number of threads back."""
         for rank in self.supervisor.serving():
@@ -119,6 +160,8 @@ class LocalWorkers:
 
 class ThreadLife:
     """A worker in a thread; the worker's own message tells why it ended."""
+
+    location = ""
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
         arguments, name = (worker, endpoint), f"ppd-{worker.spec.rank}"

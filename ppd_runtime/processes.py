@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ppd_runtime.launching import SocketFolder, import_environment
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
@@ -32,22 +33,31 @@ class ProcessWorkers:
         transport: str,
         most_restarts: int,
         progress: Progress,
+        bind_interface: str | None = None,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self._transport = transport
         self._folder = SocketFolder()
         self._closed = False
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
+        self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
         try:
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
+            self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
+            self._introductions = Introductions(self.endpoint)
             self.supervisor.start(progress)
         except BaseException:
             self.close()
             raise
 
     def _begin_life(self, rank: int) -> "ProcessLife":
-        order = start_order(self._specs[rank], self._transport, self._folder.path)
+        network = replace(self._networks[rank], client=self.endpoint.location)
+        order = start_order(self._specs[rank], network)
         return ProcessLife(rank, order, Path(self._folder.path))
+
+    def _introduce(self, rank: int, location: str) -> None:
+        self._introductions.introduce(rank, location)
+
+    def record(self, counts: RequestCounts) -> None:
+        """Nobody watches plain processes."""
 
     def close(self) -> None:
         """Stop the processes and remove the folder of sockets."""
@@ -66,6 +76,7 @@ class ProcessLife:
     """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
 
     def __init__(self, rank: int, order: str, folder: Path) -> None:
+        self.location = ""
         self._errors = folder / f"errors-{rank}"
         self._answers = b""
         self._pinged_at: float | None = None
@@ -99,6 +110,7 @@ class ProcessLife:
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
+        self.location = answer["location"]
         return True
 
     def end_reason(self) -> str | None:

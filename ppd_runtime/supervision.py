@@ -23,6 +23,9 @@ Progress = Callable[[str], None]
 class Life(Protocol):
     """One life of one worker: a process, an actor or a thread."""
 
+    location: str
+    """Where its peers reach it, once it is ready; empty where its rank says that."""
+
     def is_ready(self) -> bool:
         """Whether it has loaded its layers; raises RuntimeError with its own words where it never will."""
 
@@ -61,10 +64,17 @@ class Supervisor:
         ranks: the workers, the main process among them.
         begin_life: starts a worker of a rank, without waiting for it.
         most_restarts: new lives for a worker in a row, without a sign of success between them.
+        introduce: is told the rank and the location of each life that has come to serve.
     """
 
-    def __init__(self, ranks: Sequence[int], begin_life: Callable[[int], Life], most_restarts: int) -> None:
-        self._begin_life, self._most_restarts = begin_life, most_restarts
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        begin_life: Callable[[int], Life],
+        most_restarts: int,
+        introduce: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._begin_life, self._most_restarts, self._introduce = begin_life, most_restarts, introduce
         self._posts = {rank: _Post(None) for rank in ranks}
         self._words: dict[int, str] = {}
 
@@ -178,6 +188,8 @@ class Supervisor:
             raise RuntimeError(f"{name_of(rank)} failed to start: {error}") from error
         if post.serving:
             post.lives, post.silent = post.lives + 1, False
+            if self._introduce and post.life:
+                self._introduce(rank, post.life.location)
 
     def _loss(self, rank: int, post: _Post) -> str | None:
         if post.serving:

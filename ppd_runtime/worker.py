@@ -1,8 +1,9 @@
 """Runs the state machines on a real stage and a real transport, request after request."""
 
+import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
 from ppd_runtime.models.loading import ModelInfo, load_stage, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, load_head
+from ppd_runtime.pipeline.fitting import Fitting
 from ppd_runtime.pipeline.machine import Machine, Receive
 from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import (
@@ -29,6 +31,7 @@ from ppd_runtime.pipeline.messages import (
     HeadStart,
     Message,
     Missing,
+    Peers,
     Report,
     Shutdown,
     Token,
@@ -43,6 +46,7 @@ from ppd_runtime.spans import Kind
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 
+logger = logging.getLogger(__name__)
 _LONGEST_HOLD_S = 1.0
 _STAMPED = (HeadStart, Entries)
 """What the main process waits for."""
@@ -114,6 +118,8 @@ class Worker:
         self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
         head = None if spec.rank == MAIN else spec.exit_head
         self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
+        head_start = spec.info.num_layers - spec.exit_layer
+        self._fitting = Fitting(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
         self._recorder = self.stage.recorder
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
@@ -133,7 +139,7 @@ class Worker:
         torch.set_num_threads(self.spec.threads)
         try:
             while True:
-                message, self._pending = self._pending or endpoint.receive(None), None
+                message, self._pending = self._pending or self._receive(lambda: None), None
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, Begin) and message.request > self._request:
@@ -145,6 +151,18 @@ class Worker:
         except Exception as error:
             endpoint.send(CLIENT, Failed(self.spec.rank, 0, f"{type(error).__name__}: {error}"[:10_000]))
             raise
+
+    def _receive(self, time_left: Callable[[], float | None]) -> Message | None:
+        """The next message that fits this worker, in so many seconds; where peers are is the endpoint's business."""
+        while (message := self._endpoint.receive(time_left())) is not None:
+            if isinstance(message, Peers):
+                for address, location in zip(message.addresses, message.locations, strict=True):
+                    self._endpoint.introduce(address, location)
+            elif self._fitting.takes(message):
+                return message
+            else:
+                logger.warning("left out what %d sent, a %s: not of this model", message.sender, type(message).__name__)
+        return None
 
     def _answer(self, message: Message) -> None:
         """Between requests: the client may have missed the last one's end, or this process the next one's beginning."""
@@ -245,7 +263,7 @@ class Worker:
         if wish.patience and wish.deadline is None:
             wish.deadline = began + wish.patience * self.stage.layer_seconds
         while True:
-            message = self._endpoint.receive(self._time_left(wish))
+            message = self._receive(lambda: self._time_left(wish))
             if message is None:
                 break
             if isinstance(message, Shutdown):

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,14 +20,16 @@ from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.trained_heads import HeadInfo
+from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.network import Network, read_network
 from ppd_runtime.transport.sockets import open_endpoint
 from ppd_runtime.worker import Worker, WorkerSpec
 
 
-def start_order(spec: WorkerSpec, transport: str, folder: str) -> str:
-    """What a worker process is told, as one line of JSON; sockets are in `folder`."""
-    return json.dumps({"spec": asdict(spec), "transport": transport, "folder": folder}, default=_as_json)
+def start_order(spec: WorkerSpec, network: Network) -> str:
+    """What a worker process is told, as one line of JSON; it holds the process' secret key where there is one."""
+    return json.dumps({"spec": asdict(spec), "network": asdict(network)}, default=_as_json)
 
 
 def read_spec(fields: dict[str, Any]) -> WorkerSpec:
@@ -63,12 +65,19 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | RehearsedHead:
     return HeadInfo(**head | {"folder": Path(head["folder"])})
 
 
-def open_worker(order: str) -> tuple[Worker, Endpoint]:
-    """The worker that `start_order` described, its layers loaded, and its place in the network."""
+def open_worker(order: str, own_address: str = "") -> tuple[Worker, Endpoint]:
+    """The worker that `start_order` described, its layers loaded, and its place in the network.
+
+    Where the order has keys but names no interface, that is `own_address`: the address of the host it came to.
+    """
     told = json.loads(order)
-    spec = read_spec(told["spec"])
+    spec, network = read_spec(told["spec"]), read_network(told["network"])
+    if network.keys and not network.interface:
+        network = replace(network, interface=own_address)
     worker = Worker(spec)
-    return worker, open_endpoint(told["transport"], told["folder"], spec.rank, has_own_core=bool(spec.cores))
+    endpoint = open_endpoint(network, spec.rank, has_own_core=bool(spec.cores))
+    endpoint.introduce(CLIENT, network.client)
+    return worker, endpoint
 
 
 def serve_from_standard_input() -> None:
@@ -81,7 +90,7 @@ def serve_from_standard_input() -> None:
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         raise
-    print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
+    print(json.dumps({"ready": os.getpid(), "location": endpoint.location}), file=answers, flush=True)
     with contextlib.closing(endpoint):
         worker.serve(endpoint)
 

@@ -75,6 +75,14 @@ def generate(
     ray_address: Annotated[
         str | None, typer.Option(help="host:port of a running Ray cluster.", rich_help_panel=_PPD)
     ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help="Of Ray's actors: auto, pack, spread, strict-pack, strict-spread.", rich_help_panel=_PPD),
+    ] = None,
+    bind_interface: Annotated[
+        str | None,
+        typer.Option(help="An IP address of this host: processes talk over TCP, encrypted.", rich_help_panel=_PPD),
+    ] = None,
     num_speculations: Annotated[
         int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
     ] = None,
@@ -84,6 +92,12 @@ def generate(
     ] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Stop drafting below this confidence.", rich_help_panel=_DRAFTING)
+    ] = None,
+    adaptive: Annotated[
+        bool | None,
+        typer.Option(
+            help="Let the threshold follow the acceptance rate; default: the method's own.", rich_help_panel=_DRAFTING
+        ),
     ] = None,
     probe: Annotated[
         Path | None,
@@ -109,6 +123,12 @@ def generate(
     bayes_interval: Annotated[
         int | None,
         typer.Option(help="Choose each so manieth by Bayesian optimisation; default: 25.", rich_help_panel=_SWIFT),
+    ] = None,
+    context_window: Annotated[
+        int | None, typer.Option(help="Generated tokens by which sets are scored; default: 32.", rich_help_panel=_SWIFT)
+    ] = None,
+    search_seed: Annotated[
+        int | None, typer.Option(help="Which random sets; default: 0.", rich_help_panel=_SWIFT)
     ] = None,
     widest: Annotated[
         int | None,
@@ -140,9 +160,12 @@ def generate(
         workers=workers,
         transport=transport,
         ray_address=ray_address,
+        placement=placement,
+        bind_interface=bind_interface,
         num_speculations=num_speculations,
         stopping=stopping,
         threshold=threshold,
+        adaptive=adaptive,
         probe=probe,
         adapter=adapter,
         acceptance=acceptance,
@@ -150,6 +173,8 @@ def generate(
         skip_ratio=skip_ratio,
         search_steps=search_steps,
         bayes_interval=bayes_interval,
+        context_window=context_window,
+        search_seed=search_seed,
         widest=widest,
     )
     with one_line_errors():
@@ -263,6 +288,7 @@ def print_json(generation: "Generation", method: Method, dtype: str) -> None:
         "acceptance_rate": result.stats.acceptance_rate,
         "mean_accepted_length": result.stats.mean_accepted_length,
         "compression_rate": result.stats.compression_rate,
+        "ctar": {window: result.stats.ctar(window) for window in range(1, 7)},
     }
     output = {
         "text": result.text,

@@ -28,6 +28,7 @@ from ppd_runtime.sampling import Sampler
 from ppd_runtime.supervision import Progress
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import open_endpoint
 
 _MOST_NEIGHBOURS = 3
@@ -85,7 +86,7 @@ class Calibrator:
             ]
             self._main_cores = main_cores
             with _pinned(main_cores, self._threads):  # its own thread stays there, as a worker's does
-                self._endpoint = open_endpoint("auto", folder, MAIN, has_own_core=bool(main_cores))
+                self._endpoint = open_endpoint(Network(folder=folder), MAIN, has_own_core=bool(main_cores))
             stack.callback(self._endpoint.close)
             self._decoder = _TimedDecoder(self._ordinary, self._conditions, self._endpoint)
             for partner in self._partners:

@@ -22,6 +22,7 @@ from ppd_runtime.launching import import_environment
 from ppd_runtime.models.loading import describe, load_layers
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.pipeline.messages import MAIN, ExitState, HeadStart, Shutdown
+from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import open_endpoint
 
 _SPEED_UP_TOKENS, _SPEED_UP_ROUNDS, _SPEED_UP_S = 16, 5, 3.0
@@ -55,7 +56,7 @@ class Partner:
         self._spec = spec
         _stay_on(spec.cores)
         torch.set_num_threads(spec.threads)
-        self._endpoint = open_endpoint("auto", spec.folder, spec.rank, has_own_core=bool(spec.cores))
+        self._endpoint = open_endpoint(Network(folder=spec.folder), spec.rank, has_own_core=bool(spec.cores))
         if spec.device == "cpu":  # elsewhere it only echoes
             self._stage.begin(1)
 

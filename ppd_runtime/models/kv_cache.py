@@ -146,6 +146,11 @@ class StageCache:
         self._memory = _SharedMemory(len(windows))
         self.layers = [PreallocatedLayer(capacity, window, self._memory, i) for i, window in enumerate(windows)]
 
+    @property
+    def entry_shape(self) -> tuple[int, ...]:
+        """Of one token's keys or values in a layer, `(heads, head_dim)`; empty before the first pass."""
+        return tuple(self.layers[0].rows[0].shape[1:]) if self.layers[0].rows else ()
+
     def view(self, numbers: Sequence[int]) -> SomeLayersCache:
         """The layers with these numbers, for forward passes that run no others."""
         return SomeLayersCache([self.layers[number] for number in numbers], numbers)

@@ -1,21 +1,49 @@
 """What the processes say to each other, and its form on the wire: a bounded msgpack header and raw tensor frames.
 
 A header is `[version, kind, *fields]`; a tensor field holds `[dtype, shape]` there and its bytes follow in a frame
-of their own. Decoding trusts nothing: every length, type and shape is checked before anything is allocated, and
+of their own. Decoding trusts nothing: every length, type, range and shape is checked before anything is allocated, and
 whatever is wrong becomes a `WireError`.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 import msgpack
 import torch
 from torch import Tensor
 
-WIRE_VERSION = 5
+from ppd_runtime.pipeline.fields import (
+    MOST_TEXTS,
+    Candidates,
+    Count,
+    Finite,
+    Int64,
+    Int64s,
+    Length,
+    Limit,
+    NotNegative,
+    Position,
+    Positive,
+    Rank,
+    Ranks,
+    Reader,
+    Request,
+    Seed,
+    Share,
+    TokenId,
+    TokenIds,
+    WireError,
+    is_packed,
+    is_tensor,
+    pack_numbers,
+    reader,
+)
+
+WIRE_VERSION = 6
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -27,23 +55,17 @@ NOT_ASKED = -1
 
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_TENSOR_BYTES = 2**31
-_MAX_TEXT = 2**16
 _MAX_TENSOR_RANK = 6
-_MAX_CANDIDATES = 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class WireError(ValueError):
-    """Bytes that are no message of this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """Anything on the wire: who sent it, and the number of the request it belongs to."""
 
-    sender: int
-    request: int
+    sender: Rank
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +76,20 @@ class Begin(Message):
     repeats what follows them, one that does not starts with them.
     """
 
-    prompt_ids: list[int]
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    seed: int
+    prompt_ids: TokenIds
+    max_new_tokens: Length
+    temperature: NotNegative
+    top_k: Limit
+    top_p: Share
+    repetition_penalty: Positive
+    seed: Seed
     stop: list[str]
     ignore_eos: bool
     live: bool
     """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
     traced: bool = False
     """Whether the client wants every process' `Spans`."""
-    delivered: list[int] = field(default_factory=list)
+    delivered: TokenIds = field(default_factory=list)
     """Tokens behind the prompt that the client has already got."""
 
 
@@ -75,7 +97,7 @@ class Begin(Message):
 class ExitState(Message):
     """Main → subs: the hidden state behind the exit layer, `[1, 1, hidden_size]`, of the token at `position`."""
 
-    position: int
+    position: Position
     hidden: Tensor
 
 
@@ -83,9 +105,9 @@ class ExitState(Message):
 class Candidate(Message):
     """Sub → main: the tokens that this sub-process is starting at `position`, likeliest first."""
 
-    position: int
-    token_ids: tuple[int, ...]
-    path: list[int] = field(default_factory=list)
+    position: Position
+    token_ids: Candidates
+    path: TokenIds = field(default_factory=list)
     """Tokens right before them that were candidates themselves; those further back were certain."""
 
 
@@ -93,12 +115,12 @@ class Candidate(Message):
 class HeadStart(Message):
     """Sub → main: its candidates' hidden states behind the head-start layers, `[1, candidates, hidden_size]`."""
 
-    position: int
-    token_ids: tuple[int, ...]
+    position: Position
+    token_ids: Candidates
     hidden: Tensor
-    path: list[int] = field(default_factory=list)
+    path: TokenIds = field(default_factory=list)
     """As a `Candidate`'s."""
-    sent_at: float = 0.0
+    sent_at: Finite = 0.0
     """By the clock of the host, `time.perf_counter`; for statistics only."""
 
 
@@ -109,9 +131,9 @@ class Token(Message):
     To the subs, `hidden` is what an `ExitState` of this token would hold, where the early start reached that far.
     """
 
-    position: int
-    token_id: int
-    winner: int
+    position: Position
+    token_id: TokenId
+    winner: Rank
     hidden: Tensor | None = None
 
 
@@ -122,9 +144,9 @@ class Entries(Message):
     `[tokens, layers, 2, heads, head_dim]`.
     """
 
-    position: int
+    position: Position
     entries: Tensor
-    sent_at: float = 0.0
+    sent_at: Finite = 0.0
     """As a `HeadStart`'s."""
 
 
@@ -136,8 +158,8 @@ class CatchUp(Message):
     layers; the others' have to be computed.
     """
 
-    position: int
-    token_ids: list[int]
+    position: Position
+    token_ids: TokenIds
     entries: Tensor | None = None
 
 
@@ -145,7 +167,7 @@ class CatchUp(Message):
 class Missing(Message):
     """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request."""
 
-    position: int
+    position: Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,31 +185,31 @@ class Finished(Message):
     """Main → client, after the last token: why it ended, seconds, and layer passes; see `results.Ledger`."""
 
     reason: str
-    num_tokens: int
+    num_tokens: Count
     """Tokens behind the prompt."""
-    latency_s: float
-    time_to_first_token_s: float
-    stall_s: float
-    layer_passes: int
-    recomputed_layer_passes: int
-    layers_s: float
-    heads_s: float
-    hops_s: float
-    waiting_s: float
-    python_s: float
-    first_layers_s: float
-    first_heads_s: float
-    first_hops_s: float
-    first_waiting_s: float
-    first_python_s: float
+    latency_s: Finite
+    time_to_first_token_s: Finite
+    stall_s: Finite
+    layer_passes: Count
+    recomputed_layer_passes: Count
+    layers_s: Finite
+    heads_s: Finite
+    hops_s: Finite
+    waiting_s: Finite
+    python_s: Finite
+    first_layers_s: Finite
+    first_heads_s: Finite
+    first_hops_s: Finite
+    first_waiting_s: Finite
+    first_python_s: Finite
 
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
     """Sub → client, at the end of a request: its layer passes for candidates and for its own cache."""
 
-    layer_passes: int
-    coherence_layer_passes: int
+    layer_passes: Count
+    coherence_layer_passes: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +228,18 @@ class Shutdown(Message):
 class Spans(Message):
     """Main or sub → client, before `Finished` or `Report`: what it did and when, a piece of it; see `span_messages`."""
 
-    pid: int
-    wall_offset_ns: int
-    dropped: int
-    numbers: list[int]
+    pid: Count
+    wall_offset_ns: Int64
+    dropped: Count
+    numbers: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Peers(Message):
+    """Client → every worker: from now on the peers at these addresses are where `locations` says."""
+
+    addresses: Ranks
+    locations: list[str]
 
 
 _KINDS: tuple[type[Message], ...] = (
@@ -228,31 +258,66 @@ _KINDS: tuple[type[Message], ...] = (
     Spans,
     CatchUp,
     Missing,
+    Peers,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""
-_OPTIONAL_TENSOR = Tensor | None
-_CANDIDATES = tuple[int, ...]
-_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
-_FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in _KINDS}
-_TYPES: dict[type[Message], tuple[Any, ...]] = {
-    kind: tuple(get_type_hints(kind)[name] for name in _FIELDS[kind]) for kind in _KINDS
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a kind of message is written and read; places are in its header."""
+
+    number: int
+    values: Callable[[Message], tuple[Any, ...]]
+    readers: tuple[Reader, ...]
+    packed: tuple[int, ...]
+    """Places of lists of whole numbers."""
+    tensor: int
+    """Place of its tensor; 0 where it has none."""
+
+
+def _plan(number: int, kind: type[Message]) -> _Plan:
+    hints = get_type_hints(kind, include_extras=True)
+    names = [field.name for field in dataclasses.fields(kind)]
+    tensors = [place for place, name in enumerate(names, 2) if is_tensor(hints[name])]
+    assert len(tensors) <= 1, "a message has room for one tensor"
+    return _Plan(
+        number=number,
+        values=attrgetter(*names),
+        readers=tuple(reader(f"{kind.__name__}.{name}", hints[name]) for name in names),
+        packed=tuple(place for place, name in enumerate(names, 2) if is_packed(hints[name])),
+        tensor=tensors[0] if tensors else 0,
+    )
+
+
+_PLANS = {kind: _plan(number, kind) for number, kind in enumerate(_KINDS)}
+_RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
+    Begin: lambda begin: len(begin.delivered) <= begin.max_new_tokens,
+    CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
+    Peers: lambda peers: len(peers.addresses) == len(peers.locations),
 }
+"""What has to hold between the fields of one message."""
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The message's frames: the header, then each tensor's bytes."""
-    header: list[object] = [WIRE_VERSION, _NUMBERS[type(message)]]
+    """The message's frames: the header, then its tensor's bytes.
+
+    Raises:
+        WireError: where the header would be longer than `decode` takes.
+    """
+    plan = _PLANS[type(message)]
+    header = [WIRE_VERSION, plan.number, *plan.values(message)]
     frames: list[bytes | memoryview] = [b""]
-    for name in _FIELDS[type(message)]:
-        value = getattr(message, name)
-        if isinstance(value, Tensor):
-            tensor = value.detach().cpu().contiguous()
-            header.append([_DTYPE_NAMES[tensor.dtype], list(tensor.shape)])
-            frames.append(tensor.flatten().view(torch.uint8).numpy().data)
-        else:
-            header.append(value)
+    for place in plan.packed:
+        header[place] = pack_numbers(header[place])
+    if plan.tensor and header[plan.tensor] is not None:
+        tensor = header[plan.tensor].detach().cpu().contiguous()
+        header[plan.tensor] = [_DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
+        frames.append(tensor.flatten().view(torch.uint8).numpy().data)
     frames[0] = msgpack.packb(header)
+    if len(frames[0]) > _MAX_HEADER_BYTES:
+        raise WireError(f"a {type(message).__name__} of {len(frames[0])} bytes: {_MAX_HEADER_BYTES} are the most")
     return frames
 
 
@@ -265,57 +330,45 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     if not frames or len(frames[0]) > _MAX_HEADER_BYTES:
         raise WireError("no header, or one that is too long")
     header = _unpack(frames[0])
-    if not isinstance(header, list) or len(header) < 2 or type(header[0]) is not int or header[0] != WIRE_VERSION:
+    kind = _kind(header)
+    plan = _PLANS[kind]
+    if len(header) != 2 + len(plan.readers):
+        raise WireError(f"a {kind.__name__} with the wrong number of fields")
+    values = [read(value) for read, value in zip(plan.readers, header[2:], strict=True)]
+    place = plan.tensor - 2
+    if plan.tensor and values[place] is not None:
+        if len(frames) != 2:
+            raise WireError(f"a {kind.__name__} needs one frame for its tensor")
+        values[place] = _tensor(values[place], frames[1])
+    elif len(frames) != 1:
+        raise WireError(f"a {kind.__name__} with more frames than it has tensors")
+    message = kind(*values)
+    if kind in _RELATIONS and not _RELATIONS[kind](message):
+        raise WireError(f"a {kind.__name__} whose fields contradict each other")
+    return message
+
+
+def _num_rows(entries: Tensor) -> int:
+    return len(entries) if entries.dim() else 1
+
+
+def _kind(header: list[Any]) -> type[Message]:
+    if type(header) is not list or len(header) < 2 or type(header[0]) is not int or header[0] != WIRE_VERSION:
         raise WireError(f"not a message of wire version {WIRE_VERSION}")
     number = header[1]
     if type(number) is not int or not 0 <= number < len(_KINDS):
         raise WireError("unknown kind of message")
-    kind = _KINDS[number]
-    types = _TYPES[kind]
-    fields = header[2:]
-    if len(fields) != len(types):
-        raise WireError(f"a {kind.__name__} with the wrong number of fields")
-    held = [t is Tensor or (t == _OPTIONAL_TENSOR and v is not None) for v, t in zip(fields, types, strict=True)]
-    if len(frames) != 1 + sum(held):
-        raise WireError(f"a {kind.__name__} with the wrong number of frames")
-    tensors = iter(frames[1:])
-    values: list[Any] = [
-        _tensor(value, next(tensors)) if is_tensor else _checked(value, wanted)
-        for value, wanted, is_tensor in zip(fields, types, held, strict=True)
-    ]
-    return kind(*values)
+    return _KINDS[number]
 
 
-def _unpack(header: bytes | memoryview) -> object:
+def _unpack(header: bytes | memoryview) -> Any:
     try:
-        return msgpack.unpackb(header, strict_map_key=True, max_ext_len=0, max_map_len=0)
+        return msgpack.unpackb(header, max_array_len=MOST_TEXTS, max_map_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a header: {type(error).__name__}") from error
 
 
-def _checked(value: object, wanted: object) -> object:
-    if wanted is float:
-        good = type(value) in (int, float)
-    elif wanted == _OPTIONAL_TENSOR:
-        good = value is None
-    elif wanted is str:
-        good = type(value) is str and len(value) <= _MAX_TEXT
-    elif wanted == _CANDIDATES and type(value) is list and len(value) <= _MAX_CANDIDATES:
-        good, value = all(type(item) is int for item in value), tuple(value)
-    elif wanted == list[int]:
-        good = type(value) is list and all(type(item) is int for item in value)
-    elif wanted == list[str]:
-        good = type(value) is list and all(type(item) is str and len(item) <= _MAX_TEXT for item in value)
-    else:
-        good = type(value) is wanted
-    if not good:
-        raise WireError("a field of the wrong type or length")
-    return value
-
-
-def _tensor(description: object, frame: bytes | memoryview) -> Tensor:
-    if not isinstance(description, list) or len(description) != 2:
-        raise WireError("a tensor without dtype and shape")
+def _tensor(description: list[Any], frame: bytes | memoryview) -> Tensor:
     name, shape = description
     if not isinstance(name, str) or name not in _DTYPES:
         raise WireError("a tensor of an unknown dtype")

@@ -1,4 +1,4 @@
-"""Ways for messages to travel: threads' queues, Unix sockets, ZeroMQ sockets."""
+"""Ways for messages to travel: threads' queues, Unix sockets, ZeroMQ sockets over ipc or, encrypted, over TCP."""
 
 from typing import Protocol
 
@@ -7,6 +7,12 @@ from ppd_runtime.pipeline.messages import Message
 
 class Endpoint(Protocol):
     """One worker's or the client's place in the network of a runtime."""
+
+    location: str
+    """Where others reach it, such as tcp://10.0.0.2:40123; empty where its address alone says it."""
+
+    def introduce(self, address: int, location: str) -> None:
+        """From now on a peer is there, in a new life: what waited for its last one is dropped."""
 
     def send(self, address: int, message: Message) -> None:
         """Deliver a message; never blocks, and drops it where nobody has listened for long.

@@ -21,6 +21,10 @@ class LocalEndpoint:
 
     def __init__(self, queues: "dict[int, SimpleQueue[Message]]", address: int) -> None:
         self._queues, self._inbox = queues, queues[address]
+        self.location = ""
+
+    def introduce(self, address: int, location: str) -> None:
+        """Nothing to do: a queue stays where it is."""
 
     def send(self, address: int, message: Message) -> None:
         """Put the message, by reference, into the receiver's queue."""

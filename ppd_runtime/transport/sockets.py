@@ -1,17 +1,32 @@
-"""The sockets that a transport's name stands for, between processes of one host."""
+"""The sockets that a network's transport stands for."""
+
+from collections.abc import Sequence
 
 from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.unix import UnixEndpoint
-from ppd_runtime.transport.zeromq import ZmqEndpoint
+from ppd_runtime.transport.zeromq import ZmqEndpoint, make_keys
 
 _SPIN_S = 0.002
 
 
-def open_endpoint(transport: str, folder: str, address: int, has_own_core: bool = False) -> Endpoint:
-    """A process' place in the network of `folder`; "auto" is Unix sockets.
+def open_endpoint(network: Network, address: int, has_own_core: bool = False) -> Endpoint:
+    """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ where there is an interface.
 
     A process with a core of its own looks for messages for a while before it sleeps: it disturbs nobody.
+
+    Raises:
+        ValueError: for a folder that others may enter, an interface that is not this host's, or keys that are missing
+            or wrong; nothing is bound then.
     """
-    if transport == "zeromq":
-        return ZmqEndpoint(folder, address)
-    return UnixEndpoint(folder, address, _SPIN_S if has_own_core else 0.0)
+    if network.transport == "zeromq" or network.interface or network.keys:
+        return ZmqEndpoint(network, address)
+    return UnixEndpoint(network.folder, address, _SPIN_S if has_own_core else 0.0)
+
+
+def make_networks(transport: str, folder: str, interface: str | None, addresses: Sequence[int]) -> dict[int, Network]:
+    """What each address is told; with an interface everybody has keys of its own, made for this run."""
+    if interface is None:
+        return dict.fromkeys(addresses, Network(transport, folder))
+    keys = make_keys(addresses)
+    return {address: Network(transport, folder, interface, keys[address]) for address in addresses}

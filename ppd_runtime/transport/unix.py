@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppd_runtime.pipeline.messages import CLIENT, Entries, Message, WireError, decode, encode
+from ppd_runtime.pipeline.messages import Entries, Message, WireError, decode, encode
+from ppd_runtime.transport.network import socket_path
 
 logger = logging.getLogger(__name__)
 _PREFIX = struct.Struct("<4sIQ")
@@ -42,7 +43,7 @@ class UnixEndpoint:
 
     def __init__(self, folder: str, address: int, spin_s: float = 0.0) -> None:
         self._folder, self._spin_s = folder, spin_s
-        self._path = _path(folder, address)
+        self._path = socket_path(folder, address)
         self._path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._path))
@@ -55,6 +56,14 @@ class UnixEndpoint:
         self._waiting: set[_Outlet] = set()
         self._arrived: deque[Message] = deque()
         self._last: tuple[Message, list[Chunk]] | None = None
+        self.location = ""
+
+    def introduce(self, address: int, location: str) -> None:
+        """A new peer listens at the address: what waited for the last one is dropped."""
+        for bulk in (False, True):
+            if old := self._outlets.pop((address, bulk), None):
+                self._waiting.discard(old)
+                old.close()
 
     def send(self, address: int, message: Message) -> None:
         """Write the message into the peer's stream; the same message to the next address is not encoded again."""
@@ -101,7 +110,7 @@ class UnixEndpoint:
     def _outlet(self, address: int, bulk: bool) -> "_Outlet":
         outlet = self._outlets.get((address, bulk))
         if outlet is None:
-            outlet = _Outlet(_path(self._folder, address), 0 if bulk else _DRAIN_MS)
+            outlet = _Outlet(socket_path(self._folder, address), 0 if bulk else _DRAIN_MS)
             self._outlets[address, bulk] = outlet
         return outlet
 
@@ -316,7 +325,3 @@ def _decoded(frames: memoryview, header_size: int) -> Iterator[Message]:
         yield decode([header, tensor] if tensor else [header])
     except WireError as error:
         logger.warning("dropped what arrived: %s", error)
-
-
-def _path(folder: str, address: int) -> Path:
-    return Path(folder) / ("client" if address == CLIENT else f"worker-{address}")

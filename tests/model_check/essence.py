@@ -6,7 +6,7 @@ matters is itself tested: `test_merged_states_behave_alike`.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import CodeType, FrameType, GeneratorType
 
@@ -43,12 +43,10 @@ class Essence:
     def of_process(self, process: Process) -> object:
         """Its stack, from the wait outwards, and all that hangs on it."""
         self._seen, self._now = {}, process.now
-        frame, stack = process.gr_frame.f_back, []
-        self._idle = isinstance(frame.f_locals.get("self"), Worker) and frame.f_code.co_name == "serve"
-        while frame is not None:
-            stack.append(self._of_frame(frame))
-            frame = frame.f_back
-        return process.timeout and 1, len(process.delivered), process.main_lives, stack
+        frames = list(_frames(process.gr_frame.f_back))
+        self._idle = all(frame.f_code.co_name != "_serve_request" for frame in frames)
+        stack = [self._of_frame(frame) for frame in frames]
+        return process.timeout, len(process.delivered), process.main_lives, stack
 
     def of_message(self, message: Message) -> object:
         """Its fields."""
@@ -119,6 +117,12 @@ class Essence:
         (Receive, lambda self, wish: wish.patience),
         (_READ, _of_object),
     )
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _name(code: CodeType) -> tuple[str, int]:

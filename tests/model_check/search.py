@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model_check.automaton import NOTHING, Violation
-from model_check.system import Move, System
+from model_check.system import Move, State, System
 from ppd_runtime.pipeline.messages import MAIN, MISS, Token
 
 
@@ -57,6 +57,7 @@ class Search:
         self.left = {first: bounds.deviations}
         """Every state that was seen, with the deviations that were left there."""
         self.explored = Explored()
+        self.ends: set[State] = set()
 
     def run(self) -> Explored:
         """Go through everything.
@@ -74,7 +75,7 @@ class Search:
             if len(self.left) == self._bounds.most_states:
                 self.explored.is_complete = False
                 break
-        self.explored.states = len(self.left)
+        self.explored.states, self.explored.ends = len(self.left), len(self.ends)
         return self.explored
 
     def _is_new(self, move: Move, left: int | None) -> bool:
@@ -95,7 +96,8 @@ class Search:
         moves = fair_moves(self._system, self._path) if is_fair else moves_behind(self._system, self._path)
         if is_fair and bounds.hits_behind is not None:
             check_hits(self._system, self._path, moves, bounds.hits_behind)
-        self.explored.ends += not moves
+        if not moves:
+            self.ends.add(state)
         for number, move in enumerate(moves):
             if left is None or number == 0 or move.state.faults < self._path[-1].state.faults:
                 yield move, left

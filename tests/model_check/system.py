@@ -48,6 +48,8 @@ class System:
 
     def __init__(self, scenario: Scenario, faults: int = 0, kinds: tuple[str, ...] = FAULTS) -> None:
         self.scenario, self.faults, self.kinds = scenario, faults, kinds
+        self.reduces = True
+        """Whether orders that make no difference are left out."""
         self.messages = Messages()
         self.size = scenario.num_addresses
         self.client = self.size - 1
@@ -73,7 +75,7 @@ class System:
         The first is what happens in fair order: whoever can help the main process is quick, and waits in vain for
         those only who have nothing to give.
         """
-        if not state.faults and (alone := self._independent(state)):
+        if self.reduces and not state.faults and (alone := self._independent(state)):
             return alone
         subs = range(self.client - 1, MAIN, -1)
         moves = [

@@ -8,7 +8,8 @@ decoding's gives other numbers from there on.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class ToyModel:
     """All of one length."""
     winners: tuple[int, ...] = (1,)
     """They repeat."""
+    config: ClassVar = SimpleNamespace(hidden_size=2)
 
     @property
     def prompt_length(self) -> int:
@@ -104,6 +106,7 @@ class ToyStage:
 
     layer_seconds = 1e9
     """So long that no patience runs out by the clock."""
+    cache = SimpleNamespace(entry_shape=(1, 1))
 
     def __init__(self, model: ToyModel, num_layers: int, layers_at_once: int) -> None:
         self.model, self.num_layers, self.layers_at_once = model, num_layers, layers_at_once
@@ -170,15 +173,15 @@ class ToyStage:
             del entries[length:]
 
     def export_entries(self, first: int, end: int, last: int) -> Tensor:
-        """`[tokens, last, 2]`."""
+        """`[tokens, last, 2, 1, 1]`: a number's halves are a key and a value."""
         rows = [entries[first:end] for entries in self.entries[:last]]
         if any(len(row) != end - first for row in rows):
             raise RuntimeError(f"entries {first} to {end} of {last} layers are not all there")
-        return to_tensor(list(zip(*rows, strict=True)))
+        return to_tensor(list(zip(*rows, strict=True)))[..., None, None]
 
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append consecutive tokens' entries."""
-        for layer, added in enumerate(zip(*to_numbers(torch.stack(list(entries))), strict=True)):
+        for layer, added in enumerate(zip(*to_numbers(torch.stack(list(entries))[..., 0, 0]), strict=True)):
             if len(self.entries[layer]) != len(self.entries[0]) - len(added) * (layer > 0):
                 raise RuntimeError("entries continue all layers or none")
             self.entries[layer] += added

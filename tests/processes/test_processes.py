@@ -21,6 +21,7 @@ from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import describe
 from ppd_runtime.models.trained_heads import HeadInfo
+from ppd_runtime.transport.network import Network
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import read_spec, start_order
 
@@ -61,7 +62,7 @@ def test_a_specification_survives_its_journey(folder, head, emulate):
     code = {1: (Path("/kept/a.pt2"),) * 2, 3: (Path("/kept/b.pt2"),) * 2}
     spec = WorkerSpec(1, 5, 2, info, 2, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
     assert spec.siblings == 3
-    assert read_spec(json.loads(start_order(spec, "auto", "/x"))["spec"]) == spec
+    assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 
 
 @pytest.mark.parametrize(("transport", "dtype"), [("unix", "float32"), ("zeromq", "bfloat16")])

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import math
 import time
-from typing import get_type_hints
+from array import array
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import msgpack
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline import messages
+from ppd_runtime.pipeline.fields import Within
 from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
@@ -27,6 +29,8 @@ from ppd_runtime.pipeline.messages import (
     Finished,
     HeadStart,
     Message,
+    Missing,
+    Peers,
     Report,
     Shutdown,
     Spans,
@@ -51,15 +55,17 @@ KINDS = (
     Shutdown,
     Spans,
     CatchUp,
+    Missing,
+    Peers,
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 5
+VERSION = 6
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 small_settings = settings(max_examples=150, derandomize=True, deadline=None)
-whole_numbers = st.integers(-(2**63), 2**64 - 1)
+any_number = st.integers(-(2**63), 2**64 - 1)
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=50)
 
 
@@ -74,25 +80,49 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 STRATEGIES = {
-    int: whole_numbers,
-    float: st.one_of(st.floats(), st.integers(-1000, 1000)),
     bool: st.booleans(),
     str: texts,
-    list[int]: st.lists(whole_numbers, max_size=20),
-    tuple[int, ...]: st.lists(whole_numbers, max_size=20).map(tuple),
     list[str]: st.lists(texts, max_size=5),
     Tensor: tensors(),
     Tensor | None: st.none() | tensors(),
 }
 
 
+def within(base: object, bounds: Within) -> st.SearchStrategy[object]:
+    """Every value that is let through, the least and the greatest among them."""
+    if base is float:
+        return st.floats(bounds.low, bounds.high)
+    numbers = st.integers(int(bounds.low), int(bounds.high)) | st.sampled_from([int(bounds.low), int(bounds.high)])
+    if base is int:
+        return numbers
+    lists = st.lists(numbers, max_size=20)
+    return lists if base == list[int] else lists.map(tuple)
+
+
+def strategy(hint: object) -> st.SearchStrategy[object]:
+    return within(*get_args(hint)) if get_origin(hint) is Annotated else STRATEGIES[hint]
+
+
 def field_types(kind: type[Message]) -> list[object]:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     return [hints[field.name] for field in dataclasses.fields(kind)]
 
 
+def base_type(hint: object) -> object:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def agree(message: Message) -> bool:
+    """Whether the message's fields can be one message's."""
+    if isinstance(message, Begin):
+        return len(message.delivered) <= message.max_new_tokens
+    if isinstance(message, CatchUp) and message.entries is not None:
+        return message.entries.dim() > 0 and len(message.entries) <= len(message.token_ids)
+    return not isinstance(message, Peers) or len(message.addresses) == len(message.locations)
+
+
 def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
-    return st.builds(kind, *(STRATEGIES[wanted] for wanted in field_types(kind)))
+    return st.builds(kind, *map(strategy, field_types(kind))).filter(agree)
 
 
 any_message = st.one_of([of_kind(kind) for kind in KINDS])
@@ -128,6 +158,35 @@ def head(*fields: object) -> bytes:
     return msgpack.packb(list(fields))
 
 
+def numbers(*values: int) -> bytes:
+    """A list of whole numbers as it stands in a header."""
+    return array("q", values).tobytes()
+
+
+EMPTY = numbers()
+
+
+def begin_header(**changes: object) -> bytes:
+    """A good request's header, but for some fields."""
+    fields = {
+        "sender": -1,
+        "request": 1,
+        "prompt_ids": numbers(1),
+        "max_new_tokens": 1,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "seed": 0,
+        "stop": [],
+        "ignore_eos": False,
+        "live": False,
+        "traced": False,
+        "delivered": EMPTY,
+    }
+    return head(VERSION, 0, *(fields | changes).values())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_survive_the_journey(kind: type[Message]) -> None:
     @small_settings
@@ -145,12 +204,26 @@ def test_messages_survive_the_journey(kind: type[Message]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
     """Moving a number, or a field, needs a new wire version."""
-    values = {int: 5, float: 0.5, bool: True, str: "a", list[int]: [1], list[str]: ["b"], Tensor: torch.ones(2)}
-    values[Tensor | None] = values[Tensor]
-    values[tuple[int, ...]] = (3, 4)
-    frames = on_the_wire(kind(*(values[wanted] for wanted in field_types(kind))))
-    described = values | {Tensor: ["float32", [2]], Tensor | None: ["float32", [2]]}
-    assert frames[0] == head(VERSION, KINDS.index(kind), *(described[wanted] for wanted in field_types(kind)))
+    values = {
+        int: 5,
+        float: 0.5,
+        bool: True,
+        str: "a",
+        list[int]: [1, -1] if kind is Spans else [1, 2],
+        tuple[int, ...]: (3, 4),
+        list[str]: ["b", "c"],
+        Tensor: torch.ones(2),
+        Tensor | None: torch.ones(2),
+    }
+    in_header = values | {
+        list[int]: array("q", values[list[int]]).tobytes(),
+        tuple[int, ...]: b"\3\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0",
+        Tensor: ["float32", [2]],
+        Tensor | None: ["float32", [2]],
+    }
+    types = [base_type(hint) for hint in field_types(kind)]
+    frames = on_the_wire(kind(*(values[wanted] for wanted in types)))
+    assert frames[0] == head(VERSION, KINDS.index(kind), *(in_header[wanted] for wanted in types))
     assert all(frame == b"\x00\x00\x80\x3f" * 2 for frame in frames[1:])
 
 
@@ -198,6 +271,8 @@ def test_encoding_leaves_the_message_alone() -> None:
         {"stop": ("x" * (2**16 + 1),)},
         {"stop": ("\ud800",)},
         {"stop": ("€" * 2**16,)},
+        {"stop": ("x",) * 1000},
+        {"stop": ("x",) * 1001},
         {"temperature": 1e300},
     ],
     ids=lambda changes: str(changes)[:40],
@@ -256,22 +331,26 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
         [msgpack.packb(5)],
         [head(VERSION, 10, 0, 0, "x" * (2**16 + 1))],
         [head(VERSION, 10, 0, 0, b"bytes")],
-        [head(VERSION, 2, 1, 1, 5, 6, [])],
-        [head(VERSION, 2, 1, 1, 5, [6, 7.0], [])],
-        [head(VERSION, 2, 1, 1, 5, [6, True], [])],
-        [head(VERSION, 2, 1, 1, 5, [[6]], [])],
-        [b"\x95\x04\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
-        [head(VERSION, 0, 0, 0, [1, True], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
-        [head(VERSION, 0, 0, 0, [1, [2]], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
-        [head(VERSION, 0, 0, 0, [1, None], 1, 0.0, 0, 1.0, 1.0, 0, [], False, False)],
-        [head(VERSION, 0, 0, 0, [1], 1, "0", 0, 1.0, 1.0, 0, [], False, False)],
-        [head(VERSION, 0, 0, 0, [1], 1, True, 0, 1.0, 1.0, 0, [], False, False)],
-        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [b"x"], False, False)],
-        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], 0, False)],
-        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], False, 0)],
-        [head(VERSION, 0, 0, 0, [1], 1, 0.0, 0, 1.0, 1.0, 0, [], False)],
+        [head(VERSION, 2, 1, 1, 5, 6, EMPTY)],
+        [head(VERSION, 2, 1, 1, 5, [6], EMPTY)],
+        [head(VERSION, 2, 1, 1, 5, "6", EMPTY)],
+        [head(VERSION, 2, 1, 1, 5, numbers(6)[:-1], EMPTY)],
+        [head(VERSION, 2, 1, 1, 5, numbers(6, -1), EMPTY)],
+        [head(VERSION, 2, 1, 1, 5, numbers(6, 2**31), EMPTY)],
+        [head(VERSION, 2, 1, 1, -1, numbers(6), EMPTY)],
+        [head(VERSION, 2, 1, 1, 2**32 + 1, numbers(6), EMPTY)],
+        [head(VERSION, 2, -2, 1, 5, numbers(6), EMPTY)],
+        [head(VERSION, 2, 2**20 + 1, 1, 5, numbers(6), EMPTY)],
+        [head(VERSION, 2, 1, -1, 5, numbers(6), EMPTY)],
+        [head(VERSION, 2, 1, 2**63, 5, numbers(6), EMPTY)],
+        [b"\x95\x06\x0a\x00\x00\xa2\xff\xff"],  # a text that is no UTF-8
         [head(VERSION, 12, 0, 0, 1, 1, 0, [1, 2.0])],
-        [head(VERSION, 12, 0, 0, 1, 1, 0, [True])],
+        [head(VERSION, 12, 0, 0, 1, 1, 0, numbers(*range(2**16 + 1)))],
+        [head(VERSION, 13, 0, 0, 1, EMPTY, None, None)],
+        [head(VERSION, 15, -1, 0, numbers(1), [])],
+        [head(VERSION, 15, -1, 0, numbers(1), ["a", "b"])],
+        [head(VERSION, 15, -1, 0, numbers(-2), ["a"])],
+        [head(VERSION, 15, -1, 0, numbers(*range(1001)), ["a"] * 1001)],
     ],
     ids=repr,
 )
@@ -280,10 +359,64 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
         decode(frames)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_ids": [1]},
+        {"prompt_ids": numbers(-1)},
+        {"prompt_ids": numbers(*range(2**21 + 1))},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2**31},
+        {"max_new_tokens": True},
+        {"temperature": -0.5},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": "0"},
+        {"temperature": True},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": -1.0},
+        {"seed": -1},
+        {"seed": 0.0},
+        {"stop": [b"x"]},
+        {"stop": "x"},
+        {"stop": ["x"] * 1001},
+        {"stop": ["x" * (2**16 + 1)]},
+        {"ignore_eos": 0},
+        {"live": None},
+        {"traced": 1},
+        {"delivered": None},
+        {"delivered": numbers(1, 2)},  # more than were asked for
+        {"more": 0},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_requests_that_nobody_makes_are_refused(changes: dict[str, object]) -> None:
+    assert isinstance(decode([begin_header()]), Begin)
+    with pytest.raises(WireError):
+        decode([begin_header(**changes)])
+
+
 def test_candidates_are_bounded() -> None:
-    assert decode([head(VERSION, 2, 1, 1, 5, [6] * 2**20, [])]).token_ids == (6,) * 2**20
-    with pytest.raises(WireError, match="length"):
-        decode([head(VERSION, 2, 1, 1, 5, [6] * (2**20 + 1), [])])
+    most = Candidate(1, 1, 5, (6,) * 2**20)
+    assert decode(on_the_wire(most)) == most
+    with pytest.raises(WireError, match="Candidate.token_ids of the wrong type or length"):
+        decode(on_the_wire(Candidate(1, 1, 5, (6,) * (2**20 + 1))))
+
+
+def test_entries_of_more_tokens_than_a_message_names_are_refused() -> None:
+    entries = torch.ones(3, 2, 2, 1, 4)
+    assert len(decode(on_the_wire(CatchUp(0, 1, 5, [7, 8, 9], entries))).entries) == 3
+    for shapeless in (entries, torch.tensor(1.0)):
+        with pytest.raises(WireError, match="contradict"):
+            decode(on_the_wire(CatchUp(0, 1, 5, [7, 8][: shapeless.dim()], shapeless)))
+
+
+def test_a_message_that_nobody_would_take_is_not_sent() -> None:
+    with pytest.raises(WireError, match="a Begin of 17\\d+ bytes: 16777216 are the most"):
+        encode(Begin(-1, 1, [1] * 2_200_000, 3, 0.5, 0, 1.0, 1.0, 7, [], False, True))
 
 
 @pytest.mark.parametrize(
@@ -347,10 +480,10 @@ def test_huge_declared_shapes_take_no_memory(shape: list[int], monkeypatch: pyte
         b"\xc6\xff\xff\xff\xff",  # bytes
         b"\xdb\xff\xff\xff\xff",  # a text
         b"\xc9\xff\xff\xff\xff\x01",  # an extension
-        b"\x94\x04\x06\x00\xdd\xff\xff\xff\xff",
+        b"\x94\x06\x06\x00\xdd\xff\xff\xff\xff",
         b"\x91" * 100_000,
         b"\xdd\x00\x00\xff\xff" * 20_000,
-        b"\x94\x04\x06\x00" + b"\x91" * 400 + b"\x00",
+        b"\x94\x06\x06\x00" + b"\x91" * 400 + b"\x00",
         b"\x81\x00" * 50_000,
         b"\x00" * (16 * 2**20 + 1),
     ],
@@ -364,7 +497,7 @@ def test_headers_that_promise_much_are_refused_at_once(header: bytes) -> None:
 
 
 json_like = st.recursive(
-    st.none() | st.booleans() | whole_numbers | st.floats() | texts | st.binary(max_size=20),
+    st.none() | st.booleans() | any_number | st.floats() | texts | st.binary(max_size=20),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=20,
 )
@@ -403,7 +536,10 @@ def test_damaged_messages_are_messages_or_wire_errors(message: Message, data: st
     for field, wanted in zip(dataclasses.fields(arrived), field_types(type(arrived)), strict=True):
         value = getattr(arrived, field.name)
         assert isinstance(
-            value, {float: (int, float), list[int]: list, tuple[int, ...]: tuple, list[str]: list}.get(wanted, wanted)
+            value,
+            {float: (int, float), list[int]: list, tuple[int, ...]: tuple, list[str]: list}.get(
+                base_type(wanted), base_type(wanted)
+            ),
         )
 
 

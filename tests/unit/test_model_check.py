@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from model_check.automaton import NOTHING, Automaton
 from model_check.cases import QUICK, Case, ahead, one_sub, several
 from model_check.processes import Scenario, small_world
-from model_check.search import Counterexample, check_hits, counterexample, fair_moves, moves_behind
-from model_check.system import Move, System
+from model_check.search import Counterexample, Search, check_hits, counterexample, fair_moves, moves_behind
+from model_check.system import DEAD, Move, State, System
 from model_check.toy import ToyModel
 
 from ppd_runtime.calls import Call
@@ -185,6 +185,28 @@ def _same_future(automaton: Automaton, number: int, origin: tuple[int, tuple[int
         assert automaton.sent_by(process) == edges[taken].sent
         number = edges[taken].target
         assert (process.timeout, process.dead) == (automaton.nodes[number].timeout, automaton.nodes[number].over)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "faults"), [(one_sub(2, 1, 0), 1), (ahead(2, 1, layers=2), 1), (several(2, 2, 2, 2), 0)]
+)
+def test_what_is_left_out_makes_no_difference(scenario: Scenario, faults: int) -> None:
+    """Every end of every order is an end of the orders that are searched where no fault is left."""
+    ends = []
+    for reduces in (True, False):
+        with small_world():
+            system = System(scenario, faults)
+            system.reduces = reduces
+            search = Search(system)
+            search.run()
+            ends.append({_readable(system, state) for state in search.ends})
+    assert ends[0] == ends[1]
+
+
+def _readable(system: System, state: State) -> str:
+    """An end in words that hold for every search: who ended, and what workers never take."""
+    links = [[system.messages.essence.of_message(system.messages[number]) for number in link] for link in state.links]
+    return f"{links[: system.client * system.size]} {[node == DEAD for node in state.nodes]} {state.main_lives}"
 
 
 @given(

@@ -7,17 +7,23 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ppd_runtime.launching import SocketFolder
+from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder
+from ppd_runtime.orchestration.metrics import Metrics
+from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
+from ppd_runtime.orchestration.room import Bundle, Node
+from ppd_runtime.orchestration.security import check_authentication, check_version
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
@@ -26,52 +32,82 @@ _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _STOP_DEADLINE_S = 5.0
 
 
+class _HostActor(Actor):
+    """A worker that knows the address of the Ray node it came to."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__(order, ray.util.get_node_ip_address())
+
+
 @ray.remote(max_restarts=0)
-class PPDMain(Actor):
+class PPDMain(_HostActor):
     """The main process; the class' name is what `ps` shows."""
 
 
 @ray.remote(max_restarts=0)
-class PPDSub(Actor):
+class PPDSub(_HostActor):
     """A sub-process; the class' name is what `ps` shows."""
 
 
 class RayWorkers:
-    """Every worker a Ray actor on this host, on a Ray node of our own or on a running cluster's."""
+    """Every worker a Ray actor with a place of its own, on a Ray node of our own or on a running cluster's."""
 
     def __init__(
         self,
         specs: Sequence[WorkerSpec],
-        transport: str,
-        ray_address: str | None,
-        most_restarts: int,
+        config: RuntimeConfig,
         progress: Progress,
     ) -> None:
-        self._specs, self._transport = {spec.rank: spec for spec in specs}, transport
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts)
+        check_version(ray.__version__)
+        self._specs = {spec.rank: spec for spec in specs}
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, config.max_restarts, self._introduce)
         self._folder = SocketFolder()
         self._closed = False
+        self._group: Any = None
         self._owns_ray = not ray.is_initialized()
+        self._one_host = config.one_host
         try:
             if self._owns_ray:
-                progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
-                _start_ray(ray_address, len(specs), self._folder.path)
-            self.endpoint: Endpoint = open_endpoint(transport, self._folder.path, CLIENT)
-            self._shares = _shares(list(self._specs.values()))
-            if not self._shares[0]:
-                logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
+                address = config.ray_address
+                progress("starting Ray" if address is None else f"connecting to Ray at {address}")
+                _start_ray(address, len(specs) * specs[0].threads, self._folder.path)
+            everybody = [CLIENT, *self._specs]
+            self._networks = make_networks(config.transport, self._folder.path, config.bind_interface, everybody)
+            self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
+            self._introductions = Introductions(self.endpoint)
+            self._reserve(config, progress)
+            self._metrics = Metrics()
             self.supervisor.start(progress)
         except BaseException:
             self.close()
             raise
 
+    def _reserve(self, config: RuntimeConfig, progress: Progress) -> None:
+        nodes = cluster_nodes()
+        check_authentication({node.host for node in nodes})
+        alone = self._owns_ray and config.ray_address is None
+        self._bundle = _bundle(self._specs[MAIN], len(self._specs), config.gpus_per_worker, nodes if alone else None)
+        self._group = reserve(
+            self._bundle, len(self._specs), config.placement, self._one_host, config.placement_timeout_s, progress
+        )
+
     def _begin_life(self, rank: int) -> "ActorLife":
-        cpus, gpus = self._shares
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
-        order = start_order(self._specs[rank], self._transport, self._folder.path)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
+        network = replace(self._networks[rank], client=self.endpoint.location)
+        if not self._one_host:
+            network = replace(network, interface="")  # the address of the Ray node that it comes to
+        order = start_order(self._specs[rank], network)
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        resources = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
+        options = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
         return ActorLife(actor_class.options(**options).remote(order))
+
+    def _introduce(self, rank: int, location: str) -> None:
+        self._introductions.introduce(rank, location)
+
+    def record(self, counts: RequestCounts) -> None:
+        """Hand a request's counts to Ray, which exports them."""
+        self._metrics.record(counts)
 
     def close(self) -> None:
         """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
@@ -85,6 +121,8 @@ class RayWorkers:
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):
                 self.supervisor.stop(_STOP_DEADLINE_S)
+                if self._group is not None:
+                    release(self._group)
             if self._owns_ray:
                 ray.shutdown()
         self._folder.remove()
@@ -95,6 +133,7 @@ class ActorLife:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self.location = ""
         self._ready = actor.ready.remote()
         self._serving: Any = None
         self._ping: Any = None
@@ -105,7 +144,7 @@ class ActorLife:
         if not _has(self._ready):
             return False
         try:
-            ray.get(self._ready)
+            self.location = ray.get(self._ready)
         except ray.exceptions.RayError as error:
             raise RuntimeError(_own_words(error)) from error
         self._serving = self._actor.serve.remote()
@@ -152,7 +191,7 @@ def _silence_notices() -> None:
         ray._private.worker.stdout_deduplicator.skip_re = re.compile("")
 
 
-def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
+def _start_ray(address: str | None, num_cpus: int, folder: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _silence_notices()
     common = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -161,7 +200,7 @@ def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
         return
     ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, num_workers),  # every worker gets a place, however few the cores
+        num_cpus=max(os.cpu_count() or 1, num_cpus),  # every worker gets a place, however few the cores
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         _system_config={"worker_niceness": 0},  # Ray's own choice, 15, starves a worker beside any other program
@@ -170,16 +209,14 @@ def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
     )
 
 
-def _shares(specs: Sequence[WorkerSpec]) -> tuple[int, float]:
-    """CPUs and GPUs to ask for each worker; less than it would like where it would otherwise never get a place."""
-    free = ray.available_resources()
-    threads, devices = specs[0].threads, int(free.get("GPU", 0))
-    cpus = threads if free.get("CPU", 0) >= threads * len(specs) else 0
-    if not specs[0].device.startswith("cuda"):
-        return cpus, 0
-    if not devices:
-        raise RuntimeError("the Ray node has no free GPU: free one, or choose device='cpu'")
-    return cpus, 1 / math.ceil(len(specs) / devices)
+def _bundle(spec: WorkerSpec, count: int, gpus: float | None, own_nodes: Sequence[Node] | None) -> Bundle:
+    """What a worker asks for: a GPU where it needs one, or its share of those of a Ray node that is ours alone."""
+    if not spec.device.startswith("cuda"):
+        return Bundle(spec.threads, 0)
+    if gpus is None and own_nodes is not None:
+        devices = int(own_nodes[0].gpus)
+        gpus = 1 / math.ceil(count / devices) if devices else None
+    return Bundle(spec.threads, 1 if gpus is None else gpus)
 
 
 def _own_words(error: Exception) -> str:

@@ -1,0 +1,132 @@
+"""The types of fields on the wire, each with the range of values that is let through.
+
+Whole numbers, numbers and texts stand in the header as they are, and lists of whole numbers as bytes, eight for each,
+the lowest first: so no array in a header is long, however its writer nests them.
+"""
+
+import math
+import sys
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin
+
+from torch import Tensor
+
+from ppd_runtime.config import MOST_STOP_CHARACTERS, MOST_STOPS
+
+MOST_TEXT, MOST_TEXTS = MOST_STOP_CHARACTERS, MOST_STOPS
+"""Characters of a text, texts of a list."""
+_MOST_RANK = 2**20
+_LEAST, _MOST = math.ulp(0.0), sys.float_info.max
+
+
+class WireError(ValueError):
+    """Bytes that are no message of this version, or a message that no bytes of this version hold."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """The least and the greatest value of a number or of each of a list's, and the greatest length of a list."""
+
+    low: float
+    high: float
+    most: int = 0
+
+
+Rank = Annotated[int, Within(-1, _MOST_RANK)]
+Request = Annotated[int, Within(0, 2**63 - 1)]
+Position = Annotated[int, Within(0, 2**32)]
+TokenId = Annotated[int, Within(0, 2**31 - 1)]
+TokenIds = Annotated[list[int], Within(0, 2**31 - 1, 2**21)]
+Candidates = Annotated[tuple[int, ...], Within(0, 2**31 - 1, 2**20)]
+Ranks = Annotated[list[int], Within(-1, _MOST_RANK, MOST_TEXTS)]
+Int64s = Annotated[list[int], Within(-(2**63), 2**63 - 1, 2**16)]
+Int64 = Annotated[int, Within(-(2**63), 2**63 - 1)]
+Seed = Annotated[int, Within(0, 2**64 - 1)]
+Count = Annotated[int, Within(0, 2**63 - 1)]
+Limit = Annotated[int, Within(0, 2**31 - 1)]
+Length = Annotated[int, Within(1, 2**31 - 1)]
+Finite = Annotated[float, Within(-_MOST, _MOST)]
+NotNegative = Annotated[float, Within(0, _MOST)]
+Positive = Annotated[float, Within(_LEAST, _MOST)]
+Share = Annotated[float, Within(_LEAST, 1)]
+
+Reader = Callable[[Any], Any]
+
+
+def is_tensor(hint: object) -> bool:
+    """Whether a field of this type holds a tensor, or may."""
+    return hint in (Tensor, Tensor | None)
+
+
+def is_packed(hint: object) -> bool:
+    """Whether a field of this type is a list of whole numbers, which stands in a header as bytes."""
+    return get_origin(hint) is Annotated and get_args(hint)[0] in (list[int], tuple[int, ...])
+
+
+def pack_numbers(numbers: list[int] | tuple[int, ...]) -> bytes:
+    """Whole numbers of 64 bits as bytes; raises OverflowError for others."""
+    return array("q", numbers).tobytes()
+
+
+def reader(name: str, hint: object) -> Reader:
+    """A function from what a header holds to the value of the field `name`; it raises WireError for all else.
+
+    Of a tensor, the header holds dtype and shape, as a list of two that is still to be checked.
+    """
+    if get_origin(hint) is Annotated:
+        base, within = get_args(hint)
+        if is_packed(hint):
+            return _packed_reader(name, within, base != list[int])
+        return _number_reader(name, (int,) if base is int else (float, int), within)
+    checks: dict[object, Callable[[Any], bool]] = {
+        bool: lambda value: type(value) is bool,
+        str: lambda value: type(value) is str and len(value) <= MOST_TEXT,
+        list[str]: _are_texts,
+        Tensor: _is_description,
+        Tensor | None: lambda value: value is None or _is_description(value),
+    }
+    good = checks[hint]
+
+    def read(value: Any) -> Any:
+        if good(value):
+            return value
+        raise WireError(f"{name} of the wrong type or length")
+
+    return read
+
+
+def _number_reader(name: str, types: tuple[type, ...], within: Within) -> Reader:
+    low, high = within.low, within.high
+
+    def read(value: Any) -> Any:
+        if type(value) in types and low <= value <= high:
+            return value
+        raise WireError(f"{name} of the wrong type or out of range")
+
+    return read
+
+
+def _packed_reader(name: str, within: Within, as_tuple: bool) -> Reader:
+    low, high, most = within.low, within.high, 8 * within.most
+
+    def read(value: Any) -> Any:
+        if type(value) is not bytes or len(value) > most or len(value) % 8:
+            raise WireError(f"{name} of the wrong type or length")
+        numbers = array("q", value)
+        if numbers and not (low <= min(numbers) and max(numbers) <= high):
+            raise WireError(f"{name} out of range")
+        return tuple(numbers) if as_tuple else numbers.tolist()
+
+    return read
+
+
+def _are_texts(value: object) -> bool:
+    if type(value) is not list or len(value) > MOST_TEXTS:
+        return False
+    return all(type(text) is str and len(text) <= MOST_TEXT for text in value)
+
+
+def _is_description(value: object) -> bool:
+    return type(value) is list and len(value) == 2
