@@ -35,7 +35,6 @@ class Scenario:
     new_tokens: int = 3
     requests: int = 1
     run_ahead: bool = False
-    layers_at_once: int = 1
     live: bool = True
     """Whether the client gets each token at once; else they come at the end, when none is lost."""
     cancelled_behind: int = 0
@@ -175,7 +174,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
 
 def _stage(scenario: Scenario, rank: int, num_layers: int) -> ToyStage:
     kind = MainStage if rank == MAIN else ToyStage
-    return kind(scenario.model, num_layers, scenario.layers_at_once)
+    return kind(scenario.model, num_layers)
 
 
 def start_client(scenario: Scenario) -> Process:

@@ -52,7 +52,7 @@ class Search:
     def __init__(self, system: System, bounds: Bounds = EVERYTHING) -> None:
         self._system, self._bounds, self._deviations = system, bounds, bounds.deviations
         first = system.first()
-        self._path = [Move("start", 0, NOTHING, NOTHING, (), first)]
+        self._path = [Move("starts", 0, NOTHING, NOTHING, (), first)]
         self._on_path = {first}
         self.left = {first: bounds.deviations}
         """Every state that was seen, with the deviations that were left there."""

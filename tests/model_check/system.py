@@ -15,7 +15,7 @@ from model_check.processes import Scenario
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 
 DEAD = -1
-FAULTS = ("lose", "double", "swap", "delay", "end", "hasten")
+LINK_FAULTS = ("lose", "double", "swap", "delay")
 Links = tuple[tuple[int, ...], ...]
 
 
@@ -44,10 +44,10 @@ class Move(NamedTuple):
 
 
 class System:
-    """What can happen in a scenario with so many faults of the kinds in `kinds`."""
+    """What can happen in a scenario with so many faults."""
 
-    def __init__(self, scenario: Scenario, faults: int = 0, kinds: tuple[str, ...] = FAULTS) -> None:
-        self.scenario, self.faults, self.kinds = scenario, faults, kinds
+    def __init__(self, scenario: Scenario, faults: int = 0) -> None:
+        self.scenario, self.faults = scenario, faults
         self.reduces = True
         """Whether orders that make no difference are left out."""
         self.messages = Messages()
@@ -96,12 +96,15 @@ class System:
 
     def describe(self, move: Move) -> str:
         """The move as a line of a counterexample."""
-        if move.what == "start":
-            return "start"
-        words = [name_of(self._address(move.who)), move.what]
-        if move.message != NOTHING:
-            words.append(f"{name_of(self._address(move.whose))}'s {self.messages[move.message]}")
-        return " ".join(words)
+        who = name_of(self._address(move.who))
+        if move.message == NOTHING:
+            return f"{who} {move.what}"
+        message = f"{name_of(self._address(move.whose))}'s {self.messages[move.message]}"
+        return (
+            f"{move.what} on the way to {who}: {message}"
+            if move.what in LINK_FAULTS
+            else f"{who} {move.what} {message}"
+        )
 
     def _node(self, state: State, index: int) -> Node:
         return self.automata[index].nodes[state.nodes[index]]
@@ -174,13 +177,10 @@ class System:
         for link, messages in enumerate(state.links):
             receiver, sender = divmod(link, self.size)
             for what, left in _link_faults(messages):
-                if what in self.kinds:
-                    words = f"'s post: {what}"
-                    yield Move(words, receiver, sender, messages[0], (), _with_link(state, link, left))
-        if "end" in self.kinds:
-            for index in range(self.client):
-                yield from self._ends(state, index)
-        if "hasten" in self.kinds and not self.is_over(state):
+                yield Move(what, receiver, sender, messages[0], (), _with_link(state, link, left))
+        for index in range(self.client):
+            yield from self._ends(state, index)
+        if not self.is_over(state):
             yield self._take(state, self.client, NOTHING)
 
     def _ends(self, state: State, index: int) -> Iterator[Move]:

@@ -108,8 +108,10 @@ class ToyStage:
     """So long that no patience runs out by the clock."""
     cache = SimpleNamespace(entry_shape=(1, 1))
 
-    def __init__(self, model: ToyModel, num_layers: int, layers_at_once: int) -> None:
-        self.model, self.num_layers, self.layers_at_once = model, num_layers, layers_at_once
+    layers_at_once = 1
+
+    def __init__(self, model: ToyModel, num_layers: int) -> None:
+        self.model, self.num_layers = model, num_layers
         self.recorder = Recorder()
         self.begin(0)
 

@@ -238,7 +238,7 @@ def test_subs_come_back_after_many_surprises() -> None:
 
 
 def _walk(system: System, surprises: list[tuple[int, int]], hits_behind: int | None = None) -> None:
-    path = [Move("start", 0, NOTHING, NOTHING, (), system.first())]
+    path = [Move("starts", 0, NOTHING, NOTHING, (), system.first())]
     for fair, choice in surprises:
         for _ in range(fair):
             path += moves_behind(system, path)[:1]
