@@ -76,7 +76,7 @@ def open_worker(order: str, own_address: str = "") -> tuple[Worker, Endpoint]:
     if network.keys and not network.interface:
         network = replace(network, interface=own_address)
     worker = Worker(spec)
-    endpoint = open_endpoint(network, spec.rank, has_own_core=bool(spec.cores))
+    endpoint = open_endpoint(network, spec.rank, bool(spec.cores), spec.device)
     endpoint.introduce(CLIENT, network.client)
     return worker, endpoint
 

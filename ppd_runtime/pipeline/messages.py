@@ -302,6 +302,12 @@ def encode(message: Message) -> list[bytes | memoryview]:
     return [header] if raw is None else [header, raw.cpu().numpy().data]
 
 
+def has_tensor(message: Message) -> bool:
+    """Whether a message holds a tensor."""
+    plan = _PLANS[type(message)]
+    return bool(plan.tensor) and plan.values(message)[plan.tensor - 2] is not None
+
+
 def split(message: Message) -> tuple[bytes, Tensor | None]:
     """The message's header, and its tensor's bytes `[num_bytes]` on the tensor's device, perhaps in its memory.
 

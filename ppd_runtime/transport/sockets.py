@@ -10,15 +10,20 @@ from ppd_runtime.transport.zeromq import ZmqEndpoint, make_keys
 _SPIN_S = 0.002
 
 
-def open_endpoint(network: Network, address: int, has_own_core: bool = False) -> Endpoint:
+def open_endpoint(network: Network, address: int, has_own_core: bool = False, device: str = "cpu") -> Endpoint:
     """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ where there is an interface.
 
-    A process with a core of its own looks for messages for a while before it sleeps: it disturbs nobody.
+    A process with a core of its own looks for messages for a while before it sleeps: it disturbs nobody. `device` is
+    where its tensors live, for the collective transport.
 
     Raises:
-        ValueError: for a folder that others may enter, an interface that is not this host's, or keys that are missing
-            or wrong; nothing is bound then.
+        ValueError: for a folder that others may enter, an interface that is not this host's, keys that are missing or
+            wrong, or a PyTorch without the collectives that are asked for; nothing is bound then.
     """
+    if network.transport == "collective":
+        from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint  # its import takes a while
+
+        return CollectiveEndpoint(network, address, device)
     if network.transport == "zeromq" or network.interface or network.keys:
         return ZmqEndpoint(network, address)
     return UnixEndpoint(network.folder, address, _SPIN_S if has_own_core else 0.0)
