@@ -10,7 +10,6 @@ looks for messages for a while before it sleeps is found awake after the short p
 import argparse
 import contextlib
 import multiprocessing
-import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, whole_numbers
-from ppd_runtime.launching import assign_cores, socket_folder
+from ppd_runtime.launching import SocketFolder, assign_cores
 from ppd_runtime.pipeline.messages import MAIN, End, ExitState
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
@@ -144,11 +143,11 @@ def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int])
 @contextlib.contextmanager
 def _temporary_socket_folder() -> Iterator[str]:
     """A folder of sockets that is gone afterwards."""
-    folder = socket_folder()
+    folder = SocketFolder()
     try:
-        yield folder
+        yield folder.path
     finally:
-        shutil.rmtree(folder)
+        folder.remove()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from ppd_runtime import leftovers
 from ppd_runtime.pipeline.messages import CLIENT, Peers, Shutdown
 from ppd_runtime.supervision import Progress, Supervisor, name_of
 from ppd_runtime.transport import Endpoint
@@ -19,6 +23,7 @@ from ppd_runtime.worker import Worker, WorkerSpec
 
 _STOP_DEADLINE_S = 10.0
 _CONNECT_DEADLINE_S = 5.0
+_KEEPER_S = 0.3  # that it takes where nobody is left to end
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
@@ -48,10 +53,27 @@ def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
 
 
-def socket_folder() -> str:
-    """A new folder that only this user may enter, with a path short enough for the sockets in it."""
-    base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+class SocketFolder:
+    """A new folder that only this user may enter, with a path short enough for the sockets in it.
+
+    A small process looks after it: when the folder is removed, or this process ends without warning, it ends workers
+    and processes of Ray that still have a file open there, and removes what they left, within some seconds.
+    """
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        self.path = tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", leftovers.__file__, self.path], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def remove(self) -> None:
+        """Remove the folder; a second call does nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._keeper.stdin:
+            self._keeper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(_KEEPER_S)
 
 
 def import_environment() -> dict[str, str]:

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ppd_runtime.launching import Introductions, socket_folder
+from ppd_runtime.launching import Introductions, SocketFolder
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
@@ -59,14 +58,14 @@ class RayWorkers:
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._closed = False
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
                 progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
-                _start_ray(ray_address, len(specs), self._folder)
-            self._networks = make_networks(transport, self._folder, bind_interface, [CLIENT, *self._specs])
+                _start_ray(ray_address, len(specs), self._folder.path)
+            self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
             self._shares = _shares(list(self._specs.values()))
@@ -103,7 +102,7 @@ class RayWorkers:
                 self.supervisor.stop(_STOP_DEADLINE_S)
             if self._owns_ray:
                 ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ActorLife:

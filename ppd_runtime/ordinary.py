@@ -21,7 +21,7 @@ class OrdinaryDecoding(TextGenerator):
     """Autoregressive decoding in this process, with the same stage, sampling and threads as a main process has.
 
     Args:
-        model: a local folder, a hub name, or "demo" for the embedded model.
+        model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
         dtype: float32, bfloat16, float16 or auto.
         device: cpu, cuda or auto.
         threads: CPU threads for matrix products; set for the whole process while a generation runs.

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppd_runtime.launching import Introductions, import_environment, socket_folder
+from ppd_runtime.launching import Introductions, SocketFolder, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
@@ -37,9 +36,9 @@ class ProcessWorkers:
         bind_interface: str | None = None,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._closed = False
-        self._networks = make_networks(transport, self._folder, bind_interface, [CLIENT, *self._specs])
+        self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
         self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
@@ -52,7 +51,7 @@ class ProcessWorkers:
     def _begin_life(self, rank: int) -> "ProcessLife":
         network = replace(self._networks[rank], client=self.endpoint.location)
         order = start_order(self._specs[rank], network)
-        return ProcessLife(rank, order, Path(self._folder))
+        return ProcessLife(rank, order, Path(self._folder.path))
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -67,7 +66,7 @@ class ProcessWorkers:
                 self.endpoint.send(rank, Shutdown(CLIENT, 0))
             self.endpoint.close()
         self.supervisor.stop(_STOP_DEADLINE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ProcessLife:

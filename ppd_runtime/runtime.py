@@ -44,7 +44,7 @@ class PPDRuntime(TextGenerator):
     `close`, stops its workers for good.
 
     Args:
-        model: a local folder, a hub name, or "demo" for the embedded model.
+        model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
         k: early candidates for each token.
         exit_layer: the layer after which the next token is predicted early; None is the layer of a trained exit head,
             or half depth, rounded up.

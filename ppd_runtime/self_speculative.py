@@ -26,7 +26,7 @@ class SelfSpeculativeDecoding(TextGenerator):
 
     Args:
         method: which method and how, such as `LayerSkipSettings()`.
-        model: a local folder, a hub name, or "demo" for the embedded model.
+        model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
         acceptance: shared-noise (the tokens are ordinary decoding's, sampled ones too) or rejection (speculative
             sampling as in the papers: as exact a sampler, but other tokens than ordinary decoding's).
         dtype: float32, bfloat16, float16 or auto.

@@ -161,7 +161,7 @@ class Worker:
             elif self._fitting.takes(message):
                 return message
             else:
-                logger.warning("left out a %s of %d: not of this model", type(message).__name__, message.sender)
+                logger.warning("left out what %d sent, a %s: not of this model", message.sender, type(message).__name__)
         return None
 
     def _answer(self, message: Message) -> None:

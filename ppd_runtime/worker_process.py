@@ -8,7 +8,6 @@ the worker ends too.
 import contextlib
 import json
 import os
-import shutil
 import sys
 import threading
 from dataclasses import asdict, replace
@@ -85,10 +84,7 @@ def serve_from_standard_input() -> None:
     """Load the layers, say so, and serve until told to shut down or left alone."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     order = sys.stdin.readline()
-    parent = threading.Thread(
-        target=_answer_parent, args=(json.loads(order)["network"]["folder"], answers), daemon=True
-    )
-    parent.start()
+    threading.Thread(target=_answer_parent, args=(answers,), daemon=True).start()
     try:
         worker, endpoint = open_worker(order)
     except Exception as error:
@@ -99,9 +95,8 @@ def serve_from_standard_input() -> None:
         worker.serve(endpoint)
 
 
-def _answer_parent(folder: str, answers: TextIO) -> None:
+def _answer_parent(answers: TextIO) -> None:
     """Answer each line that asks whether this process lives; leave once nobody holds standard input any more."""
     while os.read(sys.stdin.fileno(), 1):
         print(file=answers, flush=True)
-    shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do so
     os._exit(1)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str, typer.Option(help='A local folder, a hub name, or "demo".')]
+Model = Annotated[str, typer.Option(help='A local folder, a hub name (or name@revision), or "demo".')]
 Prompts = Annotated[
     str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
 ]

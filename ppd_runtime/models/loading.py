@@ -4,10 +4,8 @@ import contextlib
 import copy
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
@@ -26,10 +25,10 @@ from transformers.utils import logging as transformers_logging
 
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.fastest_dtype import fastest_dtype
+from ppd_runtime.models.hub import find_model, one_line
 from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
-DEMO = "demo"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
@@ -39,6 +38,7 @@ class ModelInfo:
     """What has to be known of a model before any of its weights is read."""
 
     name: str
+    """As it was given; of a hub's model with the commit, `name@commit`."""
     folder: Path
     num_layers: int
     vocab_size: int
@@ -50,19 +50,19 @@ def describe(model: str, needs_weights: bool = True) -> ModelInfo:
     """Find a model and check that it can be run here, without reading its weights.
 
     Args:
-        model: a local folder, a hub name, or "demo".
+        model: a local folder, a hub name, one with a revision (`name@commit`), or "demo".
         needs_weights: False where its shape and tokenizer are enough.
 
     Raises:
         ValueError: no such model, no safetensors weights, or an architecture that cannot be cut into stages.
     """
-    folder = _find(model)
+    name, folder = find_model(model)
     config = _read_config(model, folder)
     _check_architecture(model, config)
     if needs_weights and not weight_files(folder):
         raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
     return ModelInfo(
-        name=model,
+        name=name,
         folder=folder,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
@@ -74,9 +74,9 @@ def describe(model: str, needs_weights: bool = True) -> ModelInfo:
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     """The model's tokenizer; raises ValueError where the folder has none."""
     try:
-        return AutoTokenizer.from_pretrained(info.folder)
+        return AutoTokenizer.from_pretrained(info.folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain ones
-        raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {_one_line(error)}") from error
+        raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {one_line(error)}") from error
 
 
 def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -85,7 +85,7 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     Only these tensors are read from the files. With `last` below the model's depth this is what a sub-process
     needs: its first layers, and norm and head for the exit.
     """
-    config = first_layers_config(AutoConfig.from_pretrained(info.folder), last)
+    config = first_layers_config(_config(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     tensors = dict(_read_tensors(info, last))
     with no_progress_bar(), errors_only():
@@ -110,7 +110,7 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
 
 def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
     """A model of the same shape with freshly drawn weights, in float32."""
-    config = AutoConfig.from_pretrained(info.folder)
+    config = _config(info.folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=torch.float32)
@@ -148,7 +148,7 @@ def compile_ahead(
     """
     from ppd_runtime.models.compiled import compile_layers  # only compiled code needs all that it imports
 
-    config = AutoConfig.from_pretrained(info.folder)
+    config = _config(info.folder)
     return {n: tuple(compile_layers(config, dtype, torch.device(device), n)) for n in siblings}
 
 
@@ -190,7 +190,7 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1) -> 
     """
     if dtype != "auto":
         return getattr(torch, dtype)
-    config = AutoConfig.from_pretrained(info.folder)
+    config = _config(info.folder)
     chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     if device == "cpu":
         chosen = fastest_dtype(_skeleton(config, 1).model.layers[0], info.num_layers, config.dtype, threads)
@@ -198,37 +198,28 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1) -> 
     return chosen
 
 
-def _find(model: str) -> Path:
-    if model == DEMO:
-        return Path(str(resources.files("ppd_runtime.models") / "demo"))
-    if not model:
-        raise ValueError(f"model {model!r}: give a folder, a hub name or 'demo'")
-    if os.path.isdir(model):  # noqa: PTH112 (a Path raises where a name is too long)
-        return Path(model)
-    if os.path.exists(model) or model.startswith((".", "/", "~")) or model.count("/") > 1:  # noqa: PTH110
-        raise ValueError(f"model {model!r}: no such folder; give a folder, a hub name or 'demo'")
-    return _download(model)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download  # only hub names need the network
-
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many kinds, network errors of three libraries among them
-        reason = _one_line(error)
-        raise ValueError(
-            f"model {name!r} is neither a folder here nor a model that the hub gave: {reason}; "
-            "check the name or give a local folder"
-        ) from error
+def _config(folder: Path) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else transformers asks whoever sits there
 
 
 def _read_config(model: str, folder: Path) -> PretrainedConfig:
+    if _needs_own_code(folder):
+        raise ValueError(
+            f"model {model!r}: its config.json asks for code of its own (auto_map), which is never run; "
+            "give a model whose architecture transformers itself has"
+        )
     try:
-        return AutoConfig.from_pretrained(folder)
+        return _config(folder)
     except Exception as error:  # a config's own checks raise many kinds
-        raise ValueError(f"model {model!r}: no usable config.json in {folder}: {_one_line(error)}") from error
+        raise ValueError(f"model {model!r}: no usable config.json in {folder}: {one_line(error)}") from error
+
+
+def _needs_own_code(folder: Path) -> bool:
+    try:
+        fields = _read_json(folder / "config.json")
+    except ValueError:
+        return False
+    return "auto_map" in fields and fields.get("model_type") not in CONFIG_MAPPING
 
 
 def _check_architecture(model: str, config: PretrainedConfig) -> None:
@@ -246,7 +237,7 @@ def _check_architecture(model: str, config: PretrainedConfig) -> None:
     try:
         skeleton, deeper = _skeleton(config, 1), _skeleton(config, 2)
     except Exception as error:  # every architecture checks its settings in its own way
-        raise ValueError(f"{refuse}cannot be built from its config.json: {_one_line(error)}") from error
+        raise ValueError(f"{refuse}cannot be built from its config.json: {one_line(error)}") from error
     base = getattr(skeleton, "model", None)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not hasattr(skeleton, "lm_head"):
@@ -282,7 +273,7 @@ def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
             normed = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
             exact = torch.equal(same, probe) and torch.equal(normed, model.model.norm(probe))
     except Exception as error:  # every architecture asks for its own inputs
-        raise ValueError(f"model {info.name!r} cannot run from hidden states: {_one_line(error)}") from error
+        raise ValueError(f"model {info.name!r} cannot run from hidden states: {one_line(error)}") from error
     if not exact:
         raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
 
@@ -300,7 +291,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {str(path.parent)!r}: {path.name} cannot be read: {_one_line(error)}") from error
+        raise ValueError(f"model {str(path.parent)!r}: {path.name} cannot be read: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"model {str(path.parent)!r}: {path.name} holds no JSON object")
     return content
@@ -314,7 +305,7 @@ def _read_tensors(info: ModelInfo, last: int) -> Iterator[tuple[str, Tensor]]:
                     if _layer_number(name) < last:
                         yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {_one_line(error)}") from error
+            raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -344,8 +335,3 @@ def _layer_number(tensor_name: str) -> int:
     """The layer a tensor belongs to, -1 for the embedding, norm and head."""
     parts = tensor_name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"

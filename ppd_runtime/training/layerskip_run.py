@@ -100,7 +100,7 @@ class LayerSkipRun(TrainingRun):
 
     @property
     def _saved_dtype(self) -> torch.dtype:
-        dtype = AutoConfig.from_pretrained(self.info.folder).dtype
+        dtype = AutoConfig.from_pretrained(self.info.folder, trust_remote_code=False).dtype
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Tensors over `torch.distributed`: bits and order kept, no tensor depends on it, and whoever dies is linked to again."""
+"""Tensors over `torch.distributed`: bits and order are kept, and whoever died is linked to again."""
 
 import logging
 import time

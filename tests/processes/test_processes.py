@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -182,7 +183,9 @@ def test_nothing_is_left_behind(folder, ending):
         )
         assert process.stdout.readline().strip() == "running False", "Ray was imported"
         family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) == 3
+        assert len(family) == 4, "three workers, and who clears up"
+        if ending == "kill":
+            next(child for child in family if "ppd_runtime.start_worker" in child.cmdline()).suspend()
         if ending != "exception":
             process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
@@ -194,6 +197,35 @@ def test_nothing_is_left_behind(folder, ending):
         while list(Path(temporary).iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not list(Path(temporary).iterdir()), "a folder of sockets was left"
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing(folder):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    for _ in range(4):
+        with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
+            process = subprocess.Popen(
+                [sys.executable, "-c", SCRIPT.format(folder=folder, hang=True)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=os.environ | {"TMPDIR": temporary},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+            family = _children_until(process, time.monotonic() + moments.uniform(0.5, 8.0))
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+            _, alive = psutil.wait_procs(family, timeout=15)
+            assert not alive
+            assert not list(Path(temporary).iterdir())
+
+
+def _children_until(process, moment: float) -> set[psutil.Process]:
+    children = set()
+    while time.monotonic() < moment:
+        children.update(psutil.Process(process.pid).children(recursive=True))
+        time.sleep(0.02)
+    return children
 
 
 def _assert_one_clock(result, began: int, ended: int) -> None:

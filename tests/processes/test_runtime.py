@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import ppd_runtime.orchestration
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.exit_heads import RehearsedHead
 
@@ -156,26 +157,43 @@ def test_an_address_that_nobody_answers_at(folder):
         PPDRuntime(folder, ray_address="somewhere")
 
 
-def test_a_killed_sub_process_costs_no_token(ray_node, folder, ordinary, caplog):
+def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
     head = RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
     with PPDRuntime(folder, k=2, exit_head=head) as runtime:
-        stream = runtime.stream(PROMPT, max_new_tokens=300)
-        got = [next(stream).token_id for _ in range(5)]
-        _kill("PPDSub", most=1)
-        got += [event.token_id for event in stream]
-        assert tuple(got) == expected
-        assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
-        _kill("PPDSub", most=2)
-        assert runtime.generate(PROMPT, max_new_tokens=50).token_ids == expected[:50]
+        for victim in ("PPDSub", "PPDMain"):
+            stream = runtime.stream(PROMPT, max_new_tokens=300)
+            got = [next(stream).token_id for _ in range(5)]
+            _kill(victim, most=2)
+            got += [event.token_id for event in stream]
+            assert tuple(got) == expected
+        deadline = time.monotonic() + 60
+        while not runtime.generate(PROMPT, max_new_tokens=300).stats.hits and time.monotonic() < deadline:
+            pass
+        assert time.monotonic() < deadline, "no sub-process came back"
     lost = [message for message in caplog.messages if "is lost" in message]
     assert sorted(lost) == [
-        f"sub-process {rank} is lost, decoding goes on without it: its process was killed or crashed" for rank in (1, 2)
+        f"{name} is lost, a new one takes its place: its process was killed or crashed"
+        for name in ("sub-process 1", "sub-process 2", "the main process")
     ]
 
 
-def test_a_killed_main_process_is_an_error_with_its_name(ray_node, folder):
-    runtime = PPDRuntime(folder, k=1)
+def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, caplog):
+    monkeypatch.setattr(ppd_runtime.orchestration, "ANSWER_DEADLINE_S", 3.0)
+    expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
+    with PPDRuntime(folder, k=1) as runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=300)
+        got = [next(stream).token_id for _ in range(5)]
+        stopped = _kill("PPDMain", most=1, by=signal.SIGSTOP)
+        got += [event.token_id for event in stream]
+        assert tuple(got) == expected
+    assert ["has not answered for 3 s" in message for message in caplog.messages if "is lost" in message] == [True]
+    _, alive = psutil.wait_procs(stopped, timeout=10)
+    assert not alive
+
+
+def test_a_main_process_that_is_given_up_is_an_error_with_its_name(ray_node, folder):
+    runtime = PPDRuntime(folder, k=1, max_restarts=0)
     with runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=500)
         next(stream)
@@ -218,11 +236,11 @@ def short_path():
         yield Path(path)
 
 
-@pytest.mark.parametrize("ending", ["exception", "interrupt"])
+@pytest.mark.parametrize("ending", ["exception", "interrupt", "kill"])
 def test_nothing_is_left_behind(folder, short_path, ending):
     environment = os.environ | {"TMPDIR": str(short_path)}
     script = short_path / "script.py"
-    script.write_text(SCRIPT.format(folder=folder, hang=ending == "interrupt"))
+    script.write_text(SCRIPT.format(folder=folder, hang=ending != "exception"))
     process = subprocess.Popen(
         [sys.executable, script],
         stdout=subprocess.PIPE,
@@ -234,12 +252,16 @@ def test_nothing_is_left_behind(folder, short_path, ending):
     assert process.stdout.readline().strip() == "running", process.stderr.read()
     family = psutil.Process(process.pid).children(recursive=True)
     assert {"PPDMain", "PPDSub"} <= {name for name in map(_actor_name, family) if name}
-    if ending == "interrupt":
-        process.send_signal(signal.SIGINT)
+    if ending != "exception":
+        process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
-    assert ("KeyboardInterrupt" if ending == "interrupt" else "an exception of the user's") in errors
+    words = {"exception": "an exception of the user's", "interrupt": "KeyboardInterrupt", "kill": ""}
+    assert words[ending] in errors
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
+    deadline = time.monotonic() + 5
+    while len(list(short_path.iterdir())) > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert [path.name for path in short_path.iterdir()] == ["script.py"], "a folder of sockets was left"
 
 
@@ -256,9 +278,11 @@ def _hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _kill(name: str, most: int) -> None:
+def _kill(name: str, most: int, by: int = signal.SIGKILL) -> list[psutil.Process]:
     victims = [p for p in psutil.process_iter() if _actor_name(p) == name][:most]
     assert victims, f"no {name} is running"
     for victim in victims:
-        victim.kill()
-    psutil.wait_procs(victims, timeout=10)
+        victim.send_signal(by)
+    if by == signal.SIGKILL:
+        psutil.wait_procs(victims, timeout=10)
+    return victims

@@ -63,6 +63,9 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], option
         ("--method layerskip --exit-layer 4", "exit_layer=4: with 4 layers choose 1 to 3"),
         ("--method swift --skip-ratio 1", "skip_ratio=1.0: give a number from 0 to below 1"),
         ("--method swift --layer-set /no/such/file", "layer_set='/no/such/file': No such file or directory; find one"),
+        ("--bind-interface 0.0.0.0", "bind_interface='0.0.0.0': give the address of one interface"),
+        ("--bind-interface 192.0.2.1", "bind_interface='192.0.2.1': not an address of this host"),
+        ("--bind-interface 127.0.0.1 --transport unix", "transport='unix', which stays on one host: choose transport"),
         ("--method medusa", "is not one of"),
     ],
 )

@@ -77,7 +77,7 @@ TRANSFORMERS_METHODS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], Argu
 def load_whole(info: ModelInfo, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model as transformers has it."""
     with no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(info.folder, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(info.folder, dtype=getattr(torch, dtype), trust_remote_code=False)
     return model.to(device).eval()
 
 

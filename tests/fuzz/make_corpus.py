@@ -1,0 +1,86 @@
+"""Writes the stored corpus: one small real message of each kind, and streams of several.
+
+After a change of the wire format: `PYTHONPATH=tests:. python -m fuzz.make_corpus`. Inputs that once found something are
+kept.
+"""
+
+import struct
+
+import torch
+from fuzz.inputs import CORPUS
+
+from ppd_runtime.pipeline.messages import (
+    Begin,
+    Cancel,
+    Candidate,
+    CatchUp,
+    End,
+    Entries,
+    ExitState,
+    Failed,
+    Finished,
+    HeadStart,
+    Message,
+    Missing,
+    Peers,
+    Report,
+    Shutdown,
+    Spans,
+    Token,
+    encode,
+)
+
+STATE = torch.linspace(-1, 1, 8).view(1, 1, 8)
+ENTRIES = torch.linspace(-1, 1, 16).bfloat16().view(1, 2, 2, 1, 4)
+MESSAGES: tuple[Message, ...] = (
+    Begin(-1, 1, [5, 6, 7], 16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ["\n\n", "é"], False, True, True, [8, 9]),
+    ExitState(0, 1, 4, STATE),
+    Candidate(1, 1, 5, (17,)),
+    Candidate(2, 1, 5, (17, 18), [3, 4]),
+    HeadStart(1, 1, 5, (17, 18), STATE.expand(1, 2, 8), [], 12.5),
+    Token(0, 1, 5, 17, 1),
+    Token(0, 1, 5, 17, 1, STATE.half()),
+    Entries(1, 1, 5, ENTRIES, 12.75),
+    End(0, 1),
+    Cancel(-1, 2),
+    Finished(0, 1, "length", 16, *[0.25] * 3, 96, 0, *[0.125] * 10),
+    Report(1, 1, 48, 12),
+    Failed(2, 0, "RuntimeError: out of memory"),
+    Shutdown(-1, 0),
+    Spans(0, 1, 4711, -5, 0, [0, 10, 20, 5, -1, 0, 6, -1, -1]),
+    CatchUp(0, 1, 5, [17, 18], ENTRIES),
+    CatchUp(0, 1, 5, [17, 18]),
+    Missing(1, 1, 5),
+    Peers(-1, 0, [0, 1], ["tcp://127.0.0.1:5000", "tcp://[::1]:5000"]),
+)
+
+
+def on_the_stream(message: Message) -> bytes:
+    """As `transport.unix` writes it."""
+    header, *rest = (bytes(frame) for frame in encode(message))
+    return struct.pack("<4sIQ", b"ppd1", len(header), sum(map(len, rest))) + header + b"".join(rest)
+
+
+def write(target: str, name: str, data: bytes) -> None:
+    """One stored input."""
+    folder = CORPUS / target
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+
+
+def main() -> None:
+    """Write all."""
+    for number, message in enumerate(MESSAGES):
+        header, *rest = (bytes(frame) for frame in encode(message))
+        name = f"{number:02d}-{type(message).__name__}"
+        write("decoding", name, len(header).to_bytes(2, "little") + header + b"".join(rest))
+        write("stream", name, bytes([number * 12]) + on_the_stream(message))
+    whole = b"".join(map(on_the_stream, MESSAGES))
+    for size in (0, 6, 63, 255):
+        write("stream", f"all-{size}", bytes([size]) + whole)
+    for number in range(8):
+        write("round_trip", f"{number:02d}", bytes([number % 2, number]) + bytes(range(number, 250, number + 1)))
+
+
+if __name__ == "__main__":
+    main()

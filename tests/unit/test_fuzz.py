@@ -1,0 +1,62 @@
+"""Ten thousand inputs for whatever takes bytes from strangers; `python -m fuzz.run` runs as many as one likes."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from fuzz.inputs import corpus, mutations
+from fuzz.make_corpus import MESSAGES, on_the_stream
+from fuzz.targets import TARGETS, decoding, frames_of, read_stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppd_runtime.pipeline import messages
+from ppd_runtime.pipeline.messages import KIND_NAMES, decode
+
+BATCH, BATCHES = 20, {"decoding": 250, "stream": 175, "round_trip": 75}
+"""Ten thousand in all."""
+
+
+@pytest.fixture(autouse=True)
+def _no_line_for_each_input() -> Iterator[None]:
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_stored_inputs_keep_the_promises(target: str) -> None:
+    for data in corpus(target):
+        TARGETS[target](data)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_mutated_inputs_keep_the_promises(target: str) -> None:
+    @settings(max_examples=BATCHES[target], derandomize=True, deadline=None, database=None)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        for data in mutations(target, seed, BATCH):
+            try:
+                TARGETS[target](data)
+            except Exception as error:
+                raise AssertionError(f"{target} of {data!r}") from error
+
+    check()
+
+
+def test_the_corpus_holds_every_kind_of_message_of_this_wire_version() -> None:
+    """Where this fails, the wire format has changed: run `python -m fuzz.make_corpus`."""
+    stored = [decode(frames_of(data)) for data in corpus("decoding")]
+    assert {type(message).__name__ for message in stored} == set(KIND_NAMES)
+    whole, alive = read_stream([b"".join(map(on_the_stream, MESSAGES))])
+    assert [type(message) for message in whole] == [type(message) for message in MESSAGES]
+    assert alive
+
+
+def test_a_broken_decoder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs reach deep enough to notice a check that is missing: here that a tensor's bytes fit its shape."""
+    monkeypatch.setattr(messages, "_MAX_TENSOR_RANK", 10**6)
+    monkeypatch.setattr(messages.math, "prod", lambda _: 8)
+    with pytest.raises(Exception, match=r"shape|size"):
+        for data in mutations("decoding", 0, 5000):
+            decoding(data)
