@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -69,6 +70,8 @@ class Call:
         self.told = Told()
         self.restarts = 0
         """New main processes that this request has seen."""
+        self.winners: Counter[int] = Counter()
+        """Tokens by `Token.winner`."""
         self._delivered: list[int] = []
         self._cancelled = False
         self._life = 0
@@ -89,6 +92,7 @@ class Call:
             if isinstance(message, Token):
                 if self._is_next(message):
                     self._delivered.append(message.token_id)
+                    self.winners[message.winner] += 1
                     self._supervisor.note_success(MAIN)
                     yield message
             elif isinstance(message, Finished):

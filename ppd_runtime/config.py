@@ -9,6 +9,7 @@ from dataclasses import dataclass
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "local", "unix", "zeromq", "collective")
 LAUNCHERS = ("ray", "processes")
+PLACEMENTS = ("auto", "pack", "spread", "strict-pack", "strict-spread")
 MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
@@ -102,6 +103,12 @@ class RuntimeConfig:
     """An IP address of this host: workers reach each other over TCP, encrypted, and not over sockets in a folder."""
     launcher: str = "ray"
     """ray (actors, on a node of our own or a cluster's) or processes (plain ones of this host, without Ray)."""
+    placement: str = "auto"
+    """Where Ray puts the workers: auto (on one host where they fit), pack, spread, strict-pack or strict-spread."""
+    placement_timeout_s: float = 0.0
+    """Seconds to wait for room in a Ray cluster, as one with an autoscaler makes; 0: too little is an error at once."""
+    gpus_per_worker: float | None = None
+    """GPUs of a Ray cluster for each worker, 0.5: two share one; None: one, on a node of our own what there is."""
 
     def __post_init__(self) -> None:
         _check_int("k", self.k, 1)
@@ -112,6 +119,7 @@ class RuntimeConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("transport", self.transport, TRANSPORTS)
         _check_choice("launcher", self.launcher, LAUNCHERS)
+        self._check_placement()
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
         for name in ("compile", "run_ahead"):
@@ -134,6 +142,30 @@ class RuntimeConfig:
             )
         if self.launcher == "processes" and self.transport == "local":
             raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
+
+    def _check_placement(self) -> None:
+        _check_choice("placement", self.placement, PLACEMENTS)
+        _check_float("placement_timeout_s", self.placement_timeout_s, lambda seconds: seconds >= 0, "0 or more")
+        if self.gpus_per_worker is not None:
+            range_text = "above 0, and whole from 1 on"
+            _check_float(
+                "gpus_per_worker", self.gpus_per_worker, lambda g: 0.001 <= g <= 1 or g == int(g) > 0, range_text
+            )
+        if self.placement != "auto" and (self.launcher != "ray" or self.transport == "local"):
+            raise ValueError(
+                f"placement={self.placement!r} is for Ray's workers: drop it, or the launcher or transport"
+            )
+        if "spread" in self.placement and self.one_host:
+            raise ValueError(
+                f"placement={self.placement!r} with bind_interface={self.bind_interface!r}, where only processes of "
+                "this host reach each other: give bind_interface an address that others know, or choose auto or pack"
+            )
+
+    @property
+    def one_host(self) -> bool:
+        """Whether only processes of this host reach each other."""
+        interface = self.bind_interface
+        return interface is None or interface == "localhost" or interface.startswith("127.") or interface == "::1"
 
     @property
     def num_subs(self) -> int:

@@ -100,7 +100,7 @@ class TextGenerator(ABC):
         params = SamplingParams(
             max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
         )
-        generation = Generation(self, self._prompt_ids(prompt, params), params, live=False)
+        generation = self.request(prompt, params, live=False)
         for _ in generation:
             pass
         return generation.result
@@ -124,9 +124,9 @@ class TextGenerator(ABC):
         )
         return self.request(prompt, params)
 
-    def request(self, prompt: str | Sequence[int], params: SamplingParams) -> "Generation":
-        """Check a request; it begins when its first event is asked for."""
-        return Generation(self, self._prompt_ids(prompt, params), params)
+    def request(self, prompt: str | Sequence[int], params: SamplingParams, live: bool = True) -> "Generation":
+        """Check a request; it begins when its first event is asked for. `live`: each token as soon as it is certain."""
+        return Generation(self, self._prompt_ids(prompt, params), params, live)
 
     def _prompt_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):

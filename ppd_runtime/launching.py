@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,23 @@ _KEEPER_S = 0.3  # that it takes where nobody is left to end
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
 
+@dataclass(frozen=True)
+class RequestCounts:
+    """What a request came to, for whoever watches a cluster; by rank where it is a worker's."""
+
+    tokens: int
+    hits: Mapping[int, int]
+    """By the sub-process whose early start was used."""
+    misses: int
+    stall_s: float
+    latency_s: float
+    layer_passes: Mapping[int, int]
+    restarts: Mapping[int, int]
+    """New lives of each worker since the runtime started."""
+    serving: Collection[int]
+    """Workers that serve."""
+
+
 class Workers(Protocol):
     """The running workers of one runtime."""
 
@@ -35,6 +53,9 @@ class Workers(Protocol):
 
     supervisor: Supervisor
     """Knows who lives, and replaces whoever does not."""
+
+    def record(self, counts: RequestCounts) -> None:
+        """Tell whoever watches the workers of a request that has ended."""
 
     def close(self) -> None:
         """Stop all workers and release everything that was started for them."""
@@ -125,6 +146,9 @@ class LocalWorkers:
     def _begin_life(self, rank: int) -> "ThreadLife":
         self._progress(f"loading {name_of(rank)}")
         return ThreadLife(Worker(self._specs[rank]), self._network.endpoint(rank))
+
+    def record(self, counts: RequestCounts) -> None:
+        """Nobody watches threads."""
 
     def close(self) -> None:
         """Stop the threads and give the process its number of threads back."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppd_runtime.launching import Introductions, SocketFolder, import_environment
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
@@ -55,6 +55,9 @@ class ProcessWorkers:
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
+
+    def record(self, counts: RequestCounts) -> None:
+        """Nobody watches plain processes."""
 
     def close(self) -> None:
         """Stop the processes and remove the folder of sockets."""

@@ -13,7 +13,7 @@ from ppd_runtime.calls import Call, Told
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.launching import LocalWorkers, Workers, assign_cores, available_cores, check_ray_address
+from ppd_runtime.launching import LocalWorkers, RequestCounts, Workers, assign_cores, available_cores, check_ray_address
 from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
@@ -71,6 +71,12 @@ class PPDRuntime(TextGenerator):
             hears what became of the last, which saves a hit its hops. Costs it some work in vain.
         max_restarts: new lives for a worker that is lost, in a row. A lost sub-process costs time only; a new main
             process goes on behind the tokens already delivered. 0: a lost main process is an error at once.
+        placement: where Ray puts the workers, a placement group with a bundle for each: "auto" (one host where they
+            fit), "pack", "spread", "strict-pack" or "strict-spread". Sockets in a folder reach one host only.
+        placement_timeout_s: seconds to wait for room in a Ray cluster, as one with an autoscaler makes; 0: a cluster
+            that is too small is an error at once.
+        gpus_per_worker: GPUs of a Ray cluster for each worker, 0.5: two share one. None: one each; on a Ray node of our
+            own they share what there is.
         emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
             workers than there are devices; figures from it are an emulation's.
         trace: record what every process does and when; results have a `trace` then.
@@ -98,6 +104,9 @@ class PPDRuntime(TextGenerator):
         compile: bool = False,
         run_ahead: bool = True,
         max_restarts: int = 3,
+        placement: str = "auto",
+        placement_timeout_s: float = 0.0,
+        gpus_per_worker: float | None = None,
         emulate: EmulatedDevice | None = None,
         trace: bool = False,
         progress: Progress | None = None,
@@ -117,6 +126,9 @@ class PPDRuntime(TextGenerator):
             run_ahead=run_ahead,
             max_restarts=max_restarts,
             launcher=launcher,
+            placement=placement,
+            placement_timeout_s=placement_timeout_s,
+            gpus_per_worker=gpus_per_worker,
         )
         if threads_per_worker > available_cores():
             cores = f"{available_cores()} CPU cores"
@@ -159,6 +171,16 @@ class PPDRuntime(TextGenerator):
         return str(self._specs[MAIN].dtype).removeprefix("torch.")
 
     @property
+    def device(self) -> str:
+        """The kind of device that the workers run on, cpu or cuda; what "auto" came to."""
+        return self._specs[MAIN].device.partition(":")[0]
+
+    @property
+    def restarts(self) -> int:
+        """New lives of workers that were lost, up to now."""
+        return sum(_restarts(self._workers, self._specs).values()) if self._workers else 0
+
+    @property
     def main_cores(self) -> tuple[int, ...]:
         """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
         return self._specs[MAIN].cores
@@ -182,6 +204,7 @@ class PPDRuntime(TextGenerator):
                 last = message.winner == NOT_ASKED
                 yield Step(message.token_id, None if last else message.winner != MISS, last)
             call.hear_all()
+            workers.record(_counts(call, workers, self._specs))
             yield _totals(call, self._trace(call.told))
         except RuntimeError:
             self.close()
@@ -197,6 +220,26 @@ class PPDRuntime(TextGenerator):
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
+
+
+def _counts(call: Call, workers: Workers, specs: list[WorkerSpec]) -> RequestCounts:
+    finished = call.told.finished
+    assert finished is not None
+    passes = {report.sender: report.layer_passes + report.coherence_layer_passes for report in call.told.in_order()}
+    return RequestCounts(
+        tokens=finished.num_tokens,
+        hits={rank: hits for rank, hits in call.winners.items() if rank > MISS},
+        misses=call.winners[MISS],
+        stall_s=finished.stall_s,
+        latency_s=finished.latency_s,
+        layer_passes={MAIN: finished.layer_passes, **passes},
+        restarts=_restarts(workers, specs),
+        serving=workers.supervisor.serving(),
+    )
+
+
+def _restarts(workers: Workers, specs: list[WorkerSpec]) -> dict[int, int]:
+    return {spec.rank: max(0, workers.supervisor.lives(spec.rank) - 1) for spec in specs}
 
 
 def _totals(call: Call, trace: Trace | None) -> Totals:
@@ -236,14 +279,15 @@ def _worker_specs(
     exit_head: str | HeadInfo | RehearsedHead,
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
-    device = choose_device(config.device)
+    by_ray = config.transport != "local" and config.launcher == "ray"
+    elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
+    device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker)
     processes = 1 + config.num_subs
     cores = assign_cores(processes, config.threads_per_worker)
-    if config.transport == "local":
-        cores = [()] * processes  # threads of a process whose placement is its owner's business
+    if config.transport == "local" or elsewhere:
+        cores = [()] * processes  # threads of a process whose placement is its owner's business; other hosts' cores
     devices = [device] * processes
-    by_ray = config.transport != "local" and config.launcher == "ray"
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
     return [
@@ -285,9 +329,9 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
     bound = config.bind_interface
     if config.launcher == "processes":
         return ProcessWorkers(specs, config.transport, config.max_restarts, progress, bind_interface=bound)
-    from ppd_runtime.orchestration import RayWorkers  # only this launcher needs Ray
+    from ppd_runtime.orchestration.workers import RayWorkers  # only this launcher needs Ray
 
-    return RayWorkers(specs, config.transport, config.ray_address, config.max_restarts, progress, bind_interface=bound)
+    return RayWorkers(specs, config, progress)
 
 
 def _begin(request: int, prompt_ids: list[int], params: SamplingParams, live: bool) -> Begin:

@@ -75,6 +75,10 @@ def generate(
     ray_address: Annotated[
         str | None, typer.Option(help="host:port of a running Ray cluster.", rich_help_panel=_PPD)
     ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help="Of Ray's actors: auto, pack, spread, strict-pack, strict-spread.", rich_help_panel=_PPD),
+    ] = None,
     bind_interface: Annotated[
         str | None,
         typer.Option(help="An IP address of this host: processes talk over TCP, encrypted.", rich_help_panel=_PPD),
@@ -144,6 +148,7 @@ def generate(
         workers=workers,
         transport=transport,
         ray_address=ray_address,
+        placement=placement,
         bind_interface=bind_interface,
         num_speculations=num_speculations,
         stopping=stopping,

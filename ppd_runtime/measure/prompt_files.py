@@ -1,6 +1,7 @@
 """Prompts out of JSON Lines files: one object a line with a "prompt" text; most other keys are ignored.
 
-Files of Spec-Bench's shape do too: "turns", of which the first is taken, for the prompt, and a "category".
+Files of Spec-Bench's shape do too: "turns", of which the first is taken, for the prompt, and a "category". In a .txt
+file each line is a prompt.
 """
 
 import itertools
@@ -36,7 +37,8 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     path = _shipped_file() if source == SHIPPED else Path(source)
     try:
         with path.open("rb") as file:
-            prompts = list(itertools.islice(texts_under(("prompt", "turns"), path, file), limit))
+            found = plain_lines(path, file) if path.suffix == ".txt" else texts_under(("prompt", "turns"), path, file)
+            prompts = list(itertools.islice(found, limit))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file of prompts, or {SHIPPED!r}") from error
     if not prompts:
@@ -61,6 +63,16 @@ def texts_under(keys: tuple[str, ...], path: Path, lines: Iterator[bytes]) -> It
                 yield Prompt(number, _text(keys, row), _category(row))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}; {_form(keys[0])}") from error
+
+
+def plain_lines(path: Path, lines: Iterator[bytes]) -> Iterator[Prompt]:
+    """Each line that is not empty as a prompt; raises ValueError naming one that is no UTF-8."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield Prompt(number, line.rstrip(b"\r\n").decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: no UTF-8 text at byte {error.start}") from error
 
 
 def _object(line: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import ppd_runtime.orchestration
+import ppd_runtime.orchestration.workers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.exit_heads import RehearsedHead
 
@@ -179,7 +179,7 @@ def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
 
 
 def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.orchestration, "ANSWER_DEADLINE_S", 3.0)
+    monkeypatch.setattr(ppd_runtime.orchestration.workers, "ANSWER_DEADLINE_S", 3.0)
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
     with PPDRuntime(folder, k=1) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=300)

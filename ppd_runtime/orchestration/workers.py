@@ -11,9 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ppd_runtime.launching import Introductions, SocketFolder
+from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder
+from ppd_runtime.orchestration.metrics import Metrics
+from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
+from ppd_runtime.orchestration.room import Bundle, Node
+from ppd_runtime.orchestration.security import check_authentication, check_version
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
@@ -45,48 +50,64 @@ class PPDSub(_HostActor):
 
 
 class RayWorkers:
-    """Every worker a Ray actor on this host, on a Ray node of our own or on a running cluster's."""
+    """Every worker a Ray actor with a place of its own, on a Ray node of our own or on a running cluster's."""
 
     def __init__(
         self,
         specs: Sequence[WorkerSpec],
-        transport: str,
-        ray_address: str | None,
-        most_restarts: int,
+        config: RuntimeConfig,
         progress: Progress,
-        bind_interface: str | None = None,
     ) -> None:
+        check_version(ray.__version__)
         self._specs = {spec.rank: spec for spec in specs}
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
+        self.supervisor = Supervisor(list(self._specs), self._begin_life, config.max_restarts, self._introduce)
         self._folder = SocketFolder()
         self._closed = False
+        self._group: Any = None
         self._owns_ray = not ray.is_initialized()
+        self._one_host = config.one_host
         try:
             if self._owns_ray:
-                progress("starting Ray" if ray_address is None else f"connecting to Ray at {ray_address}")
-                _start_ray(ray_address, len(specs), self._folder.path)
-            self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
+                address = config.ray_address
+                progress("starting Ray" if address is None else f"connecting to Ray at {address}")
+                _start_ray(address, len(specs) * specs[0].threads, self._folder.path)
+            everybody = [CLIENT, *self._specs]
+            self._networks = make_networks(config.transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
-            self._shares = _shares(list(self._specs.values()))
-            if not self._shares[0]:
-                logger.warning("the Ray node has fewer free CPUs than workers: they share what there is")
+            self._reserve(config, progress)
+            self._metrics = Metrics()
             self.supervisor.start(progress)
         except BaseException:
             self.close()
             raise
 
+    def _reserve(self, config: RuntimeConfig, progress: Progress) -> None:
+        nodes = cluster_nodes()
+        check_authentication({node.host for node in nodes})
+        alone = self._owns_ray and config.ray_address is None
+        self._bundle = _bundle(self._specs[MAIN], len(self._specs), config.gpus_per_worker, nodes if alone else None)
+        self._group = reserve(
+            self._bundle, len(self._specs), config.placement, self._one_host, config.placement_timeout_s, progress
+        )
+
     def _begin_life(self, rank: int) -> "ActorLife":
-        cpus, gpus = self._shares
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
         network = replace(self._networks[rank], client=self.endpoint.location)
+        if not self._one_host:
+            network = replace(network, interface="")  # the address of the Ray node that it comes to
         order = start_order(self._specs[rank], network)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": here, "max_concurrency": 2}
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        resources = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
+        options = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
         return ActorLife(actor_class.options(**options).remote(order))
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
+
+    def record(self, counts: RequestCounts) -> None:
+        """Hand a request's counts to Ray, which exports them."""
+        self._metrics.record(counts)
 
     def close(self) -> None:
         """Stop the actors, the Ray node if it is ours, and remove the folder of sockets."""
@@ -100,6 +121,8 @@ class RayWorkers:
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):
                 self.supervisor.stop(_STOP_DEADLINE_S)
+                if self._group is not None:
+                    release(self._group)
             if self._owns_ray:
                 ray.shutdown()
         self._folder.remove()
@@ -168,7 +191,7 @@ def _silence_notices() -> None:
         ray._private.worker.stdout_deduplicator.skip_re = re.compile("")
 
 
-def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
+def _start_ray(address: str | None, num_cpus: int, folder: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _silence_notices()
     common = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -177,7 +200,7 @@ def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
         return
     ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, num_workers),  # every worker gets a place, however few the cores
+        num_cpus=max(os.cpu_count() or 1, num_cpus),  # every worker gets a place, however few the cores
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         _system_config={"worker_niceness": 0},  # Ray's own choice, 15, starves a worker beside any other program
@@ -186,16 +209,14 @@ def _start_ray(address: str | None, num_workers: int, folder: str) -> None:
     )
 
 
-def _shares(specs: Sequence[WorkerSpec]) -> tuple[int, float]:
-    """CPUs and GPUs to ask for each worker; less than it would like where it would otherwise never get a place."""
-    free = ray.available_resources()
-    threads, devices = specs[0].threads, int(free.get("GPU", 0))
-    cpus = threads if free.get("CPU", 0) >= threads * len(specs) else 0
-    if not specs[0].device.startswith("cuda"):
-        return cpus, 0
-    if not devices:
-        raise RuntimeError("the Ray node has no free GPU: free one, or choose device='cpu'")
-    return cpus, 1 / math.ceil(len(specs) / devices)
+def _bundle(spec: WorkerSpec, count: int, gpus: float | None, own_nodes: Sequence[Node] | None) -> Bundle:
+    """What a worker asks for: a GPU where it needs one, or its share of those of a Ray node that is ours alone."""
+    if not spec.device.startswith("cuda"):
+        return Bundle(spec.threads, 0)
+    if gpus is None and own_nodes is not None:
+        devices = int(own_nodes[0].gpus)
+        gpus = 1 / math.ceil(count / devices) if devices else None
+    return Bundle(spec.threads, 1 if gpus is None else gpus)
 
 
 def _own_words(error: Exception) -> str:

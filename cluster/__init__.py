@@ -1,0 +1,1 @@
+"""Pipelined decoding on a cluster: what `ray job submit` runs, and the files that clusters are described with."""

@@ -1,0 +1,218 @@
+"""What `ray job submit --working-dir . -- python -m cluster.job generate ...` runs: a batch of prompts, each once."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.results import ResultsFile
+from ppd_runtime.cli import options
+from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
+from ppd_runtime.imports import quick_imports
+
+if TYPE_CHECKING:
+    from ppd_runtime import PPDRuntime
+    from ppd_runtime.config import SamplingParams
+    from ppd_runtime.generation import Generation
+    from ppd_runtime.results import GenerationResult, Stats
+
+app = typer.Typer(cls=OneLineGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def job() -> None:
+    """Pipelined decoding as a job on a running Ray cluster."""
+
+
+@app.command()
+def generate(
+    prompt_file: Annotated[
+        str, typer.Option(help='JSON Lines with a "prompt" each, a .txt with one a line, or "demo".')
+    ],
+    out: Annotated[Path, typer.Option(help="A JSON line for each prompt is added here; a rerun skips those it holds.")],
+    limit: options.Limit = None,
+    model: options.Model = "demo",
+    k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
+    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained head's, or half depth.")] = None,
+    exit_head: options.ExitHead = "shared",
+    workers: Annotated[int | None, typer.Option(help="Sub-processes, at most k; default: k.")] = None,
+    transport: Annotated[str, typer.Option(help="unix, zeromq or auto.")] = "auto",
+    bind_interface: Annotated[
+        str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")
+    ] = None,
+    placement: Annotated[str, typer.Option(help="auto, pack, spread, strict-pack or strict-spread.")] = "auto",
+    placement_timeout_s: Annotated[
+        float, typer.Option(help="Seconds to wait for room in the cluster; 0: too little is an error at once.")
+    ] = 0.0,
+    gpus_per_worker: Annotated[float | None, typer.Option(help="0.5: two workers share a GPU; default: one.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="New lives for a lost worker, in a row.")] = 3,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
+    compile_: Annotated[bool, typer.Option("--compile", help="Run one-token passes in compiled code.")] = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
+    seed: options.Seed = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+) -> None:
+    """Continue every prompt of a file; the tokens are ordinary decoding's."""
+    with one_line_errors():
+        with quick_imports():
+            from ppd_runtime import PPDRuntime
+            from ppd_runtime.config import SamplingParams
+            from ppd_runtime.measure.prompt_files import read_prompts
+
+        if bind_interface == "auto":
+            bind_interface = _own_address()
+        prompts = [prompt.text for prompt in read_prompts(prompt_file, limit)]
+        sampling = SamplingParams(
+            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
+        )
+        runtime = PPDRuntime(
+            model,
+            k=k,
+            exit_layer=exit_layer,
+            exit_head=exit_head,
+            workers=workers,
+            transport=transport,
+            bind_interface=bind_interface,
+            placement=placement,
+            placement_timeout_s=placement_timeout_s,
+            gpus_per_worker=gpus_per_worker,
+            max_restarts=max_restarts,
+            dtype=dtype,
+            device=device,
+            threads_per_worker=threads,
+            compile=compile_,
+            progress=_say,
+        )
+        requests = _requests(runtime, prompts, sampling)
+        settings = {**_settings(runtime), "exit_head": exit_head, **asdict(sampling)}
+        with ResultsFile(_lasting(out), prompts, settings) as results:
+            _answer(runtime, requests, results)
+
+
+def _requests(runtime: "PPDRuntime", prompts: Sequence[str], sampling: "SamplingParams") -> "list[Generation]":
+    """All requests, checked; each further prompt has the next seed."""
+    requests = []
+    for index, prompt in enumerate(prompts):
+        try:
+            requests.append(runtime.request(prompt, replace(sampling, seed=sampling.seed + index), live=False))
+        except ValueError as error:
+            raise ValueError(f"prompt {index + 1} of {len(prompts)}: {error}") from error
+    return requests
+
+
+def _settings(runtime: "PPDRuntime") -> dict[str, Any]:
+    """What the results depend on: everything but where the workers are and how their messages travel."""
+    config = runtime.config
+    return {
+        "model": config.model,
+        "k": config.k,
+        "workers": config.num_subs,
+        "exit_layer": runtime.exit_layer,
+        "dtype": runtime.dtype,
+        "device": runtime.device,
+        "threads": config.threads_per_worker,
+        "compile": config.compile,
+    }
+
+
+def _lasting(out: Path) -> Path:
+    """Where `out` lasts: Ray throws its copy of the working directory away, so a relative path is the home folder's."""
+    return Path.home() / out if "runtime_resources" in Path.cwd().parts else out
+
+
+def _answer(runtime: "PPDRuntime", requests: "Sequence[Generation]", results: ResultsFile) -> None:
+    left = [index for index in range(len(requests)) if index not in results.done]
+    _say(f"{len(results.done)} of {len(requests)} prompts are done in {results.path}")
+    if not left:
+        return
+    _connect()
+    with runtime:
+        pace = _Pace()
+        for index in left:
+            for _ in requests[index]:
+                pass
+            result = requests[index].result
+            results.append(index, _row(result))
+            _say(
+                f"{len(results.done)}/{len(requests)} prompts, {pace.after(result.stats)}, {runtime.restarts} restarts"
+            )
+
+
+def _connect() -> None:
+    """Join the cluster that the job runs on; what the workers log comes back with their names before each line."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when Ray is imported
+    import ray
+
+    from ppd_runtime.launching import check_ray_address
+    from ppd_runtime.orchestration.security import check_version
+
+    check_version(ray.__version__)
+    if ray.is_initialized():
+        return
+    if address := os.environ.get("RAY_ADDRESS"):
+        check_ray_address(address)  # Ray itself would try for minutes
+    try:
+        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise RuntimeError("no Ray cluster runs here: `ray start --head`, or submit this to one") from error
+
+
+def _own_address() -> str:
+    """The address by which the cluster knows the host of this process."""
+    _connect()
+    from ppd_runtime.orchestration.placement import this_host
+
+    return this_host()
+
+
+def _row(result: "GenerationResult") -> Mapping[str, Any]:
+    stats = result.stats
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "match_rate": stats.match_rate,
+        "hits": stats.hits,
+        "misses": stats.misses,
+        "latency_s": stats.latency_s,
+        "time_to_first_token_s": stats.time_to_first_token_s,
+        "tokens_per_second": stats.tokens_per_second,
+        "stall_s": stats.stall_s,
+    }
+
+
+class _Pace:
+    """How fast a run is, and how often candidates are right."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._tokens = self._hits = self._misses = 0
+
+    def after(self, stats: "Stats") -> str:
+        """In words, with one more result."""
+        self._tokens += stats.new_tokens
+        self._hits += stats.hits
+        self._misses += stats.misses
+        rate = self._hits / max(1, self._hits + self._misses)
+        return f"{self._tokens / (time.monotonic() - self._began):.1f} tokens/s, hit rate {rate:.2f}"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,28 @@
+"""What a Ray cluster must offer before anything of ours runs on it."""
+
+import os
+
+from packaging.version import Version
+
+OLDEST_RAY = "2.54"
+_GUIDE = "https://docs.ray.io/en/latest/ray-security/token-auth.html"
+
+
+def check_version(version: str) -> None:
+    """Raise RuntimeError for a Ray with known holes."""
+    if Version(version) < Version(OLDEST_RAY):
+        raise RuntimeError(
+            f"Ray {version} is too old: before {OLDEST_RAY} its dashboard lets any web page delete jobs "
+            f"(CVE-2026-27482), install ray>={OLDEST_RAY} on every node"
+        )
+
+
+def check_authentication(hosts: set[str]) -> None:
+    """Raise RuntimeError where several hosts take part and Ray asks nobody for a token."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if len(hosts) > 1 and mode.lower() != "token":
+        raise RuntimeError(
+            f"the cluster has {len(hosts)} hosts and RAY_AUTH_MODE={mode!r}: whoever reaches a port of Ray runs code "
+            "on all of them; start every node and this command with RAY_AUTH_MODE=token and the same token "
+            f"(`ray get-auth-token --generate`, RAY_AUTH_TOKEN_PATH), see {_GUIDE}"
+        )

@@ -1,0 +1,212 @@
+"""`ray job submit` on a real cluster with a dashboard and a token: the results, reruns, kills, logs and metrics."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ppd_runtime import OrdinaryDecoding
+
+ROOT = Path(__file__).parents[2]
+RAY = Path(sys.executable).with_name("ray")
+NUM_CPUS = 6
+JOB = ("-m", "cluster.job", "generate")
+SETTINGS = {"max_new_tokens": 24, "temperature": 1.0}
+
+
+class Cluster:
+    """A Ray cluster of one node, and commands with its token."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gcs, self.dashboard, self.metrics, client = _free_ports(4)
+        self.folder = Path(tempfile.mkdtemp(prefix="ppd-", dir="/tmp"))  # a socket's path has 107 bytes
+        self.token, token = secrets.token_hex(16), folder / "token"
+        token.write_text(self.token)
+        own = {
+            "PATH": f"{RAY.parent}{os.pathsep}{os.environ['PATH']}",
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self.dashboard}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_metrics_report_interval_ms": "500",
+            "HOME": str(folder),
+        }
+        self.env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+        options = {
+            "port": self.gcs,
+            "dashboard-port": self.dashboard,
+            "metrics-export-port": self.metrics,
+            "ray-client-server-port": client,
+            "temp-dir": self.folder,
+            "num-cpus": NUM_CPUS,
+            "object-store-memory": 80 * 2**20,
+        }
+        command = [RAY, "start", "--head", "--include-dashboard=true"]
+        self.started = self.run(*command, *(f"--{name}={value}" for name, value in options.items()))
+
+    def answers(self) -> bool:
+        """Whether the job server does, to those with the token."""
+        assert self.started.returncode == 0, self.started.stdout + self.started.stderr
+        url, headers = f"http://127.0.0.1:{self.dashboard}/api/version", {"Authorization": f"Bearer {self.token}"}
+        with contextlib.suppress(OSError), urllib.request.urlopen(urllib.request.Request(url, headers=headers)):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(url)
+            return True
+        return False
+
+    def close(self) -> None:
+        """End every process that has the folder in its command line, and whom it has started: nobody else's Ray."""
+        servers = [p for p in psutil.process_iter(["cmdline"]) if str(self.folder) in " ".join(p.info["cmdline"] or [])]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = {child for server in servers for child in [server, *server.children(recursive=True)]}
+            for process in processes:
+                process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
+        address = {} if command[0] == RAY else {"RAY_ADDRESS": f"127.0.0.1:{self.gcs}"}
+        return subprocess.run(
+            [*map(str, command)], env=self.env | address, cwd=ROOT, text=True, capture_output=True, timeout=90
+        )
+
+    def submit(self, *arguments: object, wait: bool = True) -> subprocess.CompletedProcess[str]:
+        waiting = [] if wait else ["--no-wait"]
+        return self.run(RAY, "job", "submit", *waiting, "--working-dir", ".", "--", "python", *JOB, *arguments)
+
+    def exported(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=10) as answer:
+            return answer.read().decode()
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """One cluster for all tests here."""
+    pytest.importorskip("aiohttp", reason="the job server needs ray[default]")
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        wait_for(cluster.answers)
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def arguments(folder):
+    """What every job here is given."""
+    options = {"model": folder, "k": 2, "dtype": "float32", **SETTINGS}
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def write_prompts(path: Path, number: int) -> list[str]:
+    prompts = [f"The quick brown fox {i}" for i in range(number)]
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return prompts
+
+
+def check_results(out: Path, folder: str, prompts: list[str], **settings: object) -> None:
+    """Every prompt once, with ordinary decoding's tokens."""
+    rows = {row["index"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert len(rows) == len(out.read_text().splitlines()) == len(prompts)
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    for index, prompt in enumerate(prompts):
+        expected = ordinary.generate(prompt, **SETTINGS | settings, seed=index)
+        assert rows[index]["token_ids"] == list(expected.token_ids)
+        assert rows[index]["text"] == expected.text
+        assert rows[index]["finish_reason"] == expected.finish_reason
+
+
+def test_a_killed_job_goes_on_where_it_was(cluster, folder, arguments, tmp_path):
+    """Nothing is lost or done twice; meanwhile a lost sub-process comes back and the node exports what it was."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = write_prompts(file, 150)
+    job = [*arguments, "--prompt-file", file, "--out", out]
+    submitted = cluster.submit(*job, wait=False)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    wait_for(lambda: lines(out) >= 2)
+    only(process for process in psutil.process_iter(["name"]) if process.info["name"] == "ray::PPDSub").kill()
+    check_metrics(cluster)
+    driver = only(
+        process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])
+    )
+    driver.send_signal(signal.SIGKILL)
+    done = lines(out)
+    assert done < len(prompts)
+    with out.open("ab") as file:
+        file.write(b'{"index": 149, "id"')  # what a kill in the middle of a line leaves
+
+    rerun = cluster.submit(*job)
+    assert rerun.returncode == 0, rerun.stdout + rerun.stderr
+    check_results(out, folder, prompts)
+    for words in (f"{done} of 150 prompts are done in {out}", "placing 3 workers, each 1 CPU, STRICT_PACK on "):
+        assert words in rerun.stdout, rerun.stdout
+    assert re.search(r"^150/150 prompts, [\d.]+ tokens/s, hit rate 0\.\d\d, 0 restarts$", rerun.stdout, re.MULTILINE)
+    for name, layers in (("main process", 4), ("sub-process 1", 2), ("sub-process 2", 2)):
+        words = rf"\({name} pid=\d+\).* serves with {layers} of 4 layers in float32 on cpu"
+        assert re.search(words, rerun.stdout), rerun.stdout
+
+    before = out.read_bytes()
+    assert f"150 of 150 prompts are done in {out}" in cluster.run(sys.executable, *JOB, *job).stdout
+    assert out.read_bytes() == before
+
+
+def check_metrics(cluster: Cluster) -> None:
+    """Every metric of the dashboard is exported, by worker; the killed sub-process' restart is among them."""
+    wanted = set(re.findall(r"\bray_ppd_\w+", (ROOT / "cluster" / "grafana_dashboard.json").read_text()))
+    assert "ray_ppd_restarts_total" in wanted
+    wait_for(lambda: wanted <= set(re.findall(r"^ray_ppd_\w+", cluster.exported(), re.MULTILINE)))
+    by_worker = re.findall(r'^ray_ppd_layer_passes_total.*worker="([\w-]+)"', cluster.exported(), re.MULTILINE)
+    assert set(by_worker) == {"main", "sub-1", "sub-2"}
+
+
+def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("The quick brown fox\n")
+    job = [*arguments, "--prompt-file", file, "--out", tmp_path / "out.jsonl", "--k", 9]
+    refused = cluster.run(sys.executable, *JOB, *job)
+    assert refused.returncode == 1
+    assert "ppd: the runtime needs 10 bundles of 1 CPU on one node" in refused.stderr
+    assert " with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
+
+
+def lines(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
+
+
+def wait_for(condition, seconds: float = 40) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.1)
+
+
+def only(found):
+    """One of them at least."""
+    return next(iter(found))
