@@ -88,7 +88,8 @@ class RuntimeConfig:
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any."""
     transport: str = "auto"
-    """local (threads of one process), unix or zeromq (sockets between processes), or auto: unix."""
+    """local (threads of one process), unix or zeromq (sockets between processes), collective (tensors from device to
+    device), or auto: collective where each worker has a GPU of its own, else zeromq between hosts and unix on one."""
     ray_address: str | None = None
     """A running Ray cluster; None starts one on this machine, for this runtime alone."""
     threads_per_worker: int = 1
