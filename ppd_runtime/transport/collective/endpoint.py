@@ -86,6 +86,8 @@ class CollectiveEndpoint:
             link.close()
         for link in links:
             link.wait_closed()
+        if self._fabric:
+            self._fabric.close()
         self._control.close()
 
     def _post(self, link: Link, message: Message) -> Posted | None:

@@ -108,7 +108,7 @@ class Fabric:
             self._stream: Any = torch.cuda.Stream(self.device)
         else:
             gloo: Any = dist.ProcessGroupGloo
-            self._gloo_options = gloo._Options()
+            self._gloo_options: Any = gloo._Options()
             self._gloo_options._devices = [gloo.create_device(hostname=interface or _LOOPBACK)]
             self._gloo_options._threads = 1  # they serve collectives; sends and receives need none
             self._gloo_options._timeout = timedelta(seconds=_CONNECT_S)
@@ -116,6 +116,10 @@ class Fabric:
     def connect(self, meeting: Meeting, rank: int) -> "Channel":
         """A channel of the members 0 and 1, once both have come; raises RuntimeError or TimeoutError."""
         return Channel(self, [self._group(dist.PrefixStore(name, meeting), rank) for name in ("up", "down")], rank)
+
+    def close(self) -> None:
+        """Give Gloo's port and thread back, once all channels are closed."""
+        self._gloo_options = None
 
     def _group(self, store: dist.Store, rank: int) -> Any:
         if not _is_gpu(self.device.type):

@@ -5,6 +5,7 @@ the smallest tensor so far, which is a hidden state. A larger tensor is preceded
 """
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -88,7 +89,7 @@ class Link:
                 self._send(channel, torch.zeros(self._slot_out, dtype=torch.uint8))
             self._send(channel, raw)
         except RuntimeError as error:
-            self._break(f"cannot be sent to: {_first_line(error)}")
+            self._break(f"cannot be sent to: {_own_words(error)}")
             return None
         self._slot_out = min(self._slot_out, len(raw))
         return Posted(self._own, message.request, self.name, self._num_sent - 1, len(raw), header)
@@ -146,7 +147,7 @@ class Link:
             channel = self._fabric.connect(self._meeting, 0 if self._own < self._peer else 1)
         except (RuntimeError, OSError) as error:
             if not self._broken:
-                logger.warning("no link to worker %d, its tensors go by ZeroMQ: %s", self._peer, _first_line(error))
+                logger.warning("no link to worker %d, its tensors go by ZeroMQ: %s", self._peer, _own_words(error))
             return
         self._channel = channel
         self._note(_UP, b"")
@@ -178,7 +179,7 @@ class Link:
             ahead = self._fabric.posts_ahead and self._slot_in <= _MOST_SLOT_BYTES
             self._ahead = channel.receive(self._slot_in) if ahead else None
         except RuntimeError as error:
-            self._break(f"cannot be received from: {_first_line(error)}")
+            self._break(f"cannot be received from: {_own_words(error)}")
             return None
         patience = _PATIENCE_S + posted.num_bytes / _SLOWEST if self._fabric.posts_ahead else _GPU_PATIENCE_S
         return _Arriving(posted, transfers, time.monotonic() + patience)
@@ -190,7 +191,7 @@ class Link:
             if all(transfer.is_here(left) for transfer in arriving.transfers):
                 return True
         except RuntimeError as error:
-            self._break(f"has not brought a tensor: {_first_line(error)}")
+            self._break(f"has not brought a tensor: {_own_words(error)}")
         if left <= 0:
             self._break("has not brought a tensor in time")
         return False
@@ -219,5 +220,6 @@ class Link:
         self._tell(self._peer, LinkNote(self._own, 0, self.name, key, value))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+def _own_words(error: Exception) -> str:
+    """What a library says has happened, without where in its code and what may be the cause."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0] or type(error).__name__
