@@ -1,6 +1,7 @@
 """Tensors over `torch.distributed`: bits and order are kept, and whoever died is linked to again."""
 
 import logging
+import multiprocessing
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,56 @@ def test_bits_and_order_stay_as_they_are(places: Places, dtype: torch.dtype) -> 
     client.send(MAIN, there[0])
     assert same(main.receive(DEADLINE), there[0])
     assert not client._links
+
+
+def _echo(folder: str, device: str, location: str, locations) -> None:
+    """Another process: sends whatever it gets back, until told to end."""
+    endpoint = CollectiveEndpoint(Network("collective", folder), 1, device)
+    locations.put(endpoint.location)
+    endpoint.introduce(MAIN, location)
+    while (message := endpoint.receive(60)) is not None and not isinstance(message, End):
+        endpoint.send(MAIN, message)
+    endpoint.close()
+
+
+def _two_devices() -> list[str]:
+    """Of GPUs that two members of a group may have; empty where there are none."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return []
+    if torch.cuda.device_count() > 1:
+        return ["cuda:0", "cuda:1"]
+    return ["cuda:0"] * 2 if torch.cuda.nccl.version() >= (2, 30) else []
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
+def test_tensors_go_from_device_to_device_between_processes(tmp_path, monkeypatch, backend):
+    devices = ["cpu", "cpu"] if backend == "gloo" else _two_devices()
+    if not devices:
+        pytest.skip("needs two GPUs, or one with NCCL 2.30 or newer")
+    if backend == "nccl" and len(set(devices)) == 1:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    spawn = multiprocessing.get_context("spawn")
+    main = CollectiveEndpoint(Network("collective", str(tmp_path)), MAIN, devices[0])
+    locations = spawn.Queue()
+    peer = spawn.Process(target=_echo, args=(str(tmp_path), devices[1], main.location, locations), daemon=True)
+    peer.start()
+    main.introduce(1, locations.get(timeout=60))
+    deadline = time.monotonic() + 60
+    while not main._links[1].takes:
+        assert main.receive(0.01) is None
+        assert time.monotonic() < deadline, "the link did not open"
+    for number in range(3):
+        sent = [ExitState(1, 1, at, tensor.to(devices[0])) for at, tensor in enumerate(tensors(number))]
+        for message in sent:
+            main.send(1, message)
+            answer = main.receive(DEADLINE)
+            assert answer.hidden.device == torch.device(devices[0])
+            assert same(answer, message)
+    assert main._links[1]._num_received >= 3 * len(sent), "over the link"
+    main.send(1, End(MAIN, 1))
+    peer.join(DEADLINE)
+    assert peer.exitcode == 0
+    main.close()
 
 
 def test_a_tensor_that_does_not_come_costs_its_message_alone(
