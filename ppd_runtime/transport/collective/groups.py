@@ -101,6 +101,9 @@ class Fabric:
         self.posts_ahead = not _is_gpu(device)
         """Whether a receive may wait for long: on a GPU it would be a kernel that spins, which whatever waits for the
         whole device (a graph's capture, a kernel that is loaded when first used) would wait for too."""
+        self.most_under_way, self.most_bytes_under_way = (8, 2**20) if _is_gpu(device) else (32, 2**26)
+        """Transfers that need not have been taken by the peer. On GPUs they are as many as NCCL's own buffers hold:
+        for more a sending kernel would spin."""
         if _is_gpu(device):
             os.environ.update(_LIVE_AND_LET_DIE)
             if name := interface_name(interface or _LOOPBACK):
@@ -126,6 +129,7 @@ class Fabric:
             return dist.ProcessGroupGloo(store, rank, 2, self._gloo_options)
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # not behind layers' kernels
         options._timeout = timedelta(seconds=_MEET_S)
+        options.global_ranks_in_group = [0, 1]
         options.config.max_ctas = 2  # of the device's many; messages are small
         return dist.ProcessGroupNCCL(store, rank, 2, options)
 

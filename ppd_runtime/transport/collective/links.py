@@ -21,8 +21,8 @@ from ppd_runtime.transport.collective.groups import Channel, Fabric, Meeting, Tr
 logger = logging.getLogger(__name__)
 _UP, _BROKEN, _TAKEN, _WORD = "up", "broken", "taken", "word "
 _MOST_SLOT_BYTES = 2**20
-_MOST_UNDER_WAY = 32  # transfers that the peer has not taken, before tensors go with their messages …
-_TELL_EVERY = 8  # … so it says now and then how many it has
+_TELL_EVERY = 4  # transfers, after which a sender hears how many have been taken
+_WATCH_EVERY_S = 1.0
 _PATIENCE_S = 1.0  # for a tensor whose message has come …
 _SLOWEST = 10e6  # … and for each so many bytes of it a second more
 _GPU_PATIENCE_S = 20.0  # it may have yet to be computed; nobody is kept waiting meanwhile
@@ -53,6 +53,7 @@ class Link:
         self._meeting = Meeting(lambda key, value: self._note(_WORD + key, value))
         self._channel: Channel | None = None
         self._peer_is_up = self._broken = False
+        self._settled, self._ended = threading.Event(), threading.Event()
         self._held: deque[_Arriving | Message] = deque()
         self._sent: deque[tuple[int, object, Tensor]] = deque()
         self._num_sent = self._num_received = self._num_taken = 0
@@ -64,7 +65,7 @@ class Link:
     @property
     def is_opening(self) -> bool:
         """Whether it may soon have something to say to its peer."""
-        return self._thread.is_alive()
+        return not self._settled.is_set()
 
     @property
     def holds(self) -> bool:
@@ -74,15 +75,15 @@ class Link:
     @property
     def takes(self) -> bool:
         """Whether it can carry one more tensor."""
-        return self._peer_is_up and not self._broken and len(self._sent) < _MOST_UNDER_WAY
+        return self._peer_is_up and not self._broken and len(self._sent) < self._fabric.most_under_way
 
     def post(self, message: Message, header: bytes, raw: Tensor) -> Posted | None:
         """Begin to send a message's tensor, `raw`, unchanged from now on; what to send in the message's place.
 
-        None where the link turns out to be broken.
+        None where the link turns out to be broken, or to have much under way.
         """
-        channel = self._channel
-        if channel is None:
+        channel, under_way = self._channel, sum(len(sent) for _, _, sent in self._sent)
+        if channel is None or under_way + len(raw) > self._fabric.most_bytes_under_way:
             return None
         try:
             if self._fabric.posts_ahead and self._slot_out <= _MOST_SLOT_BYTES and len(raw) != self._slot_out:
@@ -133,6 +134,7 @@ class Link:
     def close(self) -> None:
         """Break the connection, in a thread of its own; see `wait_closed`."""
         self._broken = True
+        self._ended.set()
         self._meeting.close()
         self._thread = threading.Thread(target=self._shut, args=(self._thread,), name="ppd-link-closing", daemon=True)
         self._thread.start()
@@ -144,13 +146,25 @@ class Link:
     def _open(self) -> None:
         """Meet the peer and connect; runs in a thread."""
         try:
-            channel = self._fabric.connect(self._meeting, 0 if self._own < self._peer else 1)
+            self._channel = self._fabric.connect(self._meeting, 0 if self._own < self._peer else 1)
+            self._note(_UP, b"")
         except (RuntimeError, OSError) as error:
             if not self._broken:
                 logger.warning("no link to worker %d, its tensors go by ZeroMQ: %s", self._peer, _own_words(error))
-            return
-        self._channel = channel
-        self._note(_UP, b"")
+        finally:
+            self._settled.set()
+        if self._channel and not self._fabric.posts_ahead:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Break the link where a tensor is overdue, even if the main thread waits for the GPU, and that for the tensor.
+
+        A kernel that is broken off looks as if it had brought its tensor, so `_has` looks at `_broken` last.
+        """
+        while not self._ended.wait(_WATCH_EVERY_S):
+            first = next(iter(tuple(self._held)), None)
+            if isinstance(first, _Arriving) and time.monotonic() > first.deadline + _WATCH_EVERY_S:
+                self._break("has not brought a tensor in time")
 
     def _shut(self, opening: threading.Thread) -> None:
         opening.join()
@@ -189,7 +203,7 @@ class Link:
         left = arriving.deadline - time.monotonic()
         try:
             if all(transfer.is_here(left) for transfer in arriving.transfers):
-                return True
+                return not self._broken
         except RuntimeError as error:
             self._break(f"has not brought a tensor: {_own_words(error)}")
         if left <= 0:
