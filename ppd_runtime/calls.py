@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -73,6 +73,7 @@ class Call:
         self.winners: Counter[int] = Counter()
         """Tokens by `Token.winner`."""
         self._delivered: list[int] = []
+        self._arrived: deque[Message] = deque()
         self._cancelled = False
         self._life = 0
         self._patience = _ASK_AGAIN_S
@@ -84,7 +85,7 @@ class Call:
         Raises:
             RuntimeError: where the main process is lost and has been replaced too often.
         """
-        self._supervisor.check()
+        self._supervisor.check(self._hear)
         self._life = self._supervisor.lives(MAIN)
         self._ask()
         while self.told.finished is None:
@@ -111,9 +112,9 @@ class Call:
         """Wait for the sub-processes' counts: those of lost ones do not come, a silent one is waited for only once."""
         deadline = time.monotonic() + _REPORT_DEADLINE_S
         while self._awaited() and (left := deadline - time.monotonic()) > 0:
-            message = self._endpoint.receive(min(_CHECK_EVERY_S, left))
+            message = self._receive(min(_CHECK_EVERY_S, left))
             if message is None:
-                self._supervisor.check()
+                self._supervisor.check(self._hear)
             elif isinstance(message, Failed):
                 self._supervisor.note_words(message.sender, message.error)
             elif message.request == self._begin.request:
@@ -142,21 +143,32 @@ class Call:
 
     def _next_message(self) -> Message:
         while True:
-            message, now = self._endpoint.receive(_CHECK_EVERY_S), time.monotonic()
-            if now >= self._check_at:
-                self._check(now)
+            message, now = self._receive(_CHECK_EVERY_S), time.monotonic()
             if isinstance(message, Failed):
                 self._supervisor.note_words(message.sender, message.error)
-            elif message is not None and message.request == self._begin.request:
+            if now >= self._check_at:
+                self._check(now)
+            if message is not None and not isinstance(message, Failed) and message.request == self._begin.request:
                 if message.sender == MAIN:
                     self._heard_at, self._patience = now, _ASK_AGAIN_S
                     self._ask_at = now + self._patience
                 return message
 
+    def _receive(self, timeout: float) -> Message | None:
+        return self._arrived.popleft() if self._arrived else self._endpoint.receive(timeout)
+
+    def _hear(self) -> None:
+        """Take what has arrived; of workers' last words note is taken at once."""
+        while (message := self._endpoint.receive(0)) is not None:
+            if isinstance(message, Failed):
+                self._supervisor.note_words(message.sender, message.error)
+            else:
+                self._arrived.append(message)
+
     def _check(self, now: float) -> None:
         """Look after the workers, and ask again where there is a new main process or a long silence."""
         self._check_at = now + _CHECK_EVERY_S
-        self._supervisor.check()
+        self._supervisor.check(self._hear)
         if not self._supervisor.is_serving(MAIN):
             self._heard_at = now  # its start has a deadline of its own
         elif (life := self._supervisor.lives(MAIN)) != self._life:

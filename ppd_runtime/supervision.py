@@ -99,8 +99,10 @@ class Supervisor:
                 self._welcome(rank, self._posts[rank])
             time.sleep(_LOOK_EVERY_S)
 
-    def check(self) -> None:
+    def check(self, hear: Callable[[], None] = lambda: None) -> None:
         """Look at everybody once and replace whoever is lost; a lost sub-process is logged, it costs time only.
+
+        `hear` is called before a loss is told of: what the lost worker said last may have come, see `note_words`.
 
         Raises:
             RuntimeError: where the main process is lost and has been replaced too often.
@@ -110,6 +112,7 @@ class Supervisor:
                 if time.monotonic() >= post.begin_at:
                     self._begin(rank, post)
             elif reason := self._loss(rank, post):
+                hear()
                 self.replace(rank, reason)
 
     def replace(self, rank: int, reason: str) -> None:
@@ -121,9 +124,8 @@ class Supervisor:
         reason = self._words.pop(rank, reason)
         post.losses += 1
         if post.losses <= self._most_restarts:
-            post.begin_at = time.monotonic() + (
-                0 if post.losses == 1 else min(2.0 ** (post.losses - 2), _LONGEST_PAUSE_S)
-            )
+            pause = 0 if post.losses == 1 else min(2.0 ** (post.losses - 2), _LONGEST_PAUSE_S)
+            post.begin_at = time.monotonic() + pause
             logger.warning("%s is lost, a new one takes its place: %s", name_of(rank), reason)
             return
         again = f", after {self._most_restarts} restarts" if self._most_restarts else ""
@@ -175,6 +177,7 @@ class Supervisor:
         self._posts.clear()
 
     def _begin(self, rank: int, post: _Post) -> None:
+        self._words.pop(rank, None)  # the last life's
         post.life = self._begin_life(rank)
         post.deadline = time.monotonic() + START_DEADLINE_S
 
@@ -184,7 +187,6 @@ class Supervisor:
         except RuntimeError as error:
             raise RuntimeError(f"{name_of(rank)} failed to start: {error}") from error
         if post.serving:
-            self._words.pop(rank, None)
             post.lives, post.silent = post.lives + 1, False
             if self._introduce and post.life:
                 self._introduce(rank, post.life.location)

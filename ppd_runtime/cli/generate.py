@@ -93,6 +93,12 @@ def generate(
     threshold: Annotated[
         float | None, typer.Option(help="Stop drafting below this confidence.", rich_help_panel=_DRAFTING)
     ] = None,
+    adaptive: Annotated[
+        bool | None,
+        typer.Option(
+            help="Let the threshold follow the acceptance rate; default: the method's own.", rich_help_panel=_DRAFTING
+        ),
+    ] = None,
     probe: Annotated[
         Path | None,
         typer.Option(help="A folder of `ppd train probe`, for --stopping probe.", rich_help_panel=_DRAFTING),
@@ -117,6 +123,12 @@ def generate(
     bayes_interval: Annotated[
         int | None,
         typer.Option(help="Choose each so manieth by Bayesian optimisation; default: 25.", rich_help_panel=_SWIFT),
+    ] = None,
+    context_window: Annotated[
+        int | None, typer.Option(help="Generated tokens by which sets are scored; default: 32.", rich_help_panel=_SWIFT)
+    ] = None,
+    search_seed: Annotated[
+        int | None, typer.Option(help="Which random sets; default: 0.", rich_help_panel=_SWIFT)
     ] = None,
     widest: Annotated[
         int | None,
@@ -153,6 +165,7 @@ def generate(
         num_speculations=num_speculations,
         stopping=stopping,
         threshold=threshold,
+        adaptive=adaptive,
         probe=probe,
         adapter=adapter,
         acceptance=acceptance,
@@ -160,6 +173,8 @@ def generate(
         skip_ratio=skip_ratio,
         search_steps=search_steps,
         bayes_interval=bayes_interval,
+        context_window=context_window,
+        search_seed=search_seed,
         widest=widest,
     )
     with one_line_errors():
@@ -273,6 +288,7 @@ def print_json(generation: "Generation", method: Method, dtype: str) -> None:
         "acceptance_rate": result.stats.acceptance_rate,
         "mean_accepted_length": result.stats.mean_accepted_length,
         "compression_rate": result.stats.compression_rate,
+        "ctar": {window: result.stats.ctar(window) for window in range(1, 7)},
     }
     output = {
         "text": result.text,

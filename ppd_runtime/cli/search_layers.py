@@ -23,6 +23,9 @@ def search_layers(
     bayes_interval: Annotated[
         int, typer.Option(help="Choose each so manieth by Bayesian optimisation; 0: all at random.")
     ] = 25,
+    search_windows: Annotated[
+        int, typer.Option(help="Score a set by so many windows of text before its score ends the search.")
+    ] = 4,
     max_new_tokens: options.MaxNewTokens = 128,
     limit: options.Limit = None,
     seed: options.Seed = 0,
@@ -46,13 +49,15 @@ def search_layers(
             skip_ratio=skip_ratio,
             search_steps=search_steps,
             bayes_interval=bayes_interval,
+            search_windows=search_windows,
             search_seed=seed,
             dtype=dtype,
             device=device,
             threads=threads,
         )
     best = search.best
-    print(f"{out}: {search.steps} sets tried, the best foretells {search.matchness:.3f} of the tokens")
+    found = f"the best foretells {search.matchness:.3f} of the tokens" if search.steps else "so it is the uniform one"
+    print(f"{out}: {search.steps} sets tried, {found}")
     print(f"left out, layers counted from 0: attention {list(best.attention)}, MLP {list(best.mlp)}")
 
 

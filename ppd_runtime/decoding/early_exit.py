@@ -123,6 +123,8 @@ class EarlyExitSettings:
             ValueError: where there is no such probe, or it is for another model or layer.
         """
         if self.stopping != "probe":
+            if self.probe is not None:
+                raise ValueError(f"probe={str(self.probe)!r} has no use with stopping={self.stopping!r}: choose probe")
             return self.exit_layer, lambda stage: None
         folder = self.probe or shipped_part(info, "probe", "stopping='probe'", "ppd train probe")
         probe = describe_probe(folder, info)

@@ -44,8 +44,7 @@ class Kangaroo(EarlyExitDrafting):
         probe: Probe | None = None,
     ) -> None:
         super().__init__(stage, exit_layer, stopping, probe)
-        self.adapter = Stage(adapter)
-        self.adapter.recorder = stage.recorder
+        self.adapter = stage.behind(adapter)
         self._unread: list[Tensor] = []
 
     def begin(self, capacity: int) -> None:
@@ -87,9 +86,15 @@ class KangarooSettings(EarlyExitSettings):
         stopping = self.rule
         folder = self.adapter or shipped_part(info, "adapter", "kangaroo", "ppd train adapter")
         adapter = describe_adapter(folder, info)
+        if self.exit_layer is not None:
+            adapter.check_layers([self.exit_layer])
         asked, load_probe = self.prepare_probe(info)
-        if asked is not None:
-            adapter.check_layers([asked])
+        if asked not in (None, adapter.exit_layer):
+            raise ValueError(
+                f"stopping='probe': the probe is for layer {asked}, the adapter for layer {adapter.exit_layer}; give "
+                f"probe=FOLDER with one for that layer (`ppd train probe --exit-layer {adapter.exit_layer}`), or "
+                "choose another stopping rule"
+            )
         return lambda stage: Kangaroo(
             stage, load_adapter(adapter, stage.model), adapter.exit_layer, stopping, load_probe(stage)
         )

@@ -38,6 +38,9 @@ class SearchSettings:
     """Suggestions without a better score that end the search."""
     enough: float = 0.95
     """A score above it ends the search too."""
+    windows: int = 1
+    """Windows of the text by which a set must have been scored for that. With 1, the paper's, a set is scored once, so
+    that an easy window may end the search; with more, the best one is scored anew by each window that has come."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -48,14 +51,29 @@ class SearchSettings:
             ("search_steps", self.steps),
             ("bayes_interval", self.bayes_interval),
             ("search_seed", self.seed),
+            ("search_windows", self.windows),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 0")
+            least = 1 if name == "search_windows" else 0
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
         if self.steps and self.bayes_interval and find_spec("sklearn") is None:
             raise ValueError(
                 f"bayes_interval={self.bayes_interval} needs scikit-learn: install ppd-runtime[swift], "
                 "or choose bayes_interval=0 for random search alone"
             )
+
+
+@dataclass
+class _Tally:
+    """The scores of a set."""
+
+    places: np.ndarray
+    total: float = 0.0
+    windows: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.windows
 
 
 class LayerSearch:
@@ -83,22 +101,35 @@ class LayerSearch:
     def _begin(self, skip_ratio: float) -> None:
         """Start over with the uniform set."""
         self.skip_ratio = skip_ratio
-        self._best = self._candidate = self._uniform()
-        self.best, self.matchness = self._layer_set(self._best), -1.0
+        self._candidate = self._uniform()
+        self._tallies: dict[bytes, _Tally] = {}
+        self.best, self.matchness = self._layer_set(self._candidate), -1.0
+        self.windows = 0
+        """Windows of text by which the best set was scored; `matchness` is their mean."""
         self._since, self._verifications, self._drafted, self._accepted = 0, 0, 0, 0
 
     @property
     def finished(self) -> bool:
         """Whether the best set stays."""
         settings, sizes = self.settings, 2 * (self._layers - 2)
-        over = self.steps >= settings.steps or self._since >= settings.patience or self.matchness > settings.enough
+        over = self.steps >= settings.steps or self._since >= settings.patience or self._is_good_enough
         return over or self._num_left_out in (0, sizes)
 
-    def suggest(self) -> LayerSet:
-        """The next set to score (equation 2); the first is the uniform one."""
+    @property
+    def _is_good_enough(self) -> bool:
+        return self.windows >= self.settings.windows and self.matchness > self.settings.enough
+
+    def suggest(self, new_window: bool = False) -> LayerSet:
+        """The next set to score (equation 2); the first is the uniform one.
+
+        `new_window`: none of the text that it will be scored by was there when this was last said. The best set is
+        scored again then, where scores are to be of several windows.
+        """
         number = self.steps + 1
-        if self.matchness < 0:
-            self._candidate = self._best
+        if not self._tallies:
+            return self.best
+        if new_window and self.settings.windows > 1:
+            self._candidate = self._leader.places
         elif self._surrogate and number % self.settings.bayes_interval == 0:
             self._candidate = self._surrogate.most_promising([self._any() for _ in range(_CONSIDERED)])
         else:
@@ -111,9 +142,12 @@ class LayerSearch:
         self._since += 1
         if self._surrogate:
             self._surrogate.add(self._candidate, matchness)
-        if matchness > self.matchness:
-            self._best, self._since = self._candidate, 0
-            self.best, self.matchness = self._layer_set(self._best), matchness
+        tally = self._tallies.setdefault(self._candidate.tobytes(), _Tally(self._candidate))
+        tally.total, tally.windows = tally.total + matchness, tally.windows + 1
+        leader = self._leader
+        if (best := self._layer_set(leader.places)) != self.best or self.matchness < 0:
+            self.best, self._since = best, 0
+        self.matchness, self.windows = leader.mean, leader.windows
 
     def judged(self, drafted: int, accepted: int) -> None:
         """Of a draft of `drafted` steps `accepted` tokens stayed; too few in the long run lower the skip ratio."""
@@ -125,6 +159,11 @@ class LayerSearch:
         if self._accepted < _LEAST_RATE * self._drafted and self._number(lower) > 0:
             self._begin(lower)
         self._verifications, self._drafted, self._accepted = 0, 0, 0
+
+    @property
+    def _leader(self) -> _Tally:
+        """The set with the best mean score, of equal ones the first."""
+        return max(self._tallies.values(), key=lambda tally: tally.mean)
 
     @property
     def _num_left_out(self) -> int:

@@ -5,7 +5,7 @@ a tree, through all layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import eq
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from ppd_runtime.decoding.drafts import Draft
 from ppd_runtime.decoding.layer_search import LayerSearch, SearchSettings
 from ppd_runtime.decoding.speculation import Propose
-from ppd_runtime.decoding.stopping import StopDrafting, Stopping
+from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.layer_sets import read_layer_set
-from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.models.loading import TREE, WITHOUT_ATTENTION, WITHOUT_MLP, ModelInfo
 from ppd_runtime.models.skipping import LayerSet, share_run, sparse_piece
 from ppd_runtime.models.stage import Stage
 
@@ -41,7 +41,8 @@ class Swift:
         self.stage, self._stopping, self.window, self._widest = stage, stopping, window, widest
         self.search = layers if isinstance(layers, LayerSearch) else None
         self.stop_drafting = StopDrafting(stopping)
-        self._prompt_length = 0
+        self._prompt_length = self._scored_to = 0
+        stage.compile_for(TREE, WITHOUT_ATTENTION, WITHOUT_MLP)
         self._leave_out(layers.best if isinstance(layers, LayerSearch) else layers)
 
     @property
@@ -56,7 +57,7 @@ class Swift:
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """Run the whole model over a prompt."""
-        self._prompt_length = len(token_ids)
+        self._prompt_length = self._scored_to = len(token_ids)
         return self.stage.run(0, self.stage.num_layers, list(token_ids), 0)
 
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
@@ -89,7 +90,9 @@ class Swift:
 
     def _improve(self, search: LayerSearch, history: Sequence[int]) -> None:
         if not search.finished:
-            search.score(self.matchness(search.suggest(), history))
+            new_window = len(history) - self._scored_to >= self.window
+            self._scored_to = len(history) if new_window else self._scored_to
+            search.score(self.matchness(search.suggest(new_window), history))
         if search.best != self.left_out:
             self._leave_out(search.best)
 
@@ -133,6 +136,10 @@ class SwiftSettings:
     """N_D: tokens in a draft at the most."""
     threshold: float = 0.6
     """ε: drafting ends behind the first token whose confidence is below it; the paper names no value."""
+    adaptive: bool = False
+    """Whether the threshold follows the acceptance rate, as AdaSPEED's."""
+    adaptation: Adaptation = field(default_factory=Adaptation)
+    """How it does."""
     widest: int = 10
     """Candidates that a doubtful place has at the most; the paper's 10, 5, 3, 1 go by confidence, 1 drafts chains."""
     context_window: int = 32
@@ -141,12 +148,15 @@ class SwiftSettings:
     """S: sets that are tried at the most; with 0 the uniform set stays."""
     bayes_interval: int = 25
     """β: each so manieth set is Bayesian optimisation's, which needs the extra `swift`; with 0 all are random."""
+    search_windows: int = 1
+    """Windows of text by which a set must have been scored before its score ends the search; 1 is the paper's."""
     search_seed: int = 0
     """The same seed and requests give the same search."""
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], Swift]:
         """As `MethodSettings.prepare`."""
-        stopping = Stopping(self.stopping, self.num_speculations, self.threshold)
+        adaptation = self.adaptation if self.adaptive else None
+        stopping = Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)
         if self.stopping == "probe":
             raise ValueError("stopping='probe': a probe judges exit states, swift has none; choose another rule")
         window, widest = self.context_window, self.widest
@@ -163,5 +173,6 @@ class SwiftSettings:
 
     def _search(self, num_layers: int) -> LayerSearch:
         ratio = 0.45 if self.skip_ratio is None else self.skip_ratio
-        settings = SearchSettings(ratio, self.search_steps, self.bayes_interval, seed=self.search_seed)
+        seed, windows = self.search_seed, self.search_windows
+        settings = SearchSettings(ratio, self.search_steps, self.bayes_interval, seed=seed, windows=windows)
         return LayerSearch(num_layers, settings)

@@ -41,6 +41,12 @@ def find_layer_set(
                     on_progress(search)
             if search.steps == before and not search.finished:
                 raise ValueError(f"no prompt's continuation has more than the {method.window} tokens to score sets by")
-        found = {"skip_ratio": search.skip_ratio, "matchness": search.matchness, "steps": search.steps}
+        matchness = search.matchness if search.steps else None
+        found = {
+            "skip_ratio": search.skip_ratio,
+            "matchness": matchness,
+            "windows": search.windows,
+            "steps": search.steps,
+        }
         write_layer_set(out, search.best, generator.info, found)
     return search

@@ -51,7 +51,8 @@ def sparse_piece(stage: Stage, left_out: LayerSet) -> Piece:
         attention, mlp = number in left_out.attention, number in left_out.mlp
         if not (attention and mlp):
             layers[number] = without(layer, attention=attention, mlp=mlp) if attention or mlp else layer
-    return stage.piece(layers, tuple(number for number in layers if number not in left_out.attention))
+    attending = tuple(number for number in layers if number not in left_out.attention)
+    return stage.piece(layers, attending, tuple(number for number in layers if number in left_out.mlp))
 
 
 def share_run(model: PreTrainedModel, left_out: LayerSet) -> float:

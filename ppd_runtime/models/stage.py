@@ -39,6 +39,8 @@ class Stage:
 
     def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None" = None) -> None:
         self.model, self._compiled = model, compiled
+        self.device = model.device
+        """Where the weights are; the library goes through all of a model's modules each time it is asked."""
         self.num_layers: int = model.config.num_hidden_layers
         self.layers_at_once = -(-self.num_layers // 3) if compiled else self.num_layers
         """Layers best run in one call: each call of the library's has a price of its own, a compiled one has none."""
@@ -55,10 +57,16 @@ class Stage:
         self.head = FinalHead(model, few_rows=compiled is not None and few_rows_gain(model.device, model.dtype))
         self.cache = StageCache(model.config, 0)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.model.device
+    def compile_for(self, *passes: int) -> None:
+        """Where passes are compiled, have code for these too, such as a `TREE`; the first time takes a while."""
+        if self._compiled:
+            self._compiled.add(*passes)
+
+    def behind(self, part: PreTrainedModel) -> "Stage":
+        """A stage for a model of one layer behind this one, compiled if this one is, that notes its times here."""
+        stage = Stage(part, self._compiled and self._compiled.of_part(part))
+        stage.recorder = self.recorder
+        return stage
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
@@ -187,6 +195,8 @@ class Stage:
     @torch.inference_mode()
     def _run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
         self._check_position(piece.attending[0], position)
+        if self._compiled and len(token_ids) == 1 and position and self._compiled.runs_piece(piece):
+            return self._compiled.run_piece(piece, self._embed(token_ids), self.cache.layers)
         return self._call(piece, token_ids, position)
 
     @torch.inference_mode()
@@ -195,6 +205,8 @@ class Stage:
         if self._compiled and set(parents) == {-1}:
             return self._compiled.run(0, self.num_layers, self._embed(token_ids), self.cache.layers)
         tree = TokenTree(parents)
+        if self._compiled and self._compiled.runs_tree(len(token_ids)):
+            return self._compiled.run_tree(self._embed(token_ids), tree, self.cache.layers)
         places = self._positions[:, position + tree.depths]
         masks = tree.masks(self.cache.layers, self.model)
         return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)
@@ -228,12 +240,14 @@ class Stage:
         output = piece.decoder(**feed, past_key_values=self._views[piece.attending], use_cache=True)
         return output.last_hidden_state
 
-    def piece(self, layers: Mapping[int, nn.Module], attending: tuple[int, ...]) -> "Piece":
-        """Some layers by their numbers, or stand-ins for them; `attending` are those that have entries."""
+    def piece(
+        self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()
+    ) -> "Piece":
+        """Some layers by their numbers, or stand-ins for them; see `Piece`."""
         decoder = decoder_of(self.model, layers)
         if self._rotary is not None:
             decoder.rotary_emb = self._rotary
-        return Piece(decoder, len(layers), attending)
+        return Piece(decoder, tuple(layers), attending, without_mlp)
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
@@ -283,9 +297,17 @@ class Piece(NamedTuple):
     """Some layers of a model, as a stage runs them."""
 
     decoder: nn.Module
-    num_layers: int
+    numbers: tuple[int, ...]
+    """Its layers."""
     attending: tuple[int, ...]
-    """The layers whose entries it reads and writes."""
+    """Those whose entries it reads and writes; the others are without attention."""
+    without_mlp: tuple[int, ...] = ()
+    """Those without MLP."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return len(self.numbers)
 
 
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:

@@ -34,12 +34,15 @@ class TokenTree:
         return {kind: masks[window] for kind, window in zip(model.config.layer_types, windows, strict=True)}
 
     def _mask(self, layer: PreallocatedLayer, model: PreTrainedModel) -> Tensor:
-        attended, offset = layer.get_mask_sizes(len(self.depths))
-        before = torch.arange(offset, layer.length) - layer.length
+        attended, _ = layer.get_mask_sizes(len(self.depths))
+        return self.mask(layer.length, layer.sliding_window, model)[..., -attended:]
+
+    def mask(self, length: int, window: int | None, model: PreTrainedModel) -> Tensor:
+        """The additive mask over all `length` tokens before the tree and its own, `[1, 1, tokens, all]`."""
+        before = torch.arange(length) - length
         places = torch.cat([before, self.depths])  # from where the tree's roots stand
-        assert len(places) == attended
-        sees = torch.cat([torch.ones(len(self.depths), len(before), dtype=torch.bool), self._sees], dim=1)
-        if layer.sliding_window is not None:
-            sees &= places > (self.depths - layer.sliding_window)[:, None]
+        sees = torch.cat([torch.ones(len(self.depths), length, dtype=torch.bool), self._sees], dim=1)
+        if window is not None:
+            sees &= places > (self.depths - window)[:, None]
         hidden = torch.zeros(sees.shape, dtype=model.dtype).masked_fill_(~sees, torch.finfo(model.dtype).min)
         return hidden[None, None].to(model.device)

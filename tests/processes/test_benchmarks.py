@@ -6,7 +6,7 @@
 import pytest
 
 from benchmarks import __main__ as everything
-from benchmarks import contention, equal_devices, hop, pipeline, siblings, startup, tracing
+from benchmarks import contention, endurance, equal_devices, hop, pipeline, recovery, siblings, startup, tracing
 from ppd_runtime.launching import available_cores
 
 
@@ -103,3 +103,15 @@ def test_tracing():
     assert found["identical"]
     assert found["spans_a_token"] == 3
     assert all(spent > 0 for spent in found["calls_us_a_token"].values())
+
+
+def test_endurance():
+    found = figures(endurance, "--model random:64x4 --requests 12 --tokens 20 --fault-every-s 1.5 --seed 3")
+    assert found["texts equal"] == 12
+    assert found["tokens"] == 240
+    assert found["workers left"] == 0
+
+
+def test_recovery():
+    found = figures(recovery, "--rounds 1 --tokens 300")
+    assert found["texts equal"] == found["texts"] == 1

@@ -13,10 +13,20 @@ from models_for_tests import load_stage as load_eager
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppd_runtime.models.adapter import new_adapter
 from ppd_runtime.models.artifacts import artifact, cache_folder
-from ppd_runtime.models.compiled import CHAIN, CompiledLayers, compile_layers
+from ppd_runtime.models.compiled import CompiledLayers
+from ppd_runtime.models.compiling import compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
-from ppd_runtime.models.loading import compile_ahead, describe, load_stage
+from ppd_runtime.models.loading import (
+    CHAIN,
+    TREE,
+    WITHOUT_ATTENTION,
+    compile_ahead,
+    describe,
+    load_stage,
+)
+from ppd_runtime.models.skipping import LayerSet, sparse_piece
 from ppd_runtime.models.stage import Stage
 
 PROMPT = [40, 7, 291, 65, 133]
@@ -133,6 +143,51 @@ def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFol
 
 
 @needs_compiler
+def test_compiled_trees_and_sparse_layers_are_the_librarys(model_folder: ModelFolder, kept: Path) -> None:
+    """With a window that rolls, on both sides of a step of the attended rows; trees in one part and in two."""
+    stage = load_eager(model_folder("mistral"))
+    twin = compiled_twin(stage)
+    twin.compile_for(TREE, WITHOUT_ATTENTION)
+    left_out = LayerSet((1, 2), (2,))  # layers without MLP are compiled below: an adapter is one
+    for position in (3, ATTENDED_ROWS - 1, ATTENDED_ROWS + 5):
+        for parents in ([-1, 0, 0, 1], [-1, 0, 0, 1, 1, 2, 3, 3]):
+            tokens, passes = list(range(9, 9 + len(parents))), []
+            for each in (stage, twin):
+                each.begin(position + 10)
+                each.run(0, 4, list(range(40, 40 + position)), 0)
+                sparse = each.run_piece(sparse_piece(each, left_out), [7], position)
+                assert [each.length(i) for i in range(4)] == [
+                    position + (i not in left_out.attention) for i in range(4)
+                ]
+                each.truncate(position)
+                tree = each.run_tree(tokens, parents, position)
+                each.keep_path(position, [0, 2])
+                passes.append((sparse, tree, each.run(0, 4, [8], position + 2)))
+            for ours, theirs in zip(passes[1], passes[0], strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+                assert not torch.equal(ours, theirs), "the library's code ran"
+
+
+@needs_compiler
+def test_a_compiled_adapter_is_the_librarys(model_folder: ModelFolder, kept: Path) -> None:
+    """Over one state and over several, behind a prompt."""
+    stage = load_eager(model_folder("gemma2"))
+    adapter = new_adapter(stage.model, 2).requires_grad_(False)
+    both = [Stage(adapter), Stage(adapter, CompiledLayers.of_part(adapter))]
+    prompt, *later = torch.randn(1, 16, stage.model.config.hidden_size, generator=torch.manual_seed(0)).split(
+        (9, 1, 3, 1, 2), dim=1
+    )
+    states = []
+    for each in both:
+        each.begin(16)
+        each.run(0, 1, prompt, 0)
+        states.append([each.logits(each.run(0, 1, some, each.length(0))) for some in later])
+    for ours, theirs in zip(states[1], states[0], strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+        assert not torch.equal(ours, theirs), "the library's code ran"
+
+
+@needs_compiler
 def test_bits_depend_neither_on_the_capacity_nor_on_dropped_tokens(model_folder: ModelFolder, kept: Path) -> None:
     stage = compiled_twin(load_eager(model_folder("llama")))
     expected = forced(stage, [0, 4])[1:4]
@@ -237,6 +292,6 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("ppd_runtime.models.compiled._compile", lambda *args: args[-1].write_bytes(b"no zip"))
+    monkeypatch.setattr("ppd_runtime.models.compiling._compile", lambda *args: args[-1].write_bytes(b"no zip"))
     with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
         compiled_layers(load_eager(model_folder("llama")).model)

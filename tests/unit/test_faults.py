@@ -11,6 +11,7 @@ from chaos import Fate, chaos
 import ppd_runtime.calls
 import ppd_runtime.runtime
 import ppd_runtime.supervision
+import ppd_runtime.worker
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.exit_heads import RehearsedHead
 
@@ -86,3 +87,32 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
     assert hits > 0 or "late" in MISHAPS[mishaps], "nobody took part"
     print(f"{dict(fate.happened)} in {REQUESTS} requests, {hits} hits")
     assert sum(fate.happened.values()) > 0
+
+
+def _out_of_memory(*_):
+    raise MemoryError("3 GiB more than there are")
+    yield
+
+
+def test_a_sub_process_that_raises_is_named_with_its_own_words(folder, ordinary, hurried, monkeypatch, caplog):
+    monkeypatch.setattr(ppd_runtime.worker.SubProcess, "serve", _out_of_memory)
+    with PPDRuntime(folder, k=2, transport="local", dtype="float32", max_restarts=2) as runtime:
+        expected = ordinary.generate(PROMPT, max_new_tokens=200, ignore_eos=True).token_ids
+        for _ in range(4):
+            assert runtime.generate(PROMPT, max_new_tokens=200, ignore_eos=True).token_ids == expected
+    lost = [message for message in caplog.messages if "is lost" in message]
+    for rank in (1, 2):
+        own = [message for message in lost if f"sub-process {rank} " in message]
+        assert [message.rpartition(": MemoryError: ")[2] for message in own] == ["3 GiB more than there are"] * 3
+        assert "after 2 restarts, decoding goes on without it" in own[-1]
+
+
+def test_a_main_process_that_raises_again_and_again_is_an_error(folder, hurried, monkeypatch, caplog):
+    monkeypatch.setattr(ppd_runtime.worker.MainProcess, "decode", _out_of_memory)
+    with PPDRuntime(folder, k=1, transport="local", max_restarts=2) as runtime:
+        words = "the main process failed, after 2 restarts: MemoryError: 3 GiB more than there are"
+        with pytest.raises(RuntimeError, match=words):
+            runtime.generate(PROMPT, max_new_tokens=5)
+        with pytest.raises(RuntimeError, match="closed"):
+            runtime.generate(PROMPT, max_new_tokens=5)
+    assert len([message for message in caplog.messages if "MemoryError" in message]) == 2, "one for each restart"

@@ -33,7 +33,8 @@ def test_choices_are_what_the_library_has() -> None:
         "--method adaspeed --exit-layer 2 --stopping confidence --threshold 0.1",
         "--method layerskip --acceptance rejection",
         "--method swift --skip-ratio 0.3 --threshold 0.2 --search-steps 5 --bayes-interval 0",
-        "--method swift --search-steps 0 --widest 1",
+        "--method swift --search-steps 0 --widest 1 --adaptive",
+        "--method swift --search-steps 9 --context-window 2 --search-seed 3 --bayes-interval 4",
     ],
 )
 def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], options: str, tmp_path: Path) -> None:
@@ -48,6 +49,8 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], option
     stats = output["stats"]
     assert sum(stats["run_lengths"]) == 12
     assert stats["mean_accepted_length"] == 12 / len(stats["run_lengths"])
+    later = stats["run_lengths"][1:]
+    assert stats["ctar"] == {str(w): sum(length > w for length in later) / len(later) for w in range(1, 7)}
     assert stats["acceptance_rate"] == sum(stats["speculation"]["accepted"]) / sum(stats["speculation"]["drafted"])
     assert "layers" in trace.read_text()
 

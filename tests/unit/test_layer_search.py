@@ -89,6 +89,28 @@ def test_ends() -> None:
     assert steps_until_the_end([0.5], skip_ratio=0) == 0
 
 
+def test_an_easy_window_ends_no_search_by_several() -> None:
+    search = LayerSearch(LAYERS, SearchSettings(windows=3, **RANDOM))
+    search.suggest(new_window=True)
+    search.score(0.7)
+    lucky = search.suggest()
+    search.score(1.0)
+    assert (search.best, search.matchness, search.windows, search.finished) == (lucky, 1.0, 1, False)
+    assert search.suggest(new_window=True) == lucky
+    search.score(0.5)
+    assert (search.best, search.matchness, search.windows) == (lucky, 0.75, 2)
+    assert search.suggest() != lucky
+    search.score(0.98)
+    good = search.best
+    assert good != lucky
+    for _ in range(2):
+        assert not search.finished
+        assert search.suggest(new_window=True) == good
+        search.score(0.97)
+    assert (search.best, search.windows, search.finished) == (good, 3, True)
+    assert search.matchness == pytest.approx((0.98 + 2 * 0.97) / 3)
+
+
 def test_few_accepted_tokens_lower_the_ratio() -> None:
     search = LayerSearch(LAYERS, SearchSettings(**RANDOM))
     run(search, 5)

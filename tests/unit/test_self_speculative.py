@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,12 @@ ModelFolder = Callable[..., Path]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 NUM_LAYERS, EXIT_LAYER = 5, 2
 PROMPTS = ([5], [40, 7, 291, 65, 133, 9, 12, 250], list(range(20, 44)))
-GREEDY, SAMPLED = {}, {"temperature": 0.9, "seed": 3, "top_p": 0.95, "repetition_penalty": 1.1}
+GREEDY = {}
+SAMPLED = (
+    {"temperature": 0.6, "top_p": 0.95, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.95, "seed": 4},
+    {"temperature": 0.9, "seed": 5, "top_k": 1000, "repetition_penalty": 1.1},
+)
 
 
 @dataclass(frozen=True)
@@ -97,12 +103,11 @@ def test_tokens_are_ordinary_decodings(parts: Callable[..., Parts], way: str, fa
     of_model = parts(family)
     ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
     accepted = rejected = 0
-    for sampling in (GREEDY, SAMPLED):
-        for prompt in PROMPTS:
-            expected = ordinary.generate(prompt, max_new_tokens=30, ignore_eos=True, **sampling)
-            result = method.generate(prompt, max_new_tokens=30, ignore_eos=True, **sampling)
-            assert result.token_ids == expected.token_ids
-            accepted, rejected = accepted + result.stats.hits, rejected + result.stats.misses
+    for prompt, sampling in [*zip(PROMPTS, [GREEDY] * 3, strict=True), *zip(PROMPTS, SAMPLED, strict=True)]:
+        expected = ordinary.generate(prompt, max_new_tokens=30, ignore_eos=True, **sampling)
+        result = method.generate(prompt, max_new_tokens=30, ignore_eos=True, **sampling)
+        assert result.token_ids == expected.token_ids
+        accepted, rejected = accepted + result.stats.hits, rejected + result.stats.misses
     assert accepted
     assert rejected
 
@@ -206,6 +211,23 @@ def test_rejection_sampling_repeats_and_is_greedy_at_zero(parts: Callable[..., P
     assert first.token_ids == again.token_ids != other.token_ids
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_broken_off_streams_and_calls_at_once(parts: Callable[..., Parts], way: str) -> None:
+    """Whatever came before, and whoever waits meanwhile, a request's tokens are its own."""
+    of_model, asked = parts("mistral"), {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.6}
+    ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
+    expected = [ordinary.generate(PROMPTS[1], seed=seed, **asked).token_ids for seed in range(3)]
+    for taken in (1, 2, 7):
+        stream = method.stream(PROMPTS[2], max_new_tokens=30, ignore_eos=True)
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert method.generate(PROMPTS[1], seed=0, **asked).token_ids == expected[0]
+    with ThreadPoolExecutor(3) as threads:
+        results = threads.map(lambda seed: method.generate(PROMPTS[1], seed=seed, **asked).token_ids, range(3))
+        assert list(results) == expected
+
+
 @pytest.mark.parametrize("method", ["layerskip", "adaspeed"])
 def test_every_exit_layer_and_draft_length(model_folder: ModelFolder, method: str) -> None:
     folder = str(model_folder("llama", num_layers=NUM_LAYERS, quiet_from=EXIT_LAYER))
@@ -247,6 +269,7 @@ def mistakes(of_model: Parts, other: Parts) -> Iterator[tuple[str, dict[str, obj
     yield "adaspeed", {"stopping": "probe"}, "stopping='probe' needs probe=FOLDER for model"
     yield "adaspeed", {"stopping": "probe", "probe": other.probe}, "was trained for layer 2 of model"
     yield "adaspeed", {"stopping": "probe", "probe": of_model.probe, "exit_layer": 3}, "not for layer 3"
+    yield "adaspeed", {"probe": of_model.probe}, "has no use with stopping='product': choose probe"
     yield "kangaroo", {}, "kangaroo needs adapter=FOLDER for model"
     yield "kangaroo", {"adapter": other.adapter}, "was trained for layer 2 of model"
     yield "kangaroo", {"adapter": of_model.adapter, "exit_layer": 1}, "not for layer 1"

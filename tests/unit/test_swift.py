@@ -132,6 +132,21 @@ def test_the_search_is_a_step_a_draft_and_goes_on_over_requests(model_folder: Mo
     assert next(steps for steps, *_ in sets_found(1)) > 3
 
 
+def test_the_best_set_is_scored_by_each_window(model_folder: ModelFolder) -> None:
+    """Three windows with good scores end the search, not fewer."""
+    folder = str(model_folder("llama", num_layers=NUM_LAYERS, quiet_from=1))
+    settings = {"context_window": 6, "bayes_interval": 0, "skip_ratio": 0.1, "dtype": "float32", "widest": 1}
+    with open_method(folder, "swift", search_windows=3, stopping="constant", num_speculations=1, **settings) as swift:
+        search, ends = swift.method.search, []
+        for length in range(8, 40):
+            swift.generate(TEXT, max_new_tokens=length, ignore_eos=True)
+            ends.append((search.windows, search.finished))
+            if search.finished:
+                break
+    assert (2, False) in ends
+    assert ends[-1] == (3, True)
+
+
 def test_no_search_before_the_window_is_full(model_folder: ModelFolder) -> None:
     folder = str(model_folder("llama", num_layers=NUM_LAYERS, quiet_from=2))
     with open_method(folder, "swift", context_window=32, bayes_interval=0, dtype="float32") as generator:
@@ -153,6 +168,14 @@ def test_the_command_finds_a_set_that_generate_takes(model_folder: ModelFolder, 
     assert "no prompt's continuation has more than the 32 tokens to score sets by" in short.stderr
     expected = OrdinaryDecoding(folder, dtype="float32").generate("The", max_new_tokens=9).token_ids
     assert decode(folder, "The", "swift", layer_set=out, dtype="float32", max_new_tokens=9).token_ids == expected
+
+
+def test_without_a_step_the_uniform_set_is_written(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder, out = str(model_folder("llama", num_layers=NUM_LAYERS)), tmp_path / "s.json"
+    result = CliRunner().invoke(app, f"search-layers --model {folder} --out {out} --search-steps 0".split())
+    assert result.exit_code == 0, result.output
+    assert "0 sets tried, so it is the uniform one" in result.stdout
+    assert json.loads(out.read_text())["search"]["matchness"] is None
 
 
 def mistakes(found: Path, tmp_path: Path) -> Iterator[tuple[dict[str, object], str]]:
@@ -178,6 +201,7 @@ def mistakes(found: Path, tmp_path: Path) -> Iterator[tuple[dict[str, object], s
     yield {"skip_ratio": 1}, "skip_ratio=1: give a number from 0 to below 1"
     yield {"stopping": "probe"}, "stopping='probe': a probe judges exit states, swift has none"
     yield {"context_window": 0}, "context_window=0: give a whole number of at least 1"
+    yield {"search_windows": 0}, "search_windows=0: give a whole number of at least 1"
     yield {"widest": 0}, "widest=0: give a whole number of at least 1"
     yield {"exit_layer": 2}, "swift has no setting 'exit_layer': it has"
 

@@ -23,8 +23,9 @@ Speed-ups are medians of the texts' own ratios, with quartiles, except where all
 drafts among draft steps. M: tokens for each full pass, the prompt's among them. CR: tokens for each verification.
 CTAR(w): share of the verifications that gave more than w tokens. s: draft steps for each verification. c and v: the
 time of a draft step and of a verification over that of an ordinary step; where drafting runs the first layers for both,
-over the newest certain token, that is v's. Allowed: CR / (1 + s·c), SWIFT's equation 6; for ppd Theorem 4.1 with the
-match rate of these texts. With v: CR / (v + s·c), as verifying several tokens may take longer than an ordinary step."""
+over the newest certain token, that is v's. Allowed: CR / (1 + s·c), SWIFT's equation 6 as it is printed, which takes a
+verification for the price of an ordinary step; for ppd Theorem 4.1 with the match rate of these texts. With v:
+CR / (v + s·c), the same with a verification's measured price. Measured: by how much "together" is above or below."""
 _UNDISTURBED = 0.9
 """Of a core's time, what a method has at least where nobody else computes."""
 _TABLE_1 = {
@@ -48,8 +49,9 @@ _COST_COLUMNS: Columns = {
     "of each text": lambda f: _spread(f.step_speedup),
     "together": lambda f: _number(f.pooled_step_speedup, 2),
     "allowed": lambda f: _number(f.allowed_speedup, 2),
-    "together / allowed": lambda f: _number(_of_allowed(f), 3),
+    "measured": lambda f: _deviation(f.pooled_step_speedup, f.allowed_speedup),
     "with v": lambda f: _number(f.costed_speedup, 2),
+    "measured, with v": lambda f: _deviation(f.pooled_step_speedup, f.costed_speedup),
     "s": lambda f: _number(f.draft_steps, 2),
     "c": lambda f: _number(f.draft_cost, 3),
     "v": lambda f: _number(f.verification_cost, 3),
@@ -268,10 +270,8 @@ def _text(pair: Pair) -> dict[str, Any]:
     return asdict(pair.run) | {"agreement": asdict(pair.agreement)}
 
 
-def _of_allowed(figures: MethodFigures) -> float | None:
-    if figures.pooled_step_speedup is None or not figures.allowed_speedup:
-        return None
-    return figures.pooled_step_speedup / figures.allowed_speedup
+def _deviation(measured: float | None, allowed: float | None) -> str:
+    return "-" if measured is None or not allowed else f"{measured / allowed - 1:+.1%}"
 
 
 def _differing(figures: MethodFigures) -> str:

@@ -1,0 +1,384 @@
+"""Compiling layers ahead of time: the library's own layers, exported for passes over few tokens, kept on disk.
+
+A layer is compiled once for each kind of layer, with its weights as inputs: the layers of a kind share the code, so
+their bits cannot depend on where a stage is cut, and files hold no weights. How many rows of the caches a pass attends
+to is an input too: the next multiple of `ATTENDED_ROWS`, a function of the position alone.
+"""
+
+import contextlib
+import copy
+import hashlib
+import inspect
+import logging
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ppd_runtime.models import kv_cache, products, skipping
+from ppd_runtime.models.artifacts import artifact, capabilities
+from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
+from ppd_runtime.models.loading import CHAIN, TREE, WITHOUT_ATTENTION, WITHOUT_MLP
+from ppd_runtime.models.products import few_rows_gain, few_rows_linear
+from ppd_runtime.models.skipping import without
+from ppd_runtime.models.stage import decoder_of
+
+logger = logging.getLogger(__name__)
+MOST_CHAINED = 15
+"""Tokens of a chain or a tree for which compiled code is of use; the library runs longer ones."""
+_GROUPED_ATTENTION = "ppd_grouped_sdpa"
+_MOST_ROWS = 2**24
+_IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
+_NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
+_INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
+_PASSES = {
+    CHAIN: "chains",
+    TREE: "trees",
+    WITHOUT_ATTENTION: "one token without attention",
+    WITHOUT_MLP: "one token without MLP",
+}
+
+
+def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, siblings: int = 1) -> list[Path]:
+    """The file of compiled code for each layer of a model, for passes over so many siblings, or over what stands for a
+    number of them, such as a `CHAIN`; layers of one kind have one file.
+
+    Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
+
+    Raises:
+        ValueError: where the model cannot be compiled, or not on this machine.
+    """
+    with torch.device("meta"):
+        skeleton = _model(config, dtype)
+
+    def piece(index: int) -> nn.Module:
+        return layer_for(_model(config, dtype), index, siblings)
+
+    return [_compiled_file(skeleton, i, partial(piece, i), device, siblings) for i in range(config.num_hidden_layers)]
+
+
+def compile_part(part: PreTrainedModel, siblings: int) -> Path:
+    """As `compile_layers`, for a model of one layer that is there already, such as an adapter."""
+    twin = copy.deepcopy(layer_for(part, 0, siblings))
+    return _compiled_file(part, 0, lambda: twin, part.device, siblings)
+
+
+def layer_for(model: PreTrainedModel, index: int, siblings: int) -> nn.Module:
+    """The model's decoder with what passes of a kind run of one layer."""
+    layer = model.model.layers[index]
+    left_out = {"attention": siblings == WITHOUT_ATTENTION, "mlp": siblings == WITHOUT_MLP}
+    return decoder_of(model, {index: without(layer, **left_out) if any(left_out.values()) else layer})
+
+
+def weights_of(piece: nn.Module) -> dict[str, Tensor]:
+    """All that a piece of one layer computes with, by name; the embedding is not part of it."""
+    return {name: tensor.detach() for name, tensor in _tensors(piece)}
+
+
+def _tensors(piece: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in chain(piece.named_parameters(), piece.named_buffers()):
+        if not name.startswith("embed_tokens."):
+            yield name, tensor
+
+
+class FewTokensLayer(nn.Module):
+    """One layer of the library's decoder over preallocated caches, as it is exported."""
+
+    def __init__(self, piece: nn.Module, index: int, window: int | None, chain: bool = False) -> None:
+        super().__init__()
+        self._piece, self._index, self._window = [piece], index, window  # in a list: its weights are no constants
+        self._chain = chain
+
+    def forward(
+        self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
+    ) -> Tensor:
+        """`[1, tokens, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
+        others, own_rows = {}, position
+        if (tokens := hidden.shape[1]) > 1:
+            own_rows = position + torch.arange(tokens, device=hidden.device)
+            positions = own_rows if self._chain else position.expand(tokens)
+            others["position_ids"] = positions[None]
+            others["attention_mask"] = _several_mask(hidden, positions, own_rows, keys.shape[0], self._window)
+        return self._behind(hidden, own_rows, (keys, values), weights, others)
+
+    def _behind(
+        self,
+        hidden: Tensor,
+        own_rows: Tensor,
+        rows: tuple[Tensor, Tensor],
+        weights: dict[str, Tensor],
+        others: Mapping[str, Tensor],
+    ) -> Tensor:
+        cache: Cache = SomeLayersCache([_FewTokensCache(*rows, own_rows, self._window)], [self._index])
+        feed = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache, **others}
+        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
+
+
+class TreeLayer(FewTokensLayer):
+    """The same for a tree, whose tokens' places and mask come from outside."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        position: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        places: Tensor,
+        mask: Tensor,
+        weights: dict[str, Tensor],
+    ) -> Tensor:
+        """As before; `places` are `[1, tokens]`, the additive mask is `[1, 1, tokens, rows]`."""
+        own_rows = position + torch.arange(hidden.shape[1], device=hidden.device)
+        others = {"position_ids": places, "attention_mask": mask}
+        return self._behind(hidden, own_rows, (keys, values), weights, others)
+
+
+class AttentionlessLayer(nn.Module):
+    """A layer without attention, which has no caches."""
+
+    def __init__(self, piece: nn.Module) -> None:
+        super().__init__()
+        self._piece = [piece]
+
+    def forward(self, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """`[1, 1, hidden_size]` behind the layer."""
+        feed = {"inputs_embeds": hidden, "use_cache": False}
+        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
+
+
+class _FewTokensCache(CacheLayerMixin):
+    """Writes entries in place into rows known only when it runs; all rows are there to be attended to."""
+
+    is_compileable = True
+
+    def __init__(self, keys: Tensor, values: Tensor, own_rows: Tensor, window: int | None) -> None:
+        super().__init__()
+        self.keys, self.values, self._own_rows = keys, values, own_rows
+        self.is_sliding = window is not None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write `[1, heads, siblings, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
+        for rows, states in ((self.keys, key_states), (self.values, value_states)):
+            rows.index_copy_(0, self._own_rows, states[0].transpose(0, 1))
+        return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All rows, from the first."""
+        return self.keys.shape[0], 0
+
+    def get_seq_length(self) -> Tensor:
+        """The position, a tensor as in the library's own static cache."""
+        return self._own_rows[0]
+
+    def get_max_length(self) -> int:
+        """Rows that there are."""
+        return self.keys.shape[0]
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention without copies of the key/value heads that queries share.
+
+    Its own does the same for one token (`pack_gqa`), but not in code that is being exported. `query` is
+    `[1, heads, tokens, dim]`, the mask `[1, 1, tokens, rows]`.
+    """
+    if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    _, heads, tokens, dim = query.shape
+    if not isinstance(tokens, int):  # any number of them: such a regrouping cannot be exported
+        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2), None
+    groups = query.reshape(1, key.shape[1], -1, dim)
+    if tokens > 1 and attention_mask is not None:
+        attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
+    output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(1, heads, tokens, -1).transpose(1, 2), None
+
+
+def _several_mask(hidden: Tensor, positions: Tensor, own_rows: Tensor, rows: int, window: int | None) -> Tensor:
+    """The additive mask, `[1, 1, tokens, rows]`: what came before each one's position, in the window, and itself."""
+    row, position = torch.arange(rows, device=hidden.device), positions[:, None]
+    before = row < position if window is None else (row < position) & (row > position - window)
+    seen = before | (row == own_rows[:, None])
+    return torch.where(seen, 0.0, torch.finfo(hidden.dtype).min).to(hidden.dtype)[None, None]
+
+
+def _compiled_file(
+    model: PreTrainedModel, index: int, make: Callable[[], nn.Module], device: torch.device, siblings: int
+) -> Path:
+    ingredients = _versions(type(model), model.dtype, device) | _kind(model, index, siblings) | {"siblings": siblings}
+    window = sliding_windows(model.config)[index]
+    return artifact(ingredients, partial(_compile, make, index, window, model.dtype, device, siblings))
+
+
+def _compile(
+    make: Callable[[], nn.Module],
+    index: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    siblings: int,
+    path: Path,
+) -> None:
+    _check_compiler()
+    passes = _PASSES.get(siblings, f"{siblings} tokens at one position")
+    logger.info("compiling layer %d for passes over %s", index, passes)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = _export(make, index, window, dtype, device, siblings)
+            torch._inductor.aoti_compile_and_package(
+                program,
+                package_path=str(path),
+                inductor_configs=dict(_INDUCTOR),  # a copy: it is written to
+            )
+    except Exception as error:  # exporting and compiling raise whatever an architecture provokes
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"compile: layer {index} of this model cannot be, for {passes}: {reason}") from error
+
+
+def _check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import, only compiling needs it
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        raise ValueError("compile: no C++ compiler here; install g++, set CXX, or leave compile out") from error
+
+
+def _export(
+    make: Callable[[], nn.Module],
+    index: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    siblings: int,
+) -> torch.export.ExportedProgram:
+    """The pass of a layer as a graph; everything is made of fake tensors."""
+    with FakeTensorMode(), torch.device(device):
+        piece = make()
+        _use_grouped_attention(piece)
+        weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
+        layer, inputs, shapes = _example(piece, weights, index, window, dtype, siblings)
+    with _FewRows() if few_rows_gain(device, dtype) else contextlib.nullcontext():
+        return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
+
+
+def _example(
+    piece: nn.Module, weights: dict[str, Tensor], index: int, window: int | None, dtype: torch.dtype, siblings: int
+) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
+    """What is exported, inputs for it, and which of their sizes vary."""
+    of_weights = dict.fromkeys(weights)
+    config: Any = piece.config
+    hidden = torch.zeros(1, 3 if siblings in (CHAIN, TREE) else max(siblings, 1), config.hidden_size, dtype=dtype)
+    if siblings == WITHOUT_ATTENTION:
+        return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
+    position = torch.zeros(1, dtype=torch.int64)
+    keys, values = _example_rows(piece, weights, index, hidden)
+    rows = torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)
+    tokens = torch.export.Dim("tokens", min=2, max=MOST_CHAINED)
+    inputs, shapes = (hidden, position, keys, values), [None, None, {0: rows}, {0: rows}]
+    if siblings == TREE:
+        places, mask = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 1, 3, keys.shape[0], dtype=dtype)
+        varying = ({1: tokens}, *shapes[1:], {1: tokens}, {2: tokens, 3: rows}, of_weights)
+        return TreeLayer(piece, index, window), (*inputs, places, mask, weights), varying
+    varying = ({1: tokens} if siblings == CHAIN else None, *shapes[1:], of_weights)
+    return FewTokensLayer(piece, index, window, siblings == CHAIN), (*inputs, weights), varying
+
+
+class _FewRows(TorchFunctionMode):
+    """Has linear layers make their products as `few_rows_linear` does."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        chosen = few_rows_linear if function is nn.functional.linear else function
+        return chosen(*args, **(kwargs or {}))
+
+
+def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the shapes that the layer writes."""
+    cache = PreallocatedLayer(2 * ATTENDED_ROWS, None)
+    feed = {"inputs_embeds": hidden, "past_key_values": SomeLayersCache([cache], [index]), "use_cache": True}
+    torch.func.functional_call(piece, weights, (), feed)
+    cache.length = ATTENDED_ROWS
+    return cache.next_rows()
+
+
+def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without weights worth keeping; `config` stays as it is."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype).eval()
+
+
+def _use_grouped_attention(piece: nn.Module) -> None:
+    for module in piece.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == "sdpa":
+            AttentionInterface.register(_GROUPED_ATTENTION, grouped_attention)
+            AttentionMaskInterface.register(_GROUPED_ATTENTION, sdpa_mask)
+            config._attn_implementation = _GROUPED_ATTENTION
+
+
+def _kind(model: PreTrainedModel, index: int, siblings: int) -> dict[str, Any]:
+    """All that tells what a layer computes, apart from the numbers in its weights."""
+    piece = layer_for(model, index, siblings)
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
+    of_layer = {k: v[index] for k, v in config.items() if "layer" in k and isinstance(v, list)}
+    return {
+        "config": config | of_layer,
+        "window": sliding_windows(model.config)[index],
+        "constants": sorted(_constants(piece)),
+        "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
+    }
+
+
+def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
+    for path, module in piece.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float | str) and name not in _NOT_OF_THE_LAYER:
+                yield path, name, repr(value)
+
+
+def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    sources = [__file__, kv_cache.__file__, products.__file__, skipping.__file__, inspect.getfile(model_class)]
+    return {
+        "dtype": str(dtype),
+        "machine": [device.type, platform.machine(), *capabilities(device)],
+        "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
+        "versions": [torch.__version__, transformers.__version__, platform.python_version()],
+        "inductor": _INDUCTOR,
+    }

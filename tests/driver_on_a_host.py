@@ -1,0 +1,42 @@
+"""Runs on one of the hosts of `hosts.py`: for each line of settings on standard input, a line of results."""
+
+import json
+import sys
+
+from ppd_runtime import PPDRuntime
+from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.exit_heads import RehearsedHead
+
+
+def main() -> None:
+    """Serve the test until its end."""
+    given = json.loads(sys.argv[1])
+    head = RehearsedHead(((*given["prompt"], *given["text"]),), given["match_rate"], given["vocab_size"])
+    with PPDRuntime(
+        given["folder"],
+        k=given["k"],
+        run_ahead=given["run_ahead"],
+        exit_head=head,
+        dtype="float32",
+        ray_address=given["ray_address"],
+        placement="strict-spread",
+        placement_timeout_s=60.0,
+        bind_interface=given["bind_interface"],
+        emulate=EmulatedDevice(given["layer_ms"]),
+    ) as runtime:
+        print(json.dumps({"ready": True}), flush=True)
+        for line in sys.stdin:
+            settings = json.loads(line)
+            stream = runtime.stream(given["prompt"], ignore_eos=True, **settings)
+            hits = [event.hit for event in stream]
+            result, stats = stream.result, stream.result.stats
+            told = {
+                "tokens": result.token_ids,
+                "ms_per_token": (stats.latency_s - stats.time_to_first_token_s) / (stats.new_tokens - 1) * 1000,
+                "hits": hits[:-1],
+            }
+            print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

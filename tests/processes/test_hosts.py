@@ -1,0 +1,143 @@
+"""Workers on two hosts, over TCP with CURVE: exact tokens, and the time that the simulator predicts for the link."""
+
+import contextlib
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, why_not
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.cost_model.simulate import Setting, simulate
+from ppd_runtime.cost_model.theory import Times
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+PORT = 6399
+PROMPT = [5, 9, 200, 31]
+NUM_LAYERS, LAYER_MS, NUM_TOKENS, MATCH_RATE = 4, 10.0, 60, 0.8
+TOLERANCE = 0.2
+"""Of the prediction, which knows no Python: two hosts, their link and Ray share two cores here."""
+
+
+@contextlib.contextmanager
+def ray_cluster(hosts):
+    """A Ray node on each host; the environment of those who take part."""
+    with tempfile.TemporaryDirectory(prefix="ppd-", dir="/tmp") as temporary:
+        token = Path(temporary, "token")
+        token.write_text(secrets.token_hex(16))
+        environment = os.environ | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        }
+        nodes = []
+        head = f"{hosts.addresses[0]}:{PORT}"
+        for name, address in zip(hosts.names, hosts.addresses, strict=True):
+            own = Path(temporary, name)
+            own.mkdir()
+            role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if not nodes else [f"--address={head}"]
+            command = [RAY, "start", *role, f"--node-ip-address={address}", "--num-cpus=2", "--block"]
+            command += [f"--temp-dir={own}", f"--object-store-memory={80 * 2**20}"]
+            with (own / "log").open("w") as log:
+                nodes.append(subprocess.Popen(hosts.command(name, *command), env=environment, stdout=log, stderr=log))
+            if len(nodes) == 1:
+                _wait_for_port(hosts, nodes[0], own / "log")
+        try:
+            yield environment, head
+        finally:
+            for node in reversed(nodes):
+                node.terminate()
+            for node in nodes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    node.wait(15)
+                node.kill()
+
+
+def _wait_for_port(hosts, node, log):
+    probe = f"import socket; socket.create_connection(({hosts.addresses[0]!r}, {PORT}), timeout=1)"
+    deadline = time.monotonic() + 60
+    while subprocess.run(hosts.command(hosts.names[0], sys.executable, "-c", probe), capture_output=True).returncode:
+        assert node.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.3)
+
+
+@contextlib.contextmanager
+def driver(hosts, environment, given):
+    """The runtime on the first host, as a function from settings to results."""
+    command = hosts.command(hosts.names[0], sys.executable, str(ROOT / "tests/driver_on_a_host.py"), json.dumps(given))
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+    def ask(settings=None):
+        if settings is not None:
+            process.stdin.write(json.dumps(settings) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        assert line, process.stderr.read()[-3000:]
+        return json.loads(line)
+
+    try:
+        assert ask()["ready"]
+        yield ask
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
+        process.kill()
+
+
+def predicted_ms(given, hop_ms, hits):
+    """Milliseconds a token, by the simulator."""
+    layers, times = (NUM_LAYERS, NUM_LAYERS // 2), Times(layer=LAYER_MS, hop=hop_ms)
+    setting = Setting(*layers, given["k"], NUM_TOKENS, times, run_ahead=given["run_ahead"])
+    return simulate(setting, [int(hit) for hit in hits]).time / NUM_TOKENS
+
+
+@pytest.fixture(scope="module")
+def two_hosts():
+    """Two hosts with a Ray node each, what to know of them, and the head's address."""
+    with Hosts(2) as hosts, ray_cluster(hosts) as (environment, head):
+        yield hosts, environment, head
+
+
+@pytest.fixture(scope="module")
+def ordinary(model_folder):
+    """The oracle."""
+    return OrdinaryDecoding(str(model_folder("llama", num_layers=NUM_LAYERS)), dtype="float32")
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_two_hosts(two_hosts, ordinary, run_ahead):
+    hosts, environment, head = two_hosts
+    text = ordinary.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).token_ids
+    given = {"folder": str(ordinary.info.folder), "prompt": PROMPT, "text": text, "vocab_size": 300, "k": 1}
+    given |= {"match_rate": MATCH_RATE, "layer_ms": LAYER_MS, "run_ahead": run_ahead}
+    given |= {"ray_address": head, "bind_interface": hosts.addresses[0]}
+    with driver(hosts, environment, given) as ask:
+        hosts.set_link(0.0)
+        hits = ask({"max_new_tokens": NUM_TOKENS})["hits"]
+        assert 0.6 < sum(hits) / len(hits) < 0.95
+        for delay_ms in (0, 1, 5):
+            hosts.set_link(delay_ms / 1000)
+            runs = [ask({"max_new_tokens": NUM_TOKENS}) for _ in range(3)]
+            assert all(tuple(run["tokens"]) == text for run in runs)
+            measured = statistics.median(run["ms_per_token"] for run in runs)
+            predicted = predicted_ms(given, delay_ms, hits)
+            print(f"run-ahead {run_ahead}, {delay_ms} ms: {measured:.1f} ms a token, predicted {predicted:.1f}")
+            assert measured == pytest.approx(predicted, rel=TOLERANCE)
+        for seed, (delay_ms, loss) in enumerate([(0, 0.0), (1, 0.03), (20, 0.0)]):
+            hosts.set_link(delay_ms / 1000, loss)
+            sampled = {"max_new_tokens": 40, "temperature": 0.8, "seed": seed}
+            expected = ordinary.generate(PROMPT, ignore_eos=True, **sampled).token_ids
+            assert tuple(ask(sampled)["tokens"]) == expected
+        hosts.set_link(0.0)
