@@ -1,7 +1,7 @@
 """Writes the stored corpus: one small real message of each kind, and streams of several.
 
-After a change of the wire format: `PYTHONPATH=tests:. python -m fuzz.make_corpus`. Inputs that once found something are
-kept.
+After a change of the wire format: `PYTHONPATH=tests:. python -m fuzz.make_corpus`. Inputs that
+fuzzing has found, one for each reason to refuse a message, are kept.
 """
 
 import struct

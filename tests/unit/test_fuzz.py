@@ -1,5 +1,6 @@
 """Ten thousand inputs for whatever takes bytes from strangers; `python -m fuzz.run` runs as many as one likes."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppd_runtime.pipeline import messages
-from ppd_runtime.pipeline.messages import KIND_NAMES, decode
+from ppd_runtime.pipeline.messages import KIND_NAMES, WireError, decode
 
 BATCH, BATCHES = 20, {"decoding": 250, "stream": 175, "round_trip": 75}
 """Ten thousand in all."""
@@ -46,8 +47,11 @@ def test_mutated_inputs_keep_the_promises(target: str) -> None:
 
 def test_the_corpus_holds_every_kind_of_message_of_this_wire_version() -> None:
     """Where this fails, the wire format has changed: run `python -m fuzz.make_corpus`."""
-    stored = [decode(frames_of(data)) for data in corpus("decoding")]
-    assert {type(message).__name__ for message in stored} == set(KIND_NAMES)
+    stored = set()
+    for data in corpus("decoding"):
+        with contextlib.suppress(WireError):
+            stored.add(type(decode(frames_of(data))).__name__)
+    assert stored == set(KIND_NAMES)
     whole, alive = read_stream([b"".join(map(on_the_stream, MESSAGES))])
     assert [type(message) for message in whole] == [type(message) for message in MESSAGES]
     assert alive
