@@ -97,7 +97,7 @@ def generate(
         )
         requests = _requests(runtime, prompts, sampling)
         settings = {**_settings(runtime), "exit_head": exit_head, **asdict(sampling)}
-        with ResultsFile(_lasting(out), prompts, settings) as results:
+        with ResultsFile(lasting(out), prompts, settings) as results:
             _answer(runtime, requests, results)
 
 
@@ -127,7 +127,7 @@ def _settings(runtime: "PPDRuntime") -> dict[str, Any]:
     }
 
 
-def _lasting(out: Path) -> Path:
+def lasting(out: Path) -> Path:
     """Where `out` lasts: Ray throws its copy of the working directory away, so a relative path is the home folder's."""
     return Path.home() / out if "runtime_resources" in Path.cwd().parts else out
 

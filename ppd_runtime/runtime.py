@@ -133,13 +133,7 @@ class PPDRuntime(TextGenerator):
             placement_timeout_s=placement_timeout_s,
             gpus_per_worker=gpus_per_worker,
         )
-        if threads_per_worker > available_cores():
-            cores = f"{available_cores()} CPU cores"
-            raise ValueError(f"threads_per_worker={threads_per_worker}: there are {cores} here, choose at most so many")
-        if bind_interface is not None:
-            check_interface(bind_interface)
-        if ray_address is not None:
-            check_ray_address(ray_address)
+        _check_host(self.config)
         info = describe(model)
         head = _find_head(exit_head, info)
         if isinstance(head, HeadInfo) and exit_layer is None:
@@ -227,6 +221,17 @@ class PPDRuntime(TextGenerator):
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
+
+
+def _check_host(config: RuntimeConfig) -> None:
+    """Raise ValueError for settings that this host, or the network around it, cannot meet."""
+    if config.threads_per_worker > available_cores():
+        refused = f"threads_per_worker={config.threads_per_worker}"
+        raise ValueError(f"{refused}: there are {available_cores()} CPU cores here, choose at most so many")
+    if config.bind_interface is not None:
+        check_interface(config.bind_interface)
+    if config.ray_address is not None:
+        check_ray_address(config.ray_address)
 
 
 def _counts(call: Call, workers: Workers, specs: list[WorkerSpec]) -> RequestCounts:

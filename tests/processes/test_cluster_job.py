@@ -32,7 +32,7 @@ class Cluster:
     """A Ray cluster of one node, and commands with its token."""
 
     def __init__(self, folder: Path) -> None:
-        self.gcs, self.dashboard, self.metrics, client = _free_ports(4)
+        self.gcs, self.dashboard, self.metrics, client, agent = _free_ports(5)
         self.folder = Path(tempfile.mkdtemp(prefix="ppd-", dir="/tmp"))  # a socket's path has 107 bytes
         self.token, token = secrets.token_hex(16), folder / "token"
         token.write_text(self.token)
@@ -51,6 +51,7 @@ class Cluster:
             "dashboard-port": self.dashboard,
             "metrics-export-port": self.metrics,
             "ray-client-server-port": client,
+            "dashboard-agent-listen-port": agent,
             "temp-dir": self.folder,
             "num-cpus": NUM_CPUS,
             "object-store-memory": 80 * 2**20,
@@ -71,16 +72,15 @@ class Cluster:
     def close(self) -> None:
         """End every process that has the folder in its command line, and whom it has started: nobody else's Ray."""
         servers = [p for p in psutil.process_iter(["cmdline"]) if str(self.folder) in " ".join(p.info["cmdline"] or [])]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes = {child for server in servers for child in [server, *server.children(recursive=True)]}
-            for process in processes:
+        for process in {child for server in servers for child in (server, *server.children(recursive=True))}:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:
         address = {} if command[0] == RAY else {"RAY_ADDRESS": f"127.0.0.1:{self.gcs}"}
         return subprocess.run(
-            [*map(str, command)], env=self.env | address, cwd=ROOT, text=True, capture_output=True, timeout=90
+            [*map(str, command)], env=self.env | address, cwd=ROOT, text=True, capture_output=True, timeout=300
         )
 
     def submit(self, *arguments: object, wait: bool = True) -> subprocess.CompletedProcess[str]:

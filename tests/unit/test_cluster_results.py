@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.job import lasting
 from cluster.results import ResultsFile
 
 PROMPTS = ["one", "two", "one"]
@@ -88,3 +89,14 @@ def test_one_job_writes_at_a_time(out: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give a file that can be written"):
         ResultsFile(tmp_path, PROMPTS, SETTINGS)
+
+
+def test_results_outlast_rays_copy_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(copy)
+    assert lasting(Path("out.jsonl")) == tmp_path / "home" / "out.jsonl"
+    assert lasting(Path("/data/out.jsonl")) == Path("/data/out.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert lasting(Path("out.jsonl")) == Path("out.jsonl")

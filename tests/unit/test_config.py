@@ -205,3 +205,28 @@ def test_k_is_at_most_the_vocabulary() -> None:
     assert RuntimeConfig(k=300).check_against(4, 300) == 2
     with pytest.raises(ValueError, match="k=301 is more than the 300 tokens"):
         RuntimeConfig(k=301).check_against(4, 300)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"placement": "everywhere"}, "placement='everywhere': choose one of auto, pack, spread"),
+        ({"placement": "spread"}, "placement='spread' with bind_interface=None, .*give bind_interface an address"),
+        ({"placement": "strict-spread", "bind_interface": "127.0.0.1"}, "only processes of this host reach each other"),
+        ({"placement": "pack", "launcher": "processes"}, "placement='pack' is for Ray's workers"),
+        ({"placement": "strict-pack", "transport": "local"}, "placement='strict-pack' is for Ray's workers"),
+        ({"placement_timeout_s": -1.0}, "placement_timeout_s=-1.0: must be finite and 0 or more"),
+        ({"gpus_per_worker": 0}, "gpus_per_worker=0: must be finite and above 0"),
+        ({"gpus_per_worker": 1.5}, "gpus_per_worker=1.5: must be .* whole from 1 on"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RuntimeConfig(**settings)
+
+
+def test_placements_that_can_be() -> None:
+    assert RuntimeConfig(placement="pack").one_host
+    assert RuntimeConfig(bind_interface="127.0.0.1").one_host
+    assert not RuntimeConfig(placement="strict-spread", bind_interface="10.0.0.1", gpus_per_worker=0.25).one_host
+    RuntimeConfig(gpus_per_worker=2)

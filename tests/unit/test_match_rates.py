@@ -349,6 +349,14 @@ def test_broken_prompt_files_are_named_with_the_line(tmp_path: Path, content: by
     assert str(path) in str(caught.value)
 
 
+def test_each_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("Grüße \r\n\n  {\n".encode() + b"\xff")
+    assert [(prompt.line, prompt.text) for prompt in read_prompts(str(path), 2)] == [(1, "Grüße "), (3, "  {")]
+    with pytest.raises(ValueError, match=r"prompts.txt, line 4: no UTF-8 text at byte 0"):
+        read_prompts(str(path))
+
+
 def test_prompts_are_read_as_far_as_wanted(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "Grüße, 東京\n", "id": 1}) + "\r\n" + '{"prompt": "b"}\n{')
