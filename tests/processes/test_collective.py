@@ -19,7 +19,7 @@ from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
 from ppd_runtime.transport.network import Network
 
 PROMPT = [5, 9, 200, 31]
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 
 class Places:
