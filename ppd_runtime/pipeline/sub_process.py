@@ -89,6 +89,7 @@ class SubProcess:
             self._start_candidates(position, tokens)
 
     def _start_candidates(self, position: int, tokens: tuple[int, ...]) -> None:
+        self.stage.truncate(position)  # an exit state comes again from a new main process, or where it was sent twice
         hidden = self.stage.run_siblings(tokens, position)
         self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
         self.layer_passes += len(tokens) * self.stage.num_layers

@@ -11,10 +11,21 @@ from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, begin_message, rehearsed
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.virtual import Clock, VirtualSampler, VirtualStage
+from ppd_runtime.cost_model.virtual import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 from ppd_runtime.models.loading import load_tokenizer
 from ppd_runtime.pipeline.main_process import MainProcess
-from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Candidate, HeadStart, Token
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    MISS,
+    NOT_ASKED,
+    Candidate,
+    Entries,
+    ExitState,
+    HeadStart,
+    Token,
+)
+from ppd_runtime.pipeline.sub_process import SubProcess
 from ppd_runtime.text import StopRule
 
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
@@ -186,3 +197,16 @@ def test_a_late_sub_process_gets_another_chance():
     winners = [message.winner for addresses, message in told if addresses == (CLIENT,) and isinstance(message, Token)]
     assert waits == [1, 2, 3, *range(32, 100)]
     assert winners == [MISS] * 31 + [1] * 68 + [NOT_ASKED]
+
+
+def test_an_exit_state_that_comes_again_starts_its_candidates_anew():
+    """From a new main process that goes over the same text, or doubled on its way."""
+    begin, clock, sent = begin_message([0], GREEDY), Clock(1.0, 1.0, 0.0, random.Random(0)), []
+    head, stage = VirtualExitHead(clock, 0.0, [1] * 14), VirtualStage(clock, 2)
+    sub = SubProcess(stage, head, 1, (1,), 1, lambda addresses, message: sent.append(message), begin)
+    machine, state = sub.serve(), ExitState(MAIN, begin.request, 0, torch.zeros(1, 1, 0))
+    next(machine)
+    for message in (state, None, state, None, Token(MAIN, begin.request, 1, 1, 1), None):
+        machine.send(message)
+    assert [type(message) for message in sent] == [Candidate, HeadStart, Candidate, HeadStart, Entries]
+    assert stage.length(0) == 2

@@ -1,0 +1,13 @@
+"""`PYTHONPATH=tests python -m model_check [words]`: the long searches, or those whose names hold all the words."""
+
+import sys
+import time
+
+from model_check.cases import DEEP, QUICK
+
+for case in (*QUICK, *DEEP):
+    if all(word in case.name for word in sys.argv[1:]) and (sys.argv[1:] or case in DEEP):
+        began = time.perf_counter()
+        system, explored = case.search()
+        runs = sum(automaton.runs for automaton in system.automata)
+        print(f"{case.name}: {explored}; {runs:,} steps by real code; {time.perf_counter() - began:.0f} s", flush=True)

@@ -1,0 +1,153 @@
+"""Each process as an automaton that its real code writes while it is explored.
+
+A process is deterministic: it is its first state and the messages it took. So it is run once for each state and
+message, and remembered; states that are equal in essence are one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from model_check.essence import Essence
+from model_check.invariants import check_process
+from model_check.processes import Process, Scenario, start_client, start_worker, without_counts
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message
+
+NOTHING = -2
+"""Taken in the place of a message: the wait is over without one."""
+_MOST_ALIVE = 500  # processes kept where they were; others are run again from their beginning
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+class Edge(NamedTuple):
+    """What a process does with a message."""
+
+    target: int
+    sent: tuple[tuple[int, int], ...]
+    """Address and message."""
+
+
+@dataclass
+class Node:
+    """A state of one process."""
+
+    origin: tuple[int, tuple[int, int]] | None
+    """The state before it, and what it took; None for the first."""
+    timeout: float | None
+    over: bool
+    progress: int
+    """Tokens of the text, prompt and all, that the main process has chosen."""
+    edges: dict[tuple[int, int], Edge] = field(default_factory=dict)
+
+
+class Automaton:
+    """Everything that one process can do; the client takes with each message how many main processes there were."""
+
+    def __init__(self, scenario: Scenario, address: int, messages: "Messages") -> None:
+        self._scenario, self._address, self._messages = scenario, address, messages
+        self._numbers: dict[object, int] = {}
+        self._alive: dict[int, Process] = {}
+        self.nodes: list[Node] = []
+        process = self._start()
+        self.first_sent = self.sent_by(process)
+        self.runs = 0
+        """Of real code, from one wait to the next."""
+        self._add(process, None)
+        self.merged: list[tuple[int, tuple[int, tuple[int, int]]]] = []
+        """States that were reached in another way before: that state, and where from."""
+
+    def edge(self, number: int, taken: tuple[int, int]) -> Edge:
+        """What a state does with a message.
+
+        Raises:
+            Violation: where the process fails or an invariant of its own does not hold.
+        """
+        edges = self.nodes[number].edges
+        if taken not in edges:
+            process = self._alive.pop(number, None) or self.replay(number)
+            self.resume(process, taken)
+            edges[taken] = Edge(self._add(process, (number, taken)), self.sent_by(process))
+        return edges[taken]
+
+    def replay(self, number: int) -> Process:
+        """A process in a state, from its beginning."""
+        path, node = [], self.nodes[number]
+        while node.origin is not None:
+            before, taken = node.origin
+            path.append(taken)
+            node = self.nodes[before]
+        process = self._start()
+        for taken in reversed(path):
+            self.resume(process, taken)
+        return process
+
+    def sent_by(self, process: Process) -> tuple[tuple[int, int], ...]:
+        """What it sent since it was resumed: addresses and messages' numbers."""
+        return self._messages.numbers(process.sent)
+
+    def _start(self) -> Process:
+        return start_client(self._scenario) if self._address == CLIENT else start_worker(self._scenario, self._address)
+
+    def resume(self, process: Process, taken: tuple[int, int]) -> None:
+        """Let a process go on, and look at what it holds then.
+
+        Raises:
+            Violation: where it fails, or an invariant of its own does not hold.
+        """
+        message, process.main_lives = taken
+        try:
+            process.resume(None if message == NOTHING else self._messages[message])
+            check_process(self._scenario, process)
+        except Exception as error:
+            raise Violation(f"{name_of(self._address)}: {type(error).__name__}: {error}") from error
+        self.runs += 1
+
+    def _add(self, process: Process, origin: tuple[int, tuple[int, int]] | None) -> int:
+        essence = "over" if process.dead else repr(self._messages.essence.of_process(process))
+        number = self._numbers.setdefault(essence, len(self._numbers))
+        if number == len(self.nodes):
+            self.nodes.append(Node(origin, process.timeout, process.dead, _progress(process)))
+        elif origin is not None:
+            self.merged.append((number, origin))
+        if not process.dead:
+            self._alive[number] = process
+            if len(self._alive) > _MOST_ALIVE:
+                del self._alive[next(iter(self._alive))]
+        return number
+
+
+def _progress(process: Process) -> int:
+    main = process.worker and process.worker._main
+    return len(main.history) if main else 0
+
+
+class Messages:
+    """Every message of a scenario, once."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._by_essence: dict[str, int] = {}
+        self._by_id: dict[int, int] = {}
+        self.essence = Essence(self._by_id)
+
+    def __getitem__(self, number: int) -> Message:
+        return self._messages[number]
+
+    def numbers(self, sent: Sequence[tuple[int, Message]]) -> tuple[tuple[int, int], ...]:
+        """Of what a process sent: addresses and messages' numbers."""
+        return tuple((address, self._number(without_counts(address, message))) for address, message in sent)
+
+    def _number(self, message: Message) -> int:
+        number = self._by_essence.setdefault(repr(self.essence.of_message(message)), len(self._messages))
+        if number == len(self._messages):
+            self._messages.append(message)
+            self._by_id[id(message)] = number
+        return number
+
+
+def name_of(address: int) -> str:
+    """What a counterexample calls a process."""
+    return {CLIENT: "client", MAIN: "main"}.get(address, f"sub {address}")

@@ -1,0 +1,129 @@
+"""What of a suspended process can still matter: two that are equal in it behave alike from there on.
+
+It is read off the stack and the objects on it, times and counts for statistics left out. That what is left out never
+matters is itself tested: `test_merged_states_behave_alike`.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from types import CodeType, FrameType, GeneratorType
+
+from torch import Tensor
+
+from model_check.processes import Process
+from model_check.toy import ToyStage
+from ppd_runtime.calls import Call
+from ppd_runtime.pipeline.machine import Receive
+from ppd_runtime.pipeline.main_process import MainProcess, _Heard
+from ppd_runtime.pipeline.messages import Finished, Message
+from ppd_runtime.pipeline.rest import Rest
+from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.text import StopRule
+from ppd_runtime.worker import Worker
+
+_COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes"}
+_READ = (Worker, MainProcess, SubProcess, RunAheadSubProcess, Rest, _Heard, StopRule, ToyStage, Call)
+_DEAD = {"message", "reply", "hidden", "now"}
+"""Variables that are set anew before they are read, wherever a process can wait."""
+_LIVE = {"_go_on": {"token", "stop"}}
+"""Of a frame that holds much of the token before, what is read again."""
+
+
+class Essence:
+    """Reads processes; `number_of` gives the numbers of messages that are known already, by `id`."""
+
+    def __init__(self, number_of: Mapping[int, int]) -> None:
+        self._number_of = number_of
+        self._seen: dict[int, int] = {}
+        self._now, self._idle = 0.0, False
+
+    def of_process(self, process: Process) -> object:
+        """Its stack, from the wait outwards, and all that hangs on it."""
+        self._seen, self._now = {}, process.now
+        frames = list(_frames(process.gr_frame.f_back))
+        self._idle = all(frame.f_code.co_name != "_serve_request" for frame in frames)
+        stack = [self._of_frame(frame) for frame in frames]
+        return process.timeout, len(process.delivered), process.main_lives, stack
+
+    def of_message(self, message: Message) -> object:
+        """Its fields."""
+        values = ((field.name, getattr(message, field.name)) for field in dataclasses.fields(message))
+        if isinstance(message, Finished):
+            return "Finished", message.request, message.reason, message.num_tokens
+        return type(message).__name__, [self._of(value) for name, value in values if name not in _COUNTS]
+
+    def _of_frame(self, frame: FrameType | None) -> object:
+        if frame is None:
+            return "over"
+        code, variables = frame.f_code, dict(frame.f_locals)
+        if "forks" in variables:  # only whether there were more since matters
+            variables["forks"] = variables["forks"] == variables["self"]._forks
+        kept = _LIVE.get(code.co_name, variables.keys() - _DEAD)
+        return (
+            *_name(code),
+            frame.f_lasti,
+            [(name, self._of(variables[name])) for name in sorted(kept & variables.keys())],
+        )
+
+    def _of_generator(self, generator: GeneratorType) -> object:
+        inner = generator.gi_yieldfrom
+        frame = self._of_frame(generator.gi_frame)
+        return frame, self._of_generator(inner) if isinstance(inner, GeneratorType) else None
+
+    def _of(self, value: object) -> object:
+        if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
+            return value
+        if isinstance(value, Message):
+            number = self._number_of.get(id(value))
+            return self.of_message(value) if number is None else ("message", number)
+        for kinds, read in self._READERS:
+            if isinstance(value, kinds):
+                return read(self, value)
+        return type(value).__name__  # settings, endpoints, functions; a float is a time
+
+    def _of_tensor(self, tensor: Tensor) -> object:
+        return tensor.tolist()
+
+    def _of_object(self, value: object) -> object:
+        name = type(value).__name__
+        if id(value) in self._seen:
+            return name, self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        fields = vars(value)
+        return name, [(key, self._of_field(value, key, fields[key])) for key in sorted(fields.keys() - _COUNTS)]
+
+    def _of_field(self, owner: object, name: str, value: object) -> object:
+        if isinstance(owner, Call) and isinstance(value, float):
+            return value <= self._now
+        if isinstance(owner, MainProcess) and name == "told":
+            return [(message.position, message.token_id) for message in owner.told]
+        if isinstance(owner, RunAheadSubProcess) and name == "_forks":
+            return None
+        if isinstance(owner, SubProcess) and name == "_winners":  # asked of positions that are not in the cache yet
+            held = owner.stage.length(0)
+            return sorted(item for item in owner._winners.items() if item[0] >= held)
+        if isinstance(owner, Worker) and self._idle and name in ("stage", "_main"):  # it only repeats what it told
+            return owner._main and (len(owner._main.begin.delivered), self._of_field(owner._main, "told", None))
+        return self._of(value)
+
+    _READERS: tuple[tuple[object, Callable[["Essence", object], object]], ...] = (
+        (Tensor, _of_tensor),
+        (GeneratorType, _of_generator),
+        (list | tuple | deque, lambda self, values: [self._of(value) for value in values]),
+        (dict, lambda self, values: [(key, self._of(values[key])) for key in sorted(values)]),
+        (Receive, lambda self, wish: wish.patience),
+        (_READ, _of_object),
+    )
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _name(code: CodeType) -> tuple[str, int]:
+    return code.co_name, code.co_firstlineno

@@ -1,0 +1,225 @@
+"""The real worker loop and the real client, each suspended wherever it waits for a message.
+
+Nothing of them is modelled: `Worker.serve` runs over a toy stage and an endpoint whose `receive` hands control to
+whoever explores; `Call.tokens` runs with a clock that jumps over every silence.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
+from ppd_runtime import calls, worker
+from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.pipeline import main_process, run_ahead, sub_process
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
+from ppd_runtime.pipeline.rest import Rest
+from ppd_runtime.worker import Worker, WorkerSpec
+
+_MESSAGE_S, _SILENCE_S = 1e-4, 10.0  # what a message and a silence take by the client's clock
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A toy model, a layout, and how much text."""
+
+    model: ToyModel
+    k: int = 1
+    workers: int = 1
+    new_tokens: int = 3
+    requests: int = 1
+    run_ahead: bool = False
+    live: bool = True
+    """Whether the client gets each token at once; else they come at the end, when none is lost."""
+    cancelled_behind: int = 0
+    """New tokens behind which the client loses interest in the first request; 0: never."""
+    eos: int | None = None
+    """The token that ends a text."""
+    rests: bool = False
+    """Whether the sub-processes are left alone now and then: after two wrong candidates in a row."""
+
+    @property
+    def num_addresses(self) -> int:
+        """Workers and the client; the client is the last."""
+        return self.workers + 2
+
+    def spec(self, rank: int) -> WorkerSpec:
+        """What a worker is started with."""
+        ends = frozenset() if self.eos is None else frozenset([self.eos])
+        info = ModelInfo("toy", Path(), self.model.num_layers, VOCAB, None, ends)
+        return WorkerSpec(
+            rank=rank,
+            k=self.k,
+            num_subs=self.workers,
+            info=info,
+            exit_layer=self.model.exit_layer,
+            dtype=torch.float32,
+            device="cpu",
+            threads=torch.get_num_threads(),
+            exit_head=PatternHead((), 0.0, VOCAB, model=self.model),
+            run_ahead=self.run_ahead,
+        )
+
+    def begin(self, request: int) -> Begin:
+        """A request as the client sends it first."""
+        prompt, ignore_eos = list(self.model.prompts[request - 1]), self.eos is None
+        settings = 0.0, 0, 1.0, 1.0, 0, []
+        return Begin(CLIENT, request, prompt, self.new_tokens, *settings, ignore_eos, self.live)
+
+    def expected(self) -> list[tuple[int, int]]:
+        """All that the client may get: request and token."""
+        return [(request, token) for request in range(1, self.requests + 1) for token in self._wanted(request)]
+
+    def _wanted(self, request: int) -> tuple[int, ...]:
+        prompt = self.model.prompts[request - 1]
+        new = self.model.text(prompt, len(prompt) + self.new_tokens)[len(prompt) :]
+        new = new[: new.index(self.eos) + 1] if self.eos in new else new
+        return new[: self.cancelled_behind] if self.cancelled_behind and request == 1 else new
+
+
+class Process(greenlet):
+    """Runs `serve` from one wait to the next."""
+
+    def __init__(self, serve: Callable[["Process"], None]) -> None:
+        super().__init__(serve)
+        self.sent: list[tuple[int, Message]] = []
+        """Since it was resumed."""
+        self.timeout: float | None = None
+        """0, 1 or None: whether it only looks for a message, loses patience some time, or waits as long as it takes."""
+        self.now = 1000.0
+        self.main_lives = 1
+        self.delivered: list[tuple[int, int]] = []
+        """To the caller of the client: request and token."""
+        self.worker: Worker | None = None
+
+    def begin(self) -> None:
+        """Run to the first wait."""
+        self.switch(self)
+
+    def resume(self, message: Message | None) -> None:
+        """Go on with a message or the end of the wait."""
+        self.sent = []
+        self.now += _SILENCE_S if message is None and self.timeout else _MESSAGE_S
+        self.switch(message)
+
+    def send(self, address: int, message: Message) -> None:
+        """An endpoint's."""
+        self.sent.append((address, message))
+
+    def receive(self, timeout: float | None) -> Message | None:
+        """An endpoint's: let somebody else decide what comes."""
+        self.timeout = timeout and 1.0
+        return self.parent.switch()
+
+    def close(self) -> None:
+        """An endpoint's: nothing to release."""
+
+
+@dataclass
+class _Supervisor:
+    """Sees that there is a new main process, after the last words of the one before, and finds nothing else to do."""
+
+    process: Process
+    lives_seen: int = 1
+
+    def lives(self, rank: int) -> int:
+        return self.process.main_lives if rank == MAIN else 1
+
+    def is_serving(self, rank: int) -> bool:
+        return True
+
+    def check(self, hear: Callable[[], None]) -> None:
+        if self.lives_seen != self.process.main_lives:
+            self.lives_seen = self.process.main_lives
+            hear()
+
+    note_success = note_words = note_silence = lambda *_: None
+
+    def replace(self, rank: int, reason: str) -> None:
+        raise AssertionError(f"worker {rank} is taken for lost: {reason}")
+
+
+@dataclass
+class _Workers:
+    endpoint: Process
+    supervisor: _Supervisor
+
+
+class _Clock:
+    @staticmethod
+    def monotonic() -> float:
+        return getcurrent().now
+
+
+def start_worker(scenario: Scenario, rank: int) -> Process:
+    """A new life of a worker, up to its first wait."""
+
+    def serve(process: Process) -> None:
+        process.worker = Worker(scenario.spec(rank))
+        if scenario.rests:
+            process.worker._rest = Rest(trial=2, later_trial=2, shortest=1, longest=2)
+        process.worker.serve(process)
+
+    process = Process(serve)
+    with patch.object(worker, "load_stage", lambda info, layers, *_: _stage(scenario, rank, layers)):
+        process.begin()
+    return process
+
+
+def _stage(scenario: Scenario, rank: int, num_layers: int) -> ToyStage:
+    kind = MainStage if rank == MAIN else ToyStage
+    return kind(scenario.model, num_layers)
+
+
+def start_client(scenario: Scenario) -> Process:
+    """Somebody who makes the requests one after the other, up to the first wait."""
+
+    def serve(process: Process) -> None:
+        workers = _Workers(process, _Supervisor(process))
+        for request in range(1, scenario.requests + 1):
+            call = calls.Call(workers, scenario.begin(request))
+            for number, message in enumerate(call.tokens(), 1):
+                process.delivered.append((request, message.token_id))
+                if request == 1 and number == scenario.cancelled_behind:
+                    call.cancel()
+                    break
+
+    process = Process(serve)
+    process.begin()
+    return process
+
+
+@contextlib.contextmanager
+def small_world() -> Iterator[None]:
+    """Constants so small that few tokens reach every branch, no tokenizer, and the client's own clock."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(calls, "time", _Clock))
+        stack.enter_context(patch.object(worker, "load_tokenizer", lambda info: None))
+        for module, name, value in (
+            (worker, "_LONGEST_HOLD_S", math.inf),
+            (worker, "_ASK_AGAIN", 2),
+            (sub_process, "_ASK_AGAIN", 2),
+            (run_ahead, "_ASK_AGAIN", 2),
+            (run_ahead, "_MOST_OWED", 2),
+            (main_process, "_MOST_CAUGHT_UP", 3),
+            (main_process, "_MOST_ABSENCES", 1),
+            (main_process, "_SECOND_CHANCE", 4),
+        ):
+            stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+def without_counts(address: int, message: Message) -> Message:
+    """The message without what is for statistics only."""
+    if address != CLIENT:
+        return message
+    if isinstance(message, Token):
+        return replace(message, winner=0)
+    counts = ("layer_passes", "recomputed_layer_passes", "coherence_layer_passes")
+    return replace(message, **{name: 0 for name in counts if hasattr(message, name)})
