@@ -15,6 +15,9 @@ class Actor:
     `own_device` is its GPU there, such as cuda:1, where Ray gave it one.
     """
 
+    _name = "worker"
+    """Until it is made, for Ray asks for it when that fails, too."""
+
     def __init__(self, order: str, own_address: str, own_device: str) -> None:
         with quick_imports():
             from ppd_runtime.supervision import name_of
