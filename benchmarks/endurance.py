@@ -86,7 +86,6 @@ def held() -> tuple[float, ...]:
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run all requests; what happened and what is held, early and late."""
-    logging.getLogger("ppd_runtime").setLevel(logging.ERROR)
     generator = random.Random(options.seed)
     trouble = Trouble(random.Random(options.seed + 1), options.fault_every_s)
     notes: list[tuple[float, ...]] = []
@@ -161,4 +160,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    logging.getLogger("ppd_runtime").setLevel(logging.ERROR)  # each loss would be a line
     run(parser(), measure, table)

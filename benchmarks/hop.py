@@ -15,16 +15,20 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, whole_numbers
 from ppd_runtime.launching import SocketFolder, assign_cores
-from ppd_runtime.pipeline.messages import MAIN, ExitState
+from ppd_runtime.pipeline.messages import MAIN, End, ExitState
+from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import open_endpoint
 
 _RECEIVER, _WARM_UP, _DEADLINE_S = 1, 20, 30.0
+_SETTLE_S = 0.5
+_TRANSPORTS = ("unix", "zeromq", "collective")
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,19 @@ def measure(options: argparse.Namespace) -> Figures:
     """A row for each transport, size and pause."""
     kinds = [
         Series(transport, num_bytes, pause, options.count)
-        for transport in ("unix", "zeromq")
+        for transport in options.transports
         for num_bytes in options.sizes
         for pause in options.pauses_ms
     ]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return {"rows": [_row(series, pool) for series in kinds], "pinned": bool(assign_cores(2, 1)[0])}
+
+
+def _transports(text: str) -> list[str]:
+    """Names with commas between them."""
+    if unknown := set(names := text.split(",")) - set(_TRANSPORTS):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r}: choose among {', '.join(_TRANSPORTS)}")
+    return names
 
 
 def table(figures: Figures) -> str:
@@ -79,43 +90,54 @@ def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
 def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[float], list[float]]:
     """Send a series; the moments before and after each send."""
     began, ended = [], []
-    with (
-        pinned(cores),
-        contextlib.closing(open_endpoint(Network(series.transport, folder), MAIN, bool(cores))) as endpoint,
-    ):
-        _await_receiver(endpoint.receive(_DEADLINE_S))
+    with pinned(cores), _met(series, folder, MAIN, _RECEIVER, cores) as endpoint:
+        _await_receiver(endpoint)
         for number in range(series.count + _WARM_UP):
             message = ExitState(MAIN, 1, number, torch.zeros(1, 1, series.num_bytes // 4))
+            endpoint.receive(0)  # no message comes, but what its peer has taken is heard of
             began.append(time.perf_counter())
             endpoint.send(_RECEIVER, message)
             ended.append(time.perf_counter())
             time.sleep(series.pause_ms / 1000)
-        _await_receiver(endpoint.receive(_DEADLINE_S))  # what still waits to leave leaves here
+        _await_receiver(endpoint)  # what still waits to leave leaves here
     return began, ended
 
 
 def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
     """Receive a series in this process; the moment of each message, by position."""
     moments: dict[int, float] = {}
-    with (
-        pinned(cores),
-        contextlib.closing(open_endpoint(Network(series.transport, folder), _RECEIVER, bool(cores))) as endpoint,
-    ):
-        hello = ExitState(_RECEIVER, 1, 0, torch.zeros(1, 1, 1))
-        endpoint.send(MAIN, hello)
+    with pinned(cores), _met(series, folder, _RECEIVER, MAIN, cores) as endpoint:
+        endpoint.receive(_SETTLE_S if endpoint.location else 0)  # no message comes, but a link opens
+        endpoint.send(MAIN, End(_RECEIVER, 1))
         while len(moments) < series.count + _WARM_UP:
             message = endpoint.receive(_DEADLINE_S)
             now = time.perf_counter()
             if not isinstance(message, ExitState):
                 raise TimeoutError(f"{series}: the sender has said nothing for {_DEADLINE_S:.0f} s")
             moments[message.position] = now
-        endpoint.send(MAIN, hello)
+        endpoint.send(MAIN, End(_RECEIVER, 1))
     return [moments[number] for number in sorted(moments)]
 
 
-def _await_receiver(message: object) -> None:
-    if message is None:
+def _await_receiver(endpoint: Endpoint) -> None:
+    if endpoint.receive(_DEADLINE_S) is None:
         raise TimeoutError(f"the receiver has said nothing for {_DEADLINE_S:.0f} s")
+
+
+@contextlib.contextmanager
+def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int]) -> Iterator[Endpoint]:
+    """A place in the network, once its peer is there; each tells the other its location through a file."""
+    with contextlib.closing(open_endpoint(Network(series.transport, folder), own, bool(cores))) as endpoint:
+        written = Path(folder) / f"writing-{own}"
+        written.write_text(endpoint.location)
+        written.rename(Path(folder) / f"location-{own}")
+        deadline = time.monotonic() + _DEADLINE_S
+        while not (there := Path(folder) / f"location-{peer}").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {peer} has not come for {_DEADLINE_S:.0f} s")
+            time.sleep(0.001)
+        endpoint.introduce(peer, there.read_text())
+        yield endpoint
 
 
 @contextlib.contextmanager
@@ -131,6 +153,7 @@ def _temporary_socket_folder() -> Iterator[str]:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
+    options.add_argument("--transports", type=_transports, default=list(_TRANSPORTS), help="with commas")
     options.add_argument("--sizes", type=whole_numbers, default=[1024, 10240, 65536, 409600], help="bytes, with commas")
     options.add_argument("--pauses-ms", type=whole_numbers, default=[1, 5], help="with commas")
     options.add_argument("--count", type=positive, default=300, help="messages of each kind")

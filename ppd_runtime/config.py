@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TRANSPORTS = ("auto", "local", "unix", "zeromq")
+TRANSPORTS = ("auto", "local", "unix", "zeromq", "collective")
 LAUNCHERS = ("ray", "processes")
 PLACEMENTS = ("auto", "pack", "spread", "strict-pack", "strict-spread")
 MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
@@ -88,7 +88,8 @@ class RuntimeConfig:
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any."""
     transport: str = "auto"
-    """local (threads of one process), unix or zeromq (sockets between processes), or auto: unix."""
+    """local (threads of one process), unix or zeromq (sockets between processes), collective (tensors from device to
+    device), or auto: collective where each worker has a GPU of its own, else zeromq between hosts and unix on one."""
     ray_address: str | None = None
     """A running Ray cluster; None starts one on this machine, for this runtime alone."""
     threads_per_worker: int = 1
@@ -135,10 +136,10 @@ class RuntimeConfig:
             raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
         if self.ray_address is not None and self.launcher == "processes":
             raise ValueError(f"ray_address={self.ray_address!r} with launcher='processes', without Ray: drop one")
-        if self.bind_interface is not None and self.transport not in ("auto", "zeromq"):
+        if self.bind_interface is not None and self.transport not in ("auto", "zeromq", "collective"):
             raise ValueError(
                 f"bind_interface={self.bind_interface!r} with transport={self.transport!r}, which stays on one host: "
-                "choose transport auto or zeromq"
+                "choose transport auto, zeromq or collective"
             )
         if self.launcher == "processes" and self.transport == "local":
             raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")

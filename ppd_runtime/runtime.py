@@ -31,6 +31,7 @@ from ppd_runtime.results import Ledger
 from ppd_runtime.supervision import Progress
 from ppd_runtime.trace import Trace
 from ppd_runtime.transport.network import check_interface
+from ppd_runtime.transport.sockets import check_collective, choose_transport
 from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,10 @@ class PPDRuntime(TextGenerator):
             a `RehearsedHead` for tests and benchmarks.
         dtype: float32, bfloat16, float16 or auto (what `choose_dtype` finds fastest; the same for `OrdinaryDecoding`).
         device: cpu, cuda or auto.
-        transport: "unix" or "zeromq" (processes, with these sockets between them), "local" (threads of this process)
-            or "auto" (unix).
+        transport: "unix" or "zeromq" (processes, with these sockets between them), "collective" (hidden states and
+            key/value entries from device to device, NCCL on GPUs and Gloo on CPUs, the rest over ZeroMQ), "local"
+            (threads of this process) or "auto": collective where each worker has a GPU of its own, else zeromq with
+            a `bind_interface` and unix without.
         launcher: what starts the processes: "ray", or "processes" for plain ones on this host, which need no Ray.
         ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
         bind_interface: an IP address of this host; the processes then reach each other over TCP, every connection
@@ -140,6 +143,10 @@ class PPDRuntime(TextGenerator):
             head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
         self._specs = _worker_specs(self.config, info, self.exit_layer, head, emulate)
+        if launcher == "processes":
+            _transport_here(transport, self._specs)
+        if transport == "collective" and self.config.one_host:
+            check_collective(self._specs[MAIN].device)
         self._traced, self._conditions = trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
@@ -314,6 +321,12 @@ def _worker_specs(
     ]
 
 
+def _transport_here(transport: str, specs: list[WorkerSpec]) -> str:
+    """What is used for a setting where every worker is on this host and knows its device."""
+    devices = {spec.device for spec in specs}
+    return choose_transport(transport, specs[MAIN].device.startswith("cuda"), len(devices) == len(specs))
+
+
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
     if config.compile:
         progress("compiling, unless an earlier run has")
@@ -333,7 +346,8 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         return LocalWorkers(specs, config.max_restarts, progress)
     bound = config.bind_interface
     if config.launcher == "processes":
-        return ProcessWorkers(specs, config.transport, config.max_restarts, progress, bind_interface=bound)
+        transport = _transport_here(config.transport, specs)
+        return ProcessWorkers(specs, transport, config.max_restarts, progress, bind_interface=bound)
     from ppd_runtime.orchestration.workers import RayWorkers  # only this launcher needs Ray
 
     return RayWorkers(specs, config, progress)

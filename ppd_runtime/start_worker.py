@@ -10,16 +10,22 @@ from ppd_runtime.imports import quick_imports
 
 
 class Actor:
-    """A worker as Ray runs it, made from the line that `start_order` gives, on the host with `own_address`."""
+    """A worker as Ray runs it, made from the line that `start_order` gives, on the host with `own_address`.
 
-    def __init__(self, order: str, own_address: str) -> None:
+    `own_device` is its GPU there, such as cuda:1, where Ray gave it one.
+    """
+
+    _name = "worker"
+    """Until it is made, for Ray asks for it when that fails, too."""
+
+    def __init__(self, order: str, own_address: str, own_device: str) -> None:
         with quick_imports():
             from ppd_runtime.supervision import name_of
             from ppd_runtime.worker_process import open_worker
 
         logging.basicConfig(format="%(levelname)s %(message)s")  # Ray can bring it to the driver
         logging.getLogger("ppd_runtime").setLevel(logging.INFO)
-        self._worker, self._endpoint = open_worker(order, own_address)
+        self._worker, self._endpoint = open_worker(order, own_address, own_device)
         self._name = name_of(self._worker.spec.rank).removeprefix("the ")
 
     def __repr__(self) -> str:

@@ -65,17 +65,20 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | RehearsedHead:
     return HeadInfo(**head | {"folder": Path(head["folder"])})
 
 
-def open_worker(order: str, own_address: str = "") -> tuple[Worker, Endpoint]:
+def open_worker(order: str, own_address: str = "", own_device: str = "") -> tuple[Worker, Endpoint]:
     """The worker that `start_order` described, its layers loaded, and its place in the network.
 
-    Where the order has keys but names no interface, that is `own_address`: the address of the host it came to.
+    Where the order has keys but names no interface, that is `own_address`: the address of the host it came to. Where it
+    names no particular GPU, that is `own_device`.
     """
     told = json.loads(order)
     spec, network = read_spec(told["spec"]), read_network(told["network"])
     if network.keys and not network.interface:
         network = replace(network, interface=own_address)
+    if spec.device == "cuda" and own_device:
+        spec = replace(spec, device=own_device)
     worker = Worker(spec)
-    endpoint = open_endpoint(network, spec.rank, has_own_core=bool(spec.cores))
+    endpoint = open_endpoint(network, spec.rank, bool(spec.cores), spec.device)
     endpoint.introduce(CLIENT, network.client)
     return worker, endpoint
 

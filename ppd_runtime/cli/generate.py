@@ -70,7 +70,7 @@ def generate(
     ] = None,
     transport: Annotated[
         str | None,
-        typer.Option(help="local (threads), unix or zeromq (Ray actors), or auto.", rich_help_panel=_PPD),
+        typer.Option(help="local (threads), unix, zeromq or collective (Ray actors), or auto.", rich_help_panel=_PPD),
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="host:port of a running Ray cluster.", rich_help_panel=_PPD)

@@ -61,7 +61,7 @@ class Recordings:
             launch(hidden, position)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # links may be opening in other threads
             output = launch(hidden, position)
         self._recordings[key] = _Recording(graph, hidden, position, output)
         return self._recordings[key]

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder
+from ppd_runtime.orchestration.gpus import UNMASKED, own_device
 from ppd_runtime.orchestration.metrics import Metrics
 from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
 from ppd_runtime.orchestration.room import Bundle, Node
@@ -23,7 +24,7 @@ from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.transport.sockets import make_networks, open_endpoint
+from ppd_runtime.transport.sockets import choose_transport, make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import start_order
 
@@ -33,10 +34,10 @@ _STOP_DEADLINE_S = 5.0
 
 
 class _HostActor(Actor):
-    """A worker that knows the address of the Ray node it came to."""
+    """A worker that knows the address of the Ray node it came to, and which of its GPUs is its own."""
 
     def __init__(self, order: str) -> None:
-        super().__init__(order, ray.util.get_node_ip_address())
+        super().__init__(order, ray.util.get_node_ip_address(), own_device(ray.get_gpu_ids(), os.environ))
 
 
 @ray.remote(max_restarts=0)
@@ -72,10 +73,13 @@ class RayWorkers:
                 progress("starting Ray" if address is None else f"connecting to Ray at {address}")
                 _start_ray(address, len(specs) * specs[0].threads, self._folder.path)
             everybody = [CLIENT, *self._specs]
-            self._networks = make_networks(config.transport, self._folder.path, config.bind_interface, everybody)
+            self._reserve(config, progress)
+            on_gpus = self._specs[MAIN].device.startswith("cuda")
+            transport = choose_transport(config.transport, on_gpus, own_gpus=self._bundle.gpus >= 1)
+            self._environment = UNMASKED if on_gpus and transport == "collective" else {}
+            self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
-            self._reserve(config, progress)
             self._metrics = Metrics()
             self.supervisor.start(progress)
         except BaseException:
@@ -99,7 +103,9 @@ class RayWorkers:
         order = start_order(self._specs[rank], network)
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         resources = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
-        options = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
+        options: dict[str, Any] = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
+        if self._environment:
+            options["runtime_env"] = {"env_vars": self._environment}
         return ActorLife(actor_class.options(**options).remote(order))
 
     def _introduce(self, rank: int, location: str) -> None:

@@ -4,12 +4,14 @@ Whole numbers, numbers and texts stand in the header as they are, and lists of w
 the lowest first: so no array in a header is long, however its writer nests them.
 """
 
+import dataclasses
 import math
 import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from operator import attrgetter
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -45,6 +47,8 @@ Int64s = Annotated[list[int], Within(-(2**63), 2**63 - 1, 2**16)]
 Int64 = Annotated[int, Within(-(2**63), 2**63 - 1)]
 Seed = Annotated[int, Within(0, 2**64 - 1)]
 Count = Annotated[int, Within(0, 2**63 - 1)]
+TensorBytes = Annotated[int, Within(1, 2**31)]
+Bytes = Annotated[bytes, Within(0, 255, 2**20)]
 Limit = Annotated[int, Within(0, 2**31 - 1)]
 Length = Annotated[int, Within(1, 2**31 - 1)]
 Finite = Annotated[float, Within(-_MOST, _MOST)]
@@ -79,6 +83,8 @@ def reader(name: str, hint: object) -> Reader:
         base, within = get_args(hint)
         if is_packed(hint):
             return _packed_reader(name, within, base != list[int])
+        if base is bytes:
+            return _checked_reader(name, lambda value: type(value) is bytes and len(value) <= within.most)
         return _number_reader(name, (int,) if base is int else (float, int), within)
     checks: dict[object, Callable[[Any], bool]] = {
         bool: lambda value: type(value) is bool,
@@ -87,14 +93,44 @@ def reader(name: str, hint: object) -> Reader:
         Tensor: _is_description,
         Tensor | None: lambda value: value is None or _is_description(value),
     }
-    good = checks[hint]
+    return _checked_reader(name, checks[hint])
 
+
+def _checked_reader(name: str, good: Callable[[Any], bool]) -> Reader:
     def read(value: Any) -> Any:
         if good(value):
             return value
         raise WireError(f"{name} of the wrong type or length")
 
     return read
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a kind of message is written and read; places are in its header."""
+
+    number: int
+    values: Callable[[Any], tuple[Any, ...]]
+    readers: tuple[Reader, ...]
+    packed: tuple[int, ...]
+    """Places of lists of whole numbers."""
+    tensor: int
+    """Place of its tensor; 0 where it has none."""
+
+
+def make_plan(number: int, kind: type) -> Plan:
+    """The plan of a dataclass whose fields all have types of this module; at most one is a tensor."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = [field.name for field in dataclasses.fields(kind)]
+    tensors = [place for place, name in enumerate(names, 2) if is_tensor(hints[name])]
+    assert len(tensors) <= 1, "a message has room for one tensor"
+    return Plan(
+        number=number,
+        values=attrgetter(*names),
+        readers=tuple(reader(f"{kind.__name__}.{name}", hints[name]) for name in names),
+        packed=tuple(place for place, name in enumerate(names, 2) if is_packed(hints[name])),
+        tensor=tensors[0] if tensors else 0,
+    )
 
 
 def _number_reader(name: str, types: tuple[type, ...], within: Within) -> Reader:

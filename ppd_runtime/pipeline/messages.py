@@ -5,12 +5,10 @@ of their own. Decoding trusts nothing: every length, type, range and shape is ch
 whatever is wrong becomes a `WireError`.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgpack
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from ppd_runtime.pipeline.fields import (
     MOST_TEXTS,
+    Bytes,
     Candidates,
     Count,
     Finite,
@@ -30,20 +29,18 @@ from ppd_runtime.pipeline.fields import (
     Positive,
     Rank,
     Ranks,
-    Reader,
     Request,
     Seed,
     Share,
+    TensorBytes,
     TokenId,
     TokenIds,
     WireError,
-    is_packed,
-    is_tensor,
+    make_plan,
     pack_numbers,
-    reader,
 )
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -242,6 +239,26 @@ class Peers(Message):
     locations: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class LinkNote(Message):
+    """Worker → worker: something about the link between them; see `transport.collective`."""
+
+    link: str
+    key: str
+    value: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Posted(Message):
+    """Worker → worker: a message whose tensor comes over their link, as its transfer of this `number`."""
+
+    link: str
+    number: Count
+    num_bytes: TensorBytes
+    header: Bytes
+    """Of the message, as `split` gives it."""
+
+
 _KINDS: tuple[type[Message], ...] = (
     Begin,
     ExitState,
@@ -259,39 +276,14 @@ _KINDS: tuple[type[Message], ...] = (
     CatchUp,
     Missing,
     Peers,
+    LinkNote,
+    Posted,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How a kind of message is written and read; places are in its header."""
-
-    number: int
-    values: Callable[[Message], tuple[Any, ...]]
-    readers: tuple[Reader, ...]
-    packed: tuple[int, ...]
-    """Places of lists of whole numbers."""
-    tensor: int
-    """Place of its tensor; 0 where it has none."""
-
-
-def _plan(number: int, kind: type[Message]) -> _Plan:
-    hints = get_type_hints(kind, include_extras=True)
-    names = [field.name for field in dataclasses.fields(kind)]
-    tensors = [place for place, name in enumerate(names, 2) if is_tensor(hints[name])]
-    assert len(tensors) <= 1, "a message has room for one tensor"
-    return _Plan(
-        number=number,
-        values=attrgetter(*names),
-        readers=tuple(reader(f"{kind.__name__}.{name}", hints[name]) for name in names),
-        packed=tuple(place for place, name in enumerate(names, 2) if is_packed(hints[name])),
-        tensor=tensors[0] if tensors else 0,
-    )
-
-
-_PLANS = {kind: _plan(number, kind) for number, kind in enumerate(_KINDS)}
+_PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
 _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
     Begin: lambda begin: len(begin.delivered) <= begin.max_new_tokens,
     CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
@@ -306,28 +298,43 @@ def encode(message: Message) -> list[bytes | memoryview]:
     Raises:
         WireError: where the header would be longer than `decode` takes.
     """
+    header, raw = split(message)
+    return [header] if raw is None else [header, raw.cpu().numpy().data]
+
+
+def has_tensor(message: Message) -> bool:
+    """Whether a message holds a tensor."""
     plan = _PLANS[type(message)]
-    header = [WIRE_VERSION, plan.number, *plan.values(message)]
-    frames: list[bytes | memoryview] = [b""]
+    return bool(plan.tensor) and plan.values(message)[plan.tensor - 2] is not None
+
+
+def split(message: Message) -> tuple[bytes, Tensor | None]:
+    """The message's header, and its tensor's bytes `[num_bytes]` on the tensor's device, perhaps in its memory.
+
+    Raises:
+        WireError: where the header would be longer than `decode` takes.
+    """
+    plan = _PLANS[type(message)]
+    fields, raw = [WIRE_VERSION, plan.number, *plan.values(message)], None
     for place in plan.packed:
-        header[place] = pack_numbers(header[place])
-    if plan.tensor and header[plan.tensor] is not None:
-        tensor = header[plan.tensor].detach().cpu().contiguous()
-        header[plan.tensor] = [_DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
-        frames.append(tensor.flatten().view(torch.uint8).numpy().data)
-    frames[0] = msgpack.packb(header)
-    if len(frames[0]) > _MAX_HEADER_BYTES:
-        raise WireError(f"a {type(message).__name__} of {len(frames[0])} bytes: {_MAX_HEADER_BYTES} are the most")
-    return frames
+        fields[place] = pack_numbers(fields[place])
+    if plan.tensor and fields[plan.tensor] is not None:
+        tensor = fields[plan.tensor].detach().contiguous()
+        fields[plan.tensor] = [_DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
+        raw = tensor.flatten().view(torch.uint8)
+    header = msgpack.packb(fields)
+    if len(header) > _MAX_HEADER_BYTES:
+        raise WireError(f"a {type(message).__name__} of {len(header)} bytes: {_MAX_HEADER_BYTES} are the most")
+    return header, raw
 
 
-def decode(frames: Sequence[bytes | memoryview]) -> Message:
-    """The message that `frames` hold; its tensors are copies.
+def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
+    """The message that `frames` hold; its tensor is a copy, but of a `Tensor` of bytes, which becomes the message's.
 
     Raises:
         WireError: for anything that `encode` of this version would not have written.
     """
-    if not frames or len(frames[0]) > _MAX_HEADER_BYTES:
+    if not frames or isinstance(frames[0], Tensor) or len(frames[0]) > _MAX_HEADER_BYTES:
         raise WireError("no header, or one that is too long")
     header = _unpack(frames[0])
     kind = _kind(header)
@@ -368,7 +375,7 @@ def _unpack(header: bytes | memoryview) -> Any:
         raise WireError(f"not a header: {type(error).__name__}") from error
 
 
-def _tensor(description: list[Any], frame: bytes | memoryview) -> Tensor:
+def _tensor(description: list[Any], frame: bytes | memoryview | Tensor) -> Tensor:
     name, shape = description
     if not isinstance(name, str) or name not in _DTYPES:
         raise WireError("a tensor of an unknown dtype")
@@ -380,4 +387,6 @@ def _tensor(description: list[Any], frame: bytes | memoryview) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size > _MAX_TENSOR_BYTES or size != len(frame):
         raise WireError("a tensor whose bytes do not fit its shape")
+    if isinstance(frame, Tensor):
+        return frame.view(dtype).view(shape)
     return torch.frombuffer(bytearray(frame), dtype=dtype).view(shape)

@@ -1,5 +1,6 @@
 """The sockets that a network's transport stands for."""
 
+import os
 from collections.abc import Sequence
 
 from ppd_runtime.transport import Endpoint
@@ -8,17 +9,46 @@ from ppd_runtime.transport.unix import UnixEndpoint
 from ppd_runtime.transport.zeromq import ZmqEndpoint, make_keys
 
 _SPIN_S = 0.002
+_SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-def open_endpoint(network: Network, address: int, has_own_core: bool = False) -> Endpoint:
-    """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ where there is an interface.
+def check_collective(device: str) -> None:
+    """Raise ValueError where this PyTorch has no collectives for tensors of a device."""
+    from ppd_runtime.transport.collective.groups import check_backend  # its import takes a while
 
-    A process with a core of its own looks for messages for a while before it sleeps: it disturbs nobody.
+    check_backend(device)
+
+
+def choose_transport(transport: str, on_gpus: bool, own_gpus: bool) -> str:
+    """What is used for a setting: for "auto", collective where each worker has a GPU of its own.
 
     Raises:
-        ValueError: for a folder that others may enter, an interface that is not this host's, or keys that are missing
-            or wrong; nothing is bound then.
+        ValueError: where NCCL would refuse: workers share a GPU, and it has not been told to try that.
     """
+    if transport == "auto":
+        return "collective" if on_gpus and own_gpus else "auto"
+    if transport == "collective" and on_gpus and not own_gpus and os.environ.get(_SHARED_GPUS) != "1":
+        raise ValueError(
+            "transport='collective' with workers that share a GPU, which NCCL refuses: choose transport auto, or fewer "
+            f"workers (or try {_SHARED_GPUS}=1 with NCCL 2.30 or newer, an experiment)"
+        )
+    return transport
+
+
+def open_endpoint(network: Network, address: int, has_own_core: bool = False, device: str = "cpu") -> Endpoint:
+    """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ where there is an interface.
+
+    A process with a core of its own looks for messages for a while before it sleeps: it disturbs nobody. `device` is
+    where its tensors live, for the collective transport.
+
+    Raises:
+        ValueError: for a folder that others may enter, an interface that is not this host's, keys that are missing or
+            wrong, or a PyTorch without the collectives that are asked for; nothing is bound then.
+    """
+    if network.transport == "collective":
+        from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint  # its import takes a while
+
+        return CollectiveEndpoint(network, address, device)
     if network.transport == "zeromq" or network.interface or network.keys:
         return ZmqEndpoint(network, address)
     return UnixEndpoint(network.folder, address, _SPIN_S if has_own_core else 0.0)

@@ -20,14 +20,17 @@ from ppd_runtime.pipeline.messages import (
     Failed,
     Finished,
     HeadStart,
+    LinkNote,
     Message,
     Missing,
     Peers,
+    Posted,
     Report,
     Shutdown,
     Spans,
     Token,
     encode,
+    split,
 )
 
 STATE = torch.linspace(-1, 1, 8).view(1, 1, 8)
@@ -52,6 +55,8 @@ MESSAGES: tuple[Message, ...] = (
     CatchUp(0, 1, 5, [17, 18]),
     Missing(1, 1, 5),
     Peers(-1, 0, [0, 1], ["tcp://127.0.0.1:5000", "tcp://[::1]:5000"]),
+    LinkNote(1, 0, "ab-cd", "word up/0", b"\x7f\0\0\1"),
+    Posted(0, 1, "ab-cd", 3, 32, split(ExitState(0, 1, 4, STATE))[0]),
 )
 
 

@@ -279,7 +279,7 @@ def _hear_interrupts() -> None:
 
 
 def _kill(name: str, most: int, by: int = signal.SIGKILL) -> list[psutil.Process]:
-    victims = [p for p in psutil.process_iter() if _actor_name(p) == name][:most]
+    victims = [p for p in psutil.Process().children(recursive=True) if _actor_name(p) == name][:most]
     assert victims, f"no {name} is running"
     for victim in victims:
         victim.send_signal(by)

@@ -28,9 +28,11 @@ from ppd_runtime.pipeline.messages import (
     Failed,
     Finished,
     HeadStart,
+    LinkNote,
     Message,
     Missing,
     Peers,
+    Posted,
     Report,
     Shutdown,
     Spans,
@@ -57,10 +59,12 @@ KINDS = (
     CatchUp,
     Missing,
     Peers,
+    LinkNote,
+    Posted,
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 6
+VERSION = 7
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,6 +94,8 @@ STRATEGIES = {
 
 def within(base: object, bounds: Within) -> st.SearchStrategy[object]:
     """Every value that is let through, the least and the greatest among them."""
+    if base is bytes:
+        return st.binary(max_size=50)
     if base is float:
         return st.floats(bounds.low, bounds.high)
     numbers = st.integers(int(bounds.low), int(bounds.high)) | st.sampled_from([int(bounds.low), int(bounds.high)])
@@ -209,6 +215,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         float: 0.5,
         bool: True,
         str: "a",
+        bytes: b"ab",
         list[int]: [1, -1] if kind is Spans else [1, 2],
         tuple[int, ...]: (3, 4),
         list[str]: ["b", "c"],

@@ -47,7 +47,7 @@ def test_an_interface_is_an_address_of_this_host(interface: str, complaint: str)
 
 @pytest.mark.parametrize("transport", ["unix", "local"])
 def test_an_interface_needs_a_transport_that_leaves_the_host(transport: str) -> None:
-    with pytest.raises(ValueError, match=f"transport='{transport}', which stays on one host: choose transport auto or"):
+    with pytest.raises(ValueError, match=f"transport='{transport}', which stays on one host: choose transport auto, "):
         RuntimeConfig(bind_interface=LOOPBACK, transport=transport)
 
 

@@ -1,0 +1,140 @@
+"""An endpoint whose tensors go to other workers from device to device; all else goes over ZeroMQ."""
+
+import logging
+import secrets
+import time
+from queue import Empty, SimpleQueue
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.messages import CLIENT, LinkNote, Message, Posted, has_tensor, split
+from ppd_runtime.transport.collective.groups import Fabric, check_backend
+from ppd_runtime.transport.collective.links import Link
+from ppd_runtime.transport.network import Network
+from ppd_runtime.transport.zeromq import ZmqEndpoint
+
+logger = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.005  # while a link opens, for what its thread wants to tell
+_MOST_EARLY = 64  # notes about links of lives that have not been introduced yet
+
+
+class CollectiveEndpoint:
+    """One process' place: ZeroMQ sockets, and a link to each worker that it has been introduced to.
+
+    Links open in threads of their own; until then, and where one breaks, tensors go with their messages. Messages to
+    and from the client always do. Not to be shared between threads.
+    """
+
+    def __init__(self, network: Network, address: int, device: str) -> None:
+        if address != CLIENT:
+            check_backend(device)
+        self._control = ZmqEndpoint(network, address)
+        try:
+            self._fabric = None if address == CLIENT else Fabric(device, network.interface)
+        except BaseException:
+            self._control.close()
+            raise
+        self._address, self._life = address, secrets.token_hex(8)
+        self.location = f"{self._control.location}#{self._life}"
+        """The sockets' location, and which of this worker's lives this is."""
+        self._links: dict[int, Link] = {}
+        self._early: list[LinkNote] = []
+        self._outbox: SimpleQueue[tuple[int, Message]] = SimpleQueue()
+        self._last: tuple[Message, bytes, Tensor] | None = None
+
+    def introduce(self, address: int, location: str) -> None:
+        """From now on a peer is there; the link to its last life is closed, and one to this life opens."""
+        place, _, life = location.partition("#")
+        self._control.introduce(address, place)
+        if old := self._links.pop(address, None):
+            old.close()
+        if life and self._fabric and address != CLIENT:
+            lives = (self._life, life) if self._address < address else (life, self._life)
+            link = Link("-".join(lives), self._address, address, self._fabric, self._tell)
+            self._links[address] = link
+            early, self._early = self._early, []
+            for note in early:
+                self._take_note(note)
+
+    def send(self, address: int, message: Message) -> None:
+        """Deliver a message; its tensor, where it has one, over the link."""
+        self._tell_peers()
+        link = self._links.get(address)
+        self._control.send(address, (self._post(link, message) if link else None) or message)
+
+    def receive(self, timeout: float | None) -> Message | None:
+        """The next message, with its tensor, or None after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._tell_peers()
+            for link in self._links.values():
+                if message := link.next():
+                    return message
+            message = self._control.receive(self._patience(deadline))
+            if message is None:
+                if deadline is not None and time.monotonic() >= deadline:
+                    return None
+            elif isinstance(message, LinkNote):
+                self._take_note(message)
+            elif not self._hold(message):
+                return message
+
+    def close(self) -> None:
+        """Close links and sockets; what was sent has half a second to leave."""
+        links, self._links = self._links.values(), {}
+        for link in links:
+            link.close()
+        for link in links:
+            link.wait_closed()
+        if self._fabric:
+            self._fabric.close()
+        self._control.close()
+
+    def _post(self, link: Link, message: Message) -> Posted | None:
+        """A message in two parts, if it has two; the same message to the next address is not taken apart again."""
+        if not link.takes or not has_tensor(message):
+            return None
+        if self._last is None or self._last[0] is not message:
+            header, raw = split(message)
+            assert raw is not None
+            self._last = message, header, raw.clone()  # the machine may go on with its own
+        return link.post(*self._last)
+
+    def _hold(self, message: Message) -> bool:
+        """Whether a message, or what came before it from its sender, waits for a tensor."""
+        link = self._links.get(message.sender)
+        if isinstance(message, Posted):
+            if link and link.name == message.link:
+                link.hold(message)
+            return True  # what is of another life is of no use
+        if link and link.holds:
+            link.hold(message)
+            return True
+        return False
+
+    def _take_note(self, note: LinkNote) -> None:
+        link = self._links.get(note.sender)
+        if link and link.name == note.link:
+            link.take_note(note)
+        elif self._life in note.link:
+            self._early = [*self._early, note][-_MOST_EARLY:]
+
+    def _patience(self, deadline: float | None) -> float | None:
+        """How long to wait for a control message before links are looked at again."""
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        if any(link.holds for link in self._links.values()):
+            return 0.0
+        is_opening = any(link.is_opening for link in self._links.values())
+        if is_opening or not self._outbox.empty():
+            return _LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S)
+        return left
+
+    def _tell(self, address: int, note: Message) -> None:
+        self._outbox.put((address, note))
+
+    def _tell_peers(self) -> None:
+        try:
+            while True:
+                self._control.send(*self._outbox.get_nowait())
+        except Empty:
+            return

@@ -1,0 +1,242 @@
+"""Tensors over `torch.distributed`: bits and order are kept, and whoever died is linked to again."""
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, ExitState, Posted, encode, split
+from ppd_runtime.transport.collective import links
+from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
+from ppd_runtime.transport.network import Network
+
+PROMPT = [5, 9, 200, 31]
+DEADLINE = 30.0
+
+
+class Places:
+    """Endpoints of one folder, introduced to each other as a launcher does it."""
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self._network, self._device = Network("collective", str(folder)), device
+        self.endpoints: dict[int, CollectiveEndpoint] = {}
+
+    def open(self, address: int) -> CollectiveEndpoint:
+        """A new life, which everybody is told of, and which is told of everybody."""
+        new = CollectiveEndpoint(self._network, address, self._device)
+        for other, endpoint in self.endpoints.items():
+            if other != address:
+                endpoint.introduce(address, new.location)
+                new.introduce(other, endpoint.location)
+        self.endpoints[address] = new
+        return new
+
+    def wait_for_links(self) -> None:
+        """Until every two workers have one."""
+        deadline = time.monotonic() + DEADLINE
+        while not all(link.takes for endpoint in self.endpoints.values() for link in endpoint._links.values()):
+            assert time.monotonic() < deadline
+            for endpoint in self.endpoints.values():
+                assert endpoint.receive(0) is None
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[Places]:
+    places = Places(tmp_path)
+    yield places
+    for endpoint in places.endpoints.values():
+        endpoint.close()
+
+
+def same(a: object, b: object) -> bool:
+    return [bytes(frame) for frame in encode(a)] == [bytes(frame) for frame in encode(b)]
+
+
+def tensors(number: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Any bits, NaNs and infinities among them, in sizes that come and go: hidden states, entries, a long text's."""
+    generator = torch.Generator().manual_seed(number)
+    sizes = [(1, 1, 64), (1, 3, 64), (1, 1, 64), (1, 1, 64), (2, 4, 2, 8, 64), (1, 1, 64), (9, 40, 2, 8, 64)]
+    raw = [torch.randint(0, 256, (*size[:-1], size[-1] * dtype.itemsize), generator=generator) for size in sizes]
+    return [tensor.to(torch.uint8).view(dtype) for tensor in raw]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_and_order_stay_as_they_are(places: Places, dtype: torch.dtype) -> None:
+    main, sub, client = (places.open(address) for address in (MAIN, 1, CLIENT))
+    places.wait_for_links()
+    for round_number in range(8):
+        there, back = [], []
+        for at, tensor in enumerate(tensors(round_number, dtype)):
+            there += [ExitState(MAIN, 1, at, tensor), Candidate(MAIN, 1, at, (3,))]
+            back += [Candidate(1, 1, at, (3,)), Entries(1, 1, at, tensor)]
+        for to, message in [(1, m) for m in there] + [(MAIN, m) for m in back]:
+            (main if to == 1 else sub).send(to, message)
+        assert all(same(sub.receive(DEADLINE), message) for message in there)
+        assert all(same(main.receive(DEADLINE), message) for message in back)
+    assert all(endpoint._links[peer]._num_sent > 8 * 7 for endpoint, peer in ((main, 1), (sub, MAIN)))
+    client.send(MAIN, there[0])
+    assert same(main.receive(DEADLINE), there[0])
+    assert not client._links
+
+
+def _echo(folder: str, device: str, location: str, locations) -> None:
+    """Another process: sends whatever it gets back, until told to end."""
+    endpoint = CollectiveEndpoint(Network("collective", folder), 1, device)
+    locations.put(endpoint.location)
+    endpoint.introduce(MAIN, location)
+    while (message := endpoint.receive(60)) is not None and not isinstance(message, End):
+        endpoint.send(MAIN, message)
+    endpoint.close()
+
+
+def _two_devices() -> list[str]:
+    """Of GPUs that two members of a group may have; empty where there are none."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return []
+    if torch.cuda.device_count() > 1:
+        return ["cuda:0", "cuda:1"]
+    return ["cuda:0"] * 2 if torch.cuda.nccl.version() >= (2, 30) else []
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
+def test_tensors_go_from_device_to_device_between_processes(tmp_path, monkeypatch, backend):
+    devices = ["cpu", "cpu"] if backend == "gloo" else _two_devices()
+    if not devices:
+        pytest.skip("needs two GPUs, or one with NCCL 2.30 or newer")
+    if backend == "nccl" and len(set(devices)) == 1:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    spawn = multiprocessing.get_context("spawn")
+    main = CollectiveEndpoint(Network("collective", str(tmp_path)), MAIN, devices[0])
+    locations = spawn.Queue()
+    peer = spawn.Process(target=_echo, args=(str(tmp_path), devices[1], main.location, locations), daemon=True)
+    peer.start()
+    main.introduce(1, locations.get(timeout=60))
+    deadline = time.monotonic() + 60
+    while not main._links[1].takes:
+        assert main.receive(0.01) is None
+        assert time.monotonic() < deadline, "the link did not open"
+    for number in range(3):
+        sent = [ExitState(1, 1, at, tensor.to(devices[0])) for at, tensor in enumerate(tensors(number))]
+        for message in sent:
+            main.send(1, message)
+            answer = main.receive(DEADLINE)
+            assert answer.hidden.device == torch.device(devices[0])
+            assert same(answer, message)
+    assert main._links[1]._num_received >= 3 * len(sent), "over the link"
+    main.send(1, End(MAIN, 1))
+    peer.join(DEADLINE)
+    assert peer.exitcode == 0
+    main.close()
+
+
+def test_a_tensor_that_does_not_come_costs_its_message_alone(
+    places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(links, "_PATIENCE_S", 0.2)
+    main, sub = places.open(MAIN), places.open(1)
+    places.wait_for_links()
+    message = ExitState(1, 1, 5, torch.ones(1, 1, 64))
+    header, raw = split(message)
+    sub._control.send(MAIN, Posted(1, 1, sub._links[MAIN].name, 0, raw.numel(), header))
+    sub.send(MAIN, End(1, 7))
+    with caplog.at_level(logging.WARNING):
+        assert main.receive(DEADLINE) == End(1, 7)
+    assert "the link to worker 1 has not brought a tensor" in caplog.text
+    assert main.receive(0) is None
+    assert sub.receive(0.1) is None, "hears that the link is broken"
+    for sender, receiver, to in ((sub, main, MAIN), (main, sub, 1)):
+        sender.send(to, message)
+        assert same(receiver.receive(DEADLINE), message), "tensors go with their messages now"
+
+
+def test_a_peer_that_does_not_look_blocks_nobody(places: Places) -> None:
+    main, sub = places.open(MAIN), places.open(1)
+    places.wait_for_links()
+    sent = [Entries(MAIN, 1, at, torch.full((50_000,), float(at))) for at in range(90)]
+    began = time.monotonic()
+    for message in sent:
+        main.send(1, message)
+    assert time.monotonic() - began < 5
+    assert len(main._links[1]._sent) <= 33, "the rest went by ZeroMQ"
+    received = [sub.receive(DEADLINE) for _ in sent]
+    assert sorted(m.position for m in received) == list(range(90))
+    assert all(same(m, sent[m.position]) for m in received)
+
+
+def test_a_new_life_gets_a_link_of_its_own(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    main, sub = places.open(MAIN), places.open(1)
+    places.wait_for_links()
+    threads = _threads()
+    for life in range(4):
+        message = Entries(1, 1, life, torch.full((3, 700 * (life + 1)), float(life)))
+        sub.send(MAIN, message)
+        assert same(main.receive(DEADLINE), message)
+        assert main._links[1]._num_received
+        sub.close()
+        for _ in range(3):
+            main.send(1, message)  # to nobody
+        sub = places.open(1)
+        places.wait_for_links()
+    sub.send(MAIN, End(1, 9))
+    assert main.receive(DEADLINE) == End(1, 9)
+    deadline = time.monotonic() + DEADLINE
+    while _threads() > threads + 2:
+        assert time.monotonic() < deadline, "earlier lives' links are not closed"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("k", "workers", "dtype", "run_ahead"),
+    [(1, 1, "bfloat16", True), (1, 1, "float32", False), (3, 2, "float32", True)],
+)
+def test_tokens_are_ordinary_decodings(model_folder, k, workers, dtype, run_ahead):
+    folder = str(model_folder("llama", num_layers=4))
+    text = OrdinaryDecoding(folder, dtype=dtype).generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
+    head = RehearsedHead(((*PROMPT, *text),), 0.7, 300)
+    layout = {"k": k, "workers": workers, "dtype": dtype, "run_ahead": run_ahead, "exit_head": head}
+    with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
+        result = runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
+        assert result.token_ids == text
+        assert _connections(workers + 1) == 4 * workers * (workers + 1) // 2
+
+
+def test_the_dead_are_replaced_and_linked_to(model_folder):
+    """Sub-processes and the main process, in the middle of a text; all of them meet again."""
+    folder = str(model_folder("llama", num_layers=4))
+    text = OrdinaryDecoding(folder, dtype="bfloat16").generate(PROMPT, max_new_tokens=300, ignore_eos=True).token_ids
+    head, slow = RehearsedHead(((*PROMPT, *text),), 1.0, 300), EmulatedDevice(layer_ms=6.0)
+    layout = {"k": 2, "dtype": "bfloat16", "exit_head": head, "emulate": slow}
+    with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=300, ignore_eos=True)
+        events = [next(stream) for _ in range(5)]
+        for name in ("sub-1", "main"):
+            _worker(name).kill()
+            events += [next(stream) for _ in range(20)]
+        events += list(stream)
+        assert tuple(event.token_id for event in events) == text
+        assert sum(event.hit for event in events[-100:-1]) > 50, "they take part again"
+        assert _connections(3) == 4 * 3
+
+
+def _threads() -> int:
+    return psutil.Process().num_threads()
+
+
+def _worker(name: str) -> psutil.Process:
+    return next(p for p in psutil.Process().children() if p.cmdline()[-1:] == [name])
+
+
+def _connections(count: int) -> int:
+    """Ends of the groups' connections that so many workers hold."""
+    workers = [p for p in psutil.Process().children() if "ppd_runtime.start_worker" in p.cmdline()]
+    assert len(workers) == count
+    return sum(c.status == psutil.CONN_ESTABLISHED for w in workers for c in w.net_connections("tcp"))
