@@ -231,12 +231,18 @@ def _threads() -> int:
     return psutil.Process().num_threads()
 
 
+def _workers() -> dict[str, psutil.Process]:
+    """This process' workers that run, by name."""
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return {line[-1]: child for child in running if "ppd_runtime.start_worker" in (line := child.cmdline())}
+
+
 def _worker(name: str) -> psutil.Process:
-    return next(p for p in psutil.Process().children() if p.cmdline()[-1:] == [name])
+    return _workers()[name]
 
 
 def _connections(count: int) -> int:
     """Ends of the groups' connections that so many workers hold."""
-    workers = [p for p in psutil.Process().children() if "ppd_runtime.start_worker" in p.cmdline()]
+    workers = _workers().values()
     assert len(workers) == count
     return sum(c.status == psutil.CONN_ESTABLISHED for w in workers for c in w.net_connections("tcp"))
