@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace) -> Figures:
             losses.append(_lose(runtime, options.victim, settings))
     before = [gap for loss in losses for gap in loss.gaps_ms(_BEFORE // 2, _BEFORE)]
     came_back = [loss for loss in losses if loss.back is not None]
-    between = [gap for loss in came_back for gap in loss.gaps_ms(_BEFORE, loss.back or 0)]
+    between = [gap for loss in came_back for gap in loss.gaps_ms(_BEFORE - 1, loss.back or 0)]
     after = [gap for loss in came_back for gap in loss.gaps_ms((loss.back or 0) + _SETTLED, options.tokens)]
     return {
         "victim": options.victim,
@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace) -> Figures:
         "ms a token before": spread(before),
         "while missing": spread(between) if between else None,
         "after": spread(after) if after else None,
-        "longest pause, ms": max(max(loss.gaps_ms(_BEFORE, len(loss.times))) for loss in losses),
+        "longest pause, ms": max(max(loss.gaps_ms(_BEFORE - 1, len(loss.times))) for loss in losses),
         "seconds to the first hit": spread([loss.times[loss.back or 0] - loss.lost_at for loss in came_back])
         if came_back
         else None,
