@@ -131,6 +131,13 @@ class Introductions:
         self._locations[rank] = location
 
 
+def dismiss(supervisor: Supervisor, endpoint: Endpoint) -> None:
+    """Tell everybody who serves to end, and leave their network."""
+    for rank in supervisor.serving():
+        endpoint.send(rank, Shutdown(CLIENT, 0))
+    endpoint.close()
+
+
 class LocalWorkers:
     """Every worker a thread of this process: no Ray, no sockets; for notebooks and tests."""
 
@@ -152,8 +159,7 @@ class LocalWorkers:
 
     def close(self) -> None:
         """Stop the threads and give the process its number of threads back."""
-        for rank in self.supervisor.serving():
-            self.endpoint.send(rank, Shutdown(CLIENT, 0))
+        dismiss(self.supervisor, self.endpoint)
         self.supervisor.stop(_STOP_DEADLINE_S)
         torch.set_num_threads(self._threads_before)
 

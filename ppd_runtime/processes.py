@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, import_environment
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, dismiss, import_environment
+from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
@@ -65,9 +65,7 @@ class ProcessWorkers:
             return
         self._closed = True
         if hasattr(self, "endpoint"):
-            for rank in self.supervisor.serving():
-                self.endpoint.send(rank, Shutdown(CLIENT, 0))
-            self.endpoint.close()
+            dismiss(self.supervisor, self.endpoint)
         self.supervisor.stop(_STOP_DEADLINE_S)
         self._folder.remove()
 

@@ -14,13 +14,13 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder
+from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, dismiss
 from ppd_runtime.orchestration.gpus import UNMASKED, own_device
 from ppd_runtime.orchestration.metrics import Metrics
 from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
 from ppd_runtime.orchestration.room import Bundle, Node
 from ppd_runtime.orchestration.security import check_authentication, check_version
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
@@ -121,9 +121,7 @@ class RayWorkers:
             return
         self._closed = True
         if hasattr(self, "endpoint"):
-            for rank in self.supervisor.serving():
-                self.endpoint.send(rank, Shutdown(CLIENT, 0))
-            self.endpoint.close()
+            dismiss(self.supervisor, self.endpoint)
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):
                 self.supervisor.stop(_STOP_DEADLINE_S)
