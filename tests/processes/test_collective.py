@@ -142,6 +142,7 @@ def test_a_tensor_that_does_not_come_costs_its_message_alone(
     places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(links, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(links, "_REST_S", 0.3)
     main, sub = places.open(MAIN), places.open(1)
     places.wait_for_links()
     message = ExitState(1, 1, 5, torch.ones(1, 1, 64))
@@ -153,9 +154,45 @@ def test_a_tensor_that_does_not_come_costs_its_message_alone(
     assert "the link to worker 1 has not brought a tensor" in caplog.text
     assert main.receive(0) is None
     assert sub.receive(0.1) is None, "hears that the link is broken"
-    for sender, receiver, to in ((sub, main, MAIN), (main, sub, 1)):
+    exchange = ((sub, main, MAIN), (main, sub, 1))
+    for sender, receiver, to in exchange:
         sender.send(to, message)
         assert same(receiver.receive(DEADLINE), message), "tensors go with their messages now"
+    broken = [main._links[1], sub._links[MAIN]]
+    places.wait_for_links()
+    for sender, receiver, to in exchange:
+        sender.send(to, message)
+        assert same(receiver.receive(DEADLINE), message)
+    links_now = [main._links[1], sub._links[MAIN]]
+    assert all(link.attempt == 1 and link._num_received for link in links_now), "over a new link"
+    assert not set(broken) & set(links_now)
+
+
+def test_one_end_that_has_broken_finds_the_other(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word of it is lost, and so is that of several attempts."""
+    monkeypatch.setattr(links, "_REST_S", 0.02)
+    main, sub = places.open(MAIN), places.open(1)
+    places.wait_for_links()
+    for _ in range(3):
+        main._links[1]._break("is broken by the test", tell=False)
+        time.sleep(0.1)
+        assert main.receive(0) is None
+    places.wait_for_links()
+    message = ExitState(1, 1, 5, torch.ones(1, 1, 64))
+    sub.send(MAIN, message)
+    assert same(main.receive(DEADLINE), message)
+    assert main._links[1].name == sub._links[MAIN].name
+    assert main._links[1]._num_received == 1
+
+
+def test_who_has_been_introduced_may_be_again(places: Places) -> None:
+    main, sub = places.open(MAIN), places.open(1)
+    main.introduce(1, sub.location)
+    places.wait_for_links()
+    link = main._links[1]
+    main.introduce(1, sub.location)
+    assert main._links[1] is link
+    assert link.takes
 
 
 def test_a_peer_that_does_not_look_blocks_nobody(places: Places) -> None:
@@ -224,7 +261,10 @@ def test_the_dead_are_replaced_and_linked_to(model_folder):
         events += list(stream)
         assert tuple(event.token_id for event in events) == text
         assert sum(event.hit for event in events[-100:-1]) > 50, "they take part again"
-        assert _connections(3) == 4 * 3
+        deadline = time.monotonic() + DEADLINE
+        while _connections(3) != 4 * 3:
+            assert time.monotonic() < deadline, "they are not all linked"
+            time.sleep(0.1)
 
 
 def _threads() -> int:

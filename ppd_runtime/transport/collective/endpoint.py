@@ -1,6 +1,7 @@
 """An endpoint whose tensors go to other workers from device to device; all else goes over ZeroMQ."""
 
 import logging
+import math
 import secrets
 import time
 from queue import Empty, SimpleQueue
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ppd_runtime.pipeline.messages import CLIENT, LinkNote, Message, Posted, has_tensor, split
 from ppd_runtime.transport.collective.groups import Fabric, check_backend
-from ppd_runtime.transport.collective.links import Link
+from ppd_runtime.transport.collective.links import Link, read_name
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.zeromq import ZmqEndpoint
 
@@ -21,8 +22,8 @@ _MOST_EARLY = 64  # notes about links of lives that have not been introduced yet
 class CollectiveEndpoint:
     """One process' place: ZeroMQ sockets, and a link to each worker that it has been introduced to.
 
-    Links open in threads of their own; until then, and where one breaks, tensors go with their messages. Messages to
-    and from the client always do. Not to be shared between threads.
+    Links open in threads of their own; until then, and while one has broken, tensors go with their messages. Messages
+    to and from the client always do. Not to be shared between threads.
     """
 
     def __init__(self, network: Network, address: int, device: str) -> None:
@@ -37,24 +38,28 @@ class CollectiveEndpoint:
         self._address, self._life = address, secrets.token_hex(8)
         self.location = f"{self._control.location}#{self._life}"
         """The sockets' location, and which of this worker's lives this is."""
+        self._peers: dict[int, str] = {}
         self._links: dict[int, Link] = {}
         self._early: list[LinkNote] = []
         self._outbox: SimpleQueue[tuple[int, Message]] = SimpleQueue()
         self._last: tuple[Message, bytes, Tensor] | None = None
 
     def introduce(self, address: int, location: str) -> None:
-        """From now on a peer is there; the link to its last life is closed, and one to this life opens."""
+        """From now on a peer is there; the link to its last life is closed, and one to this life opens.
+
+        Of a life that is known already this changes nothing: a process may find in its inbox what was for its last
+        life, and hear the same again.
+        """
+        if self._peers.get(address) == location:
+            return
+        self._peers[address] = location
         place, _, life = location.partition("#")
         self._control.introduce(address, place)
         if old := self._links.pop(address, None):
             old.close()
         if life and self._fabric and address != CLIENT:
             lives = (self._life, life) if self._address < address else (life, self._life)
-            link = Link("-".join(lives), self._address, address, self._fabric, self._tell)
-            self._links[address] = link
-            early, self._early = self._early, []
-            for note in early:
-                self._take_note(note)
+            self._open(address, "-".join(lives), 0)
 
     def send(self, address: int, message: Message) -> None:
         """Deliver a message; its tensor, where it has one, over the link."""
@@ -67,9 +72,11 @@ class CollectiveEndpoint:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._tell_peers()
-            for link in self._links.values():
+            for link in tuple(self._links.values()):
                 if message := link.next():
                     return message
+                if link.wants_successor:
+                    self._open(link.peer, link.lives, link.next_attempt)
             message = self._control.receive(self._patience(deadline))
             if message is None:
                 if deadline is not None and time.monotonic() >= deadline:
@@ -89,6 +96,13 @@ class CollectiveEndpoint:
         if self._fabric:
             self._fabric.close()
         self._control.close()
+
+    def _open(self, address: int, lives: str, attempt: int) -> None:
+        assert self._fabric is not None
+        self._links[address] = Link(lives, attempt, self._address, address, self._fabric, self._tell)
+        early, self._early = self._early, []
+        for note in early:
+            self._take_note(note)
 
     def _post(self, link: Link, message: Message) -> Posted | None:
         """A message in two parts, if it has two; the same message to the next address is not taken apart again."""
@@ -114,20 +128,25 @@ class CollectiveEndpoint:
 
     def _take_note(self, note: LinkNote) -> None:
         link = self._links.get(note.sender)
-        if link and link.name == note.link:
+        lives, attempt = read_name(note.link)
+        if link is None or link.lives != lives:
+            if self._life in lives:
+                self._early = [*self._early, note][-_MOST_EARLY:]
+        elif attempt == link.attempt:
             link.take_note(note)
-        elif self._life in note.link:
+        elif attempt > link.attempt:
+            link.give_way(attempt)
             self._early = [*self._early, note][-_MOST_EARLY:]
 
     def _patience(self, deadline: float | None) -> float | None:
         """How long to wait for a control message before links are looked at again."""
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         if any(link.holds for link in self._links.values()):
             return 0.0
-        is_opening = any(link.is_opening for link in self._links.values())
-        if is_opening or not self._outbox.empty():
-            return _LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S)
-        return left
+        soonest = min((link.rest_left for link in self._links.values()), default=math.inf)
+        if not self._outbox.empty() or any(link.is_opening for link in self._links.values()):
+            soonest = _LOOK_EVERY_S
+        left = math.inf if deadline is None else deadline - time.monotonic()
+        return None if (patience := min(left, soonest)) == math.inf else max(patience, 0.0)
 
     def _tell(self, address: int, note: Message) -> None:
         self._outbox.put((address, note))

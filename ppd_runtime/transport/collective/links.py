@@ -5,6 +5,7 @@ the smallest tensor so far, which is a hidden state. A larger tensor is preceded
 """
 
 import logging
+import math
 import re
 import threading
 import time
@@ -27,6 +28,8 @@ _PATIENCE_S = 3.0  # for a tensor whose message has come; a peer that has died i
 _SLOWEST = 10e6  # … and for each so many bytes of it a second more
 _GPU_PATIENCE_S = 20.0  # it may have yet to be computed; nobody is kept waiting meanwhile
 _CLOSE_S = 2.0
+_REST_S, _LONGEST_REST_S = 2.0, 60.0
+_MOST_IN_VAIN = 5  # attempts; then the peer is not there, or cannot be reached in this way
 
 
 @dataclass
@@ -42,14 +45,20 @@ class Link:
     """Carries tensors to and from a peer once both ends are up; until then, and if it breaks, it declines to.
 
     Args:
-        name: the same at both ends, and of these two lives alone.
+        lives: of these two, in the same words at both ends.
+        attempt: how many links of these lives have broken before.
         own, peer: addresses.
         fabric: what this process' groups have in common.
         tell: sends the peer a control message; called in any thread.
     """
 
-    def __init__(self, name: str, own: int, peer: int, fabric: Fabric, tell: Callable[[int, Message], None]) -> None:
-        self.name, self._own, self._peer, self._fabric, self._tell = name, own, peer, fabric, tell
+    def __init__(
+        self, lives: str, attempt: int, own: int, peer: int, fabric: Fabric, tell: Callable[[int, Message], None]
+    ) -> None:
+        self.lives, self.attempt, self.name = lives, attempt, f"{lives}-{attempt}"
+        self._own, self.peer, self._fabric, self._tell = own, peer, fabric, tell
+        self._reopen_at = math.inf
+        self.next_attempt = attempt + 1
         self._meeting = Meeting(lambda key, value: self._note(_WORD + key, value))
         self._channel: Channel | None = None
         self._peer_is_up = self._broken = False
@@ -66,6 +75,16 @@ class Link:
     def is_opening(self) -> bool:
         """Whether it may soon have something to say to its peer."""
         return not self._settled.is_set()
+
+    @property
+    def wants_successor(self) -> bool:
+        """Whether it has broken, nothing waits in it, and it has had its rest, a longer one each time."""
+        return self.rest_left <= 0 and not self._held
+
+    @property
+    def rest_left(self) -> float:
+        """Seconds until a successor may be opened; infinite for one that is in order or closed for good."""
+        return self._reopen_at - time.monotonic()
 
     @property
     def holds(self) -> bool:
@@ -126,10 +145,15 @@ class Link:
                 return None
             self._held.popleft()
             if not is_here:
-                logger.warning("dropped a message of worker %d: its tensor did not come", self._peer)
+                logger.warning("dropped a message of worker %d: its tensor did not come", self.peer)
             elif message := self._complete(first):
                 return message
         return None
+
+    def give_way(self, attempt: int) -> None:
+        """Let a successor open without a rest: the peer has opened it."""
+        self._break("has broken at the other end", tell=False)
+        self._reopen_at, self.next_attempt = 0.0, attempt
 
     def close(self) -> None:
         """Break the connection, in a thread of its own; see `wait_closed`."""
@@ -146,11 +170,10 @@ class Link:
     def _open(self) -> None:
         """Meet the peer and connect; runs in a thread."""
         try:
-            self._channel = self._fabric.connect(self._meeting, 0 if self._own < self._peer else 1)
+            self._channel = self._fabric.connect(self._meeting, 0 if self._own < self.peer else 1)
             self._note(_UP, b"")
         except (RuntimeError, OSError) as error:
-            if not self._broken:
-                logger.warning("no link to worker %d, its tensors go by ZeroMQ: %s", self._peer, _own_words(error))
+            self._break(f"does not open: {_own_words(error)}")
         finally:
             self._settled.set()
         if self._channel and not self._fabric.posts_ahead:
@@ -225,13 +248,21 @@ class Link:
         """Give the link up; tensors go with their messages from now on."""
         if self._broken:
             return
-        logger.warning("the link to worker %d %s: its tensors go by ZeroMQ", self._peer, reason)
+        logger.warning("the link to worker %d %s: its tensors go by ZeroMQ", self.peer, reason)
+        if self._peer_is_up or self.attempt < _MOST_IN_VAIN:
+            self._reopen_at = time.monotonic() + min(_REST_S * 2 ** min(self.attempt, 9), _LONGEST_REST_S)
         if tell:
             self._note(_BROKEN, b"")
         self.close()
 
     def _note(self, key: str, value: bytes) -> None:
-        self._tell(self._peer, LinkNote(self._own, 0, self.name, key, value))
+        self._tell(self.peer, LinkNote(self._own, 0, self.name, key, value))
+
+
+def read_name(name: str) -> tuple[str, int]:
+    """The lives and the attempt that a link's name tells; -1 where it tells none."""
+    lives, _, attempt = name.rpartition("-")
+    return lives, int(attempt) if attempt.isdecimal() and len(attempt) < 10 else -1
 
 
 def _own_words(error: Exception) -> str:
