@@ -3,8 +3,9 @@
     python -m benchmarks.endurance --requests 500 --tokens 20 --fault-every-s 3 --seed 7
 
 A seed draws prompts, sampling and faults. At random times, on average every so many seconds, a random worker is killed
-(SIGKILL) or, one time in five, stopped (SIGSTOP). Every text is compared with ordinary decoding's. What the owning
-process holds (memory, open files, threads, children) is noted after each request.
+(SIGKILL) or, one time in five, stopped (SIGSTOP): while it serves, and while it starts. Every text is compared with
+ordinary decoding's; one that differs ends the run. What the owning process and its workers hold (memory, open files,
+sockets, threads) is noted after each request, and at the end what is left of them.
 """
 
 import argparse
@@ -13,33 +14,58 @@ import logging
 import random
 import signal
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
+from benchmarks.holdings import (
+    HELD,
+    Holding,
+    Watch,
+    at_age,
+    growth,
+    held,
+    own_temporary_folder,
+    rank_served,
+    running,
+    shared_memory,
+    workers,
+)
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import LAUNCHERS
 
 _STOP_SHARE = 0.2
-_HELD = ("memory, MB", "open files", "threads", "children")
+_OWNERS = (*HELD, "children")
+_AGES = (1, 10, 100, 1000)
+_WARM_UP = 10  # requests of a life after which growth counts
+_TELL_EVERY = 50  # requests
+_LEAVE_S = 10.0  # for what has been told to end
 
 
 @dataclass
 class Trouble:
-    """A thread that kills and stops this process' workers at random times."""
+    """A thread that kills and stops this process' workers at random times, if at all."""
 
     generator: random.Random
     every_s: float
+    """On average; 0: never."""
     done: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
+
+    @property
+    def faults(self) -> int:
+        """Up to now."""
+        return self.done["killed"] + self.done["stopped"]
 
     @contextlib.contextmanager
     def brewing(self) -> Iterator[None]:
@@ -53,82 +79,138 @@ class Trouble:
             thread.join()
 
     def _make(self) -> None:
-        while not self._over.wait(self.generator.expovariate(1 / self.every_s)):
+        while self.every_s and not self._over.wait(self.generator.expovariate(1 / self.every_s)):
             if victims := workers():
-                victim = self.generator.choice(victims)
-                number = signal.SIGSTOP if self.generator.random() < _STOP_SHARE else signal.SIGKILL
                 with contextlib.suppress(psutil.Error):
-                    victim.send_signal(number)
-                    self.done[number.name] += 1
+                    self._strike(self.generator.choice(victims))
+
+    def _strike(self, victim: psutil.Process) -> None:
+        stop, rank = self.generator.random() < _STOP_SHARE, rank_served(victim)
+        if stop and victim.status() == psutil.STATUS_STOPPED:
+            return
+        victim.send_signal(signal.SIGSTOP if stop else signal.SIGKILL)
+        self.done["stopped" if stop else "killed"] += 1
+        self.done["starting" if rank is None else "main" if rank == 0 else "sub"] += 1
 
 
-def workers() -> list[psutil.Process]:
-    """The processes that serve this one, however they were launched."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            line = process.cmdline()
-            if line and ("ppd_runtime.start_worker" in line or line[0].startswith("ray::PPD")):
-                found.append(process)
-    return found
+@dataclass
+class Tally:
+    """What came of the requests."""
 
+    watch: Watch = field(default_factory=Watch)
+    owner: list[Holding] = field(default_factory=list)
+    requests: int = 0
+    tokens: int = 0
+    hits: int = 0
+    slowest_s: float = 0.0
+    restarts: int = 0
 
-def held() -> tuple[float, ...]:
-    """What this process holds, as `_HELD` names it."""
-    process = psutil.Process()
-    return (
-        process.memory_info().rss / 1e6,
-        process.num_fds(),
-        process.num_threads(),
-        len(process.children(recursive=True)),
-    )
+    def note(self) -> None:
+        """A request has ended."""
+        process = psutil.Process()
+        self.owner.append((*held(process), len(process.children(recursive=True))))
+        self.watch.look()
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Run all requests; what happened and what is held, early and late."""
-    generator = random.Random(options.seed)
-    trouble = Trouble(random.Random(options.seed + 1), options.fault_every_s)
-    notes: list[tuple[float, ...]] = []
-    tokens = hits = equal = 0
-    slowest = 0.0
-    began = time.monotonic()
-    with (
-        model_folder(options.model) as folder,
-        PPDRuntime(folder, k=options.k, launcher=options.launcher, dtype="float32", max_restarts=10**6) as runtime,
-    ):
-        ordinary = OrdinaryDecoding(folder, dtype="float32")
-        with trouble.brewing():
-            for _ in range(options.requests):
-                prompt, settings = _draw(generator, options.tokens, ordinary.info.vocab_size)
-                asked = time.monotonic()
-                got = runtime.generate(prompt, **settings)
-                slowest = max(slowest, time.monotonic() - asked)
-                equal += got.token_ids == ordinary.generate(prompt, **settings).token_ids
-                tokens, hits = tokens + len(got.token_ids), hits + got.stats.hits
-                notes.append(held())
-    left = len(workers())
+    """Run all requests, and more until there were enough faults; what happened, what is held, and what is left.
+
+    Raises:
+        RuntimeError: where a text is not ordinary decoding's.
+    """
+    if options.faults and not options.fault_every_s:
+        raise ValueError(f"--faults {options.faults}: none happen with --fault-every-s 0")
+    print(f"seed {options.seed}", file=sys.stderr)
+    trouble, tally = Trouble(random.Random(options.seed + 1), options.fault_every_s), Tally()
+    began, shared = time.monotonic(), shared_memory()
+    with own_temporary_folder() as temporary:
+        _serve(options, trouble, tally)
+        left = _left(tally.watch, temporary, shared)
+    done = trouble.done
     return {
         "seed": options.seed,
         "launcher": options.launcher,
-        "requests": options.requests,
-        "tokens": tokens,
-        "texts equal": equal,
-        "hits": hits,
-        "killed": trouble.done["SIGKILL"],
-        "stopped": trouble.done["SIGSTOP"],
-        "slowest request, s": slowest,
+        "requests": tally.requests,
+        "tokens": tally.tokens,
+        "texts equal": tally.requests,
+        "hits": tally.hits,
+        "killed": done["killed"],
+        "stopped": done["stopped"],
+        "of these main, sub, starting": f"{done['main']}, {done['sub']}, {done['starting']}",
+        "new lives": tally.restarts,
+        "slowest request, s": tally.slowest_s,
         "minutes": (time.monotonic() - began) / 60,
-        "workers left": left,
-        "held": {name: _early_and_late([note[place] for note in notes]) for place, name in enumerate(_HELD)},
+        "left": left,
+        "held": {name: _early_and_late([note[at] for note in tally.owner]) for at, name in enumerate(_OWNERS)},
+        "lives": {"main process": _by_age(tally.watch, True), "sub-processes": _by_age(tally.watch, False)},
     }
 
 
 def table(figures: Figures) -> str:
-    """Two tables in Markdown."""
-    counts = {name: value for name, value in figures.items() if name != "held"}
-    rows = [[name, *values] for name, values in figures["held"].items()]
-    columns = ["held by the owning process, median of a fifth of the requests", "first", "second", "last", "most"]
-    return markdown(list(counts), [list(counts.values())]) + "\n\n" + markdown(columns, rows)
+    """Tables in Markdown: what happened, what is left, what the owner holds, what its workers do."""
+    counts = {name: value for name, value in figures.items() if name not in ("held", "lives", "left")}
+    counts |= {f"left: {name}": value for name, value in figures["left"].items()}
+    owner = ["held by the owning process, median of a fifth of the requests", "first", "second", "last", "most"]
+    ages = [f"after {age} of its requests" for age in _AGES]
+    lives = ["held by a worker, median of lives", *ages, f"more per 100 requests after {_WARM_UP}", "most"]
+    return "\n\n".join(
+        [
+            markdown(list(counts), [list(counts.values())]),
+            markdown(owner, [[name, *values] for name, values in figures["held"].items()]),
+            markdown(lives, [[f"{who}: {what}", *row] for who, rows in figures["lives"].items() for what, row in rows]),
+        ]
+    )
+
+
+def _serve(options: argparse.Namespace, trouble: Trouble, tally: Tally) -> None:
+    generator = random.Random(options.seed)
+    settings = {"k": options.k, "launcher": options.launcher, "dtype": "float32", "max_restarts": 10**6}
+    with model_folder(options.model) as folder, PPDRuntime(folder, **settings) as runtime:
+        ordinary = OrdinaryDecoding(folder, dtype="float32")
+        with trouble.brewing():
+            while tally.requests < options.requests or trouble.faults < options.faults:
+                prompt, wanted = _draw(generator, options.tokens, ordinary.info.vocab_size)
+                asked = time.monotonic()
+                got = runtime.generate(prompt, **wanted)
+                tally.slowest_s = max(tally.slowest_s, time.monotonic() - asked)
+                expected = ordinary.generate(prompt, **wanted).token_ids
+                if got.token_ids != expected:
+                    found = f"{got.token_ids}, ordinary decoding's are {expected}"
+                    raise RuntimeError(f"seed {options.seed}, request {tally.requests}, {prompt}, {wanted}: {found}")
+                tally.requests += 1
+                tally.tokens, tally.hits = tally.tokens + len(expected), tally.hits + got.stats.hits
+                tally.note()
+                if not tally.requests % _TELL_EVERY:
+                    print(f"{tally.requests} requests, {trouble.faults} faults", file=sys.stderr)
+        tally.restarts = runtime.restarts
+
+
+def _left(watch: Watch, temporary: Path, shared: set[str]) -> dict[str, int]:
+    """What is there of processes, temporary files and shared memory once they had time to leave."""
+    deadline = time.monotonic() + _LEAVE_S
+    while True:
+        left = {
+            "processes": len(running(watch.family)),
+            "temporary files": len(list(temporary.iterdir())),
+            "in /dev/shm": len(shared_memory() - shared),
+        }
+        if not any(left.values()) or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def _by_age(watch: Watch, main: bool) -> list[tuple[str, list[float | None]]]:
+    """Rows of a table: how many lives there were, and what they held."""
+    lives = watch.lives_of(main)
+    rows: list[tuple[str, list[float | None]]] = [
+        ("lives so long", [*(sum(len(notes) >= age for notes in lives) for age in _AGES), None, None])
+    ]
+    for place, name in enumerate(HELD):
+        more = growth(lives, place, _WARM_UP)
+        most = max((note[place] for notes in lives for note in notes), default=None)
+        values = [at_age(lives, place, age) for age in _AGES]
+        rows.append((name, [*values, None if more is None else 100 * more, most]))
+    return rows
 
 
 def _draw(generator: random.Random, tokens: int, vocab_size: int) -> tuple[list[int], dict[str, float]]:
@@ -154,7 +236,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--launcher", choices=LAUNCHERS, default="processes")
     options.add_argument("--requests", type=positive, default=500)
     options.add_argument("--tokens", type=positive, default=20)
-    options.add_argument("--fault-every-s", type=float, default=3.0)
+    options.add_argument("--fault-every-s", type=float, default=3.0, help="on average; 0: none")
+    options.add_argument("--faults", type=int, default=0, help="go on until there were so many")
     options.add_argument("--seed", type=int, default=0)
     return options
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from benchmarks.endurance import workers
+from benchmarks.holdings import workers
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.results import TokenEvent

@@ -167,7 +167,7 @@ class LocalWorkers:
 class ThreadLife:
     """A worker in a thread; the worker's own message tells why it ended."""
 
-    location = ""
+    location, cancelled = "", False
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
         arguments, name = (worker, endpoint), f"ppd-{worker.spec.rank}"

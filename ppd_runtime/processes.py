@@ -73,6 +73,8 @@ class ProcessWorkers:
 class ProcessLife:
     """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
 
+    cancelled = False
+
     def __init__(self, rank: int, order: str, folder: Path) -> None:
         self.location = ""
         self._errors = folder / f"errors-{rank}"

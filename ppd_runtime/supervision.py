@@ -25,6 +25,8 @@ class Life(Protocol):
 
     location: str
     """Where its peers reach it, once it is ready; empty where its rank says that."""
+    cancelled: bool
+    """Whether it was taken back before it ran at all, which says nothing against the worker."""
 
     def is_ready(self) -> bool:
         """Whether it has loaded its layers; raises RuntimeError with its own words where it never will."""
@@ -51,6 +53,8 @@ class _Post:
     """When to begin the next life, where there is none."""
     losses: int = 0
     """Lives lost in a row."""
+    excused: bool = False
+    """Whether a life that was cancelled has gone uncounted since the last loss that counts."""
     lives: int = 0
     """Lives that came to serve."""
     silent: bool = False
@@ -116,15 +120,20 @@ class Supervisor:
                 self.replace(rank, reason)
 
     def replace(self, rank: int, reason: str) -> None:
-        """End a worker's life, and begin a new one at the next `check` but where there were too many."""
+        """End a worker's life, and begin a new one at the next `check` but where there were too many.
+
+        A life that was cancelled belongs to the loss before, once: who goes with its host may have had a successor sent
+        there while nobody knew that the host was lost.
+        """
         post = self._posts[rank]
+        post.excused = post.life is not None and post.life.cancelled and not post.excused
         if post.life is not None:
             post.life.kill()
         post.life, post.serving = None, False
         reason = self._words.pop(rank, reason)
-        post.losses += 1
+        post.losses += not post.excused
         if post.losses <= self._most_restarts:
-            pause = 0 if post.losses == 1 else min(2.0 ** (post.losses - 2), _LONGEST_PAUSE_S)
+            pause = 0 if post.losses <= 1 else min(2.0 ** (post.losses - 2), _LONGEST_PAUSE_S)
             post.begin_at = time.monotonic() + pause
             logger.warning("%s is lost, a new one takes its place: %s", name_of(rank), reason)
             return

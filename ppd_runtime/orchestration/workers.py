@@ -137,7 +137,7 @@ class ActorLife:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self.location = ""
+        self.location, self.cancelled = "", False
         self._ready = actor.ready.remote()
         self._serving: Any = None
         self._ping: Any = None
@@ -150,6 +150,7 @@ class ActorLife:
         try:
             self.location = ray.get(self._ready)
         except ray.exceptions.RayError as error:
+            self.cancelled = _never_ran(error)
             raise RuntimeError(_own_words(error)) from error
         self._serving = self._actor.serve.remote()
         return True
@@ -223,11 +224,18 @@ def _bundle(spec: WorkerSpec, count: int, gpus: float | None, own_nodes: Sequenc
     return Bundle(spec.threads, 1 if gpus is None else gpus)
 
 
+def _never_ran(error: Exception) -> bool:
+    """Whether Ray took an actor back before it began: so it does where the node that it chose turns out to be lost."""
+    return isinstance(error, ray.exceptions.ActorDiedError) and "actor never ran" in str(error)  # nothing else says it
+
+
 def _own_words(error: Exception) -> str:
     """The worker's own message, without Ray's account of how it travelled."""
     cause = getattr(error, "cause", None)
     if cause is not None:
         return f"{type(cause).__name__}: {cause}"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "it is out of reach: its host, or the link to it, may be lost"
     if "process has died" in str(error):
         return "its process was killed or crashed"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError
 
 import ppd_runtime.orchestration.workers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -213,6 +215,12 @@ def test_a_worker_that_cannot_start_says_why(ray_node, folder, tmp_path):
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(RuntimeError, match="failed to start.*cannot be read"):
         PPDRuntime(str(broken), k=1).start()
+
+
+@pytest.mark.parametrize("never", [True, False])
+def test_what_ray_took_back_before_it_ran_is_told_apart(never):
+    error = ActorDiedError(ActorDiedErrorContext(actor_id=bytes(16), error_message="node lost", never_started=never))
+    assert ppd_runtime.orchestration.workers._never_ran(error) == never
 
 
 SCRIPT = """

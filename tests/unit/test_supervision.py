@@ -10,6 +10,8 @@ from ppd_runtime.supervision import Supervisor
 class Puppet:
     """A life that does as it is told."""
 
+    location, cancelled = "", False
+
     def __init__(self, rank, starts="ready"):
         self.rank, self.starts, self.end, self.ended = rank, starts, None, False
 
@@ -122,6 +124,33 @@ def test_a_successor_that_cannot_start_counts_too(stage, caplog):
     assert (
         "after 2 restarts, decoding goes on without it: sub-process 1 failed to start: no room" in caplog.messages[-1]
     )
+
+
+def test_a_successor_that_was_cancelled_belongs_to_the_loss_before_it_once(stage, caplog):
+    for _ in range(2):
+        stage.of(1)[-1].end = "its node is lost"
+        stage.supervisor.check()
+        stage.starts = "the actor never ran"
+        stage.supervisor.check()
+        stage.of(1)[-1].cancelled = True
+        stage.supervisor.check()
+        stage.starts = "ready"
+        for _ in range(2):
+            stage.supervisor.check()
+        assert stage.supervisor.is_serving(1)
+    stage.of(1)[-1].end = "it fell"
+    stage.supervisor.check()
+    assert "after 2 restarts, decoding goes on without it: it fell" in caplog.messages[-1]
+    assert len(stage.of(1)) == 5
+
+
+def test_successors_that_are_cancelled_again_and_again_are_too_many(stage):
+    stage.of(1)[0].end = "its node is lost"
+    stage.starts = "the actor never ran"
+    for _ in range(20):
+        stage.supervisor.check()
+        stage.of(1)[-1].cancelled = True
+    assert len(stage.of(1)) == 5, "one more for each of three losses, less the one that was given up"
 
 
 def test_a_pause_before_the_third_life(monkeypatch, stage):
