@@ -3,7 +3,8 @@
     python -m benchmarks.endurance --requests 500 --tokens 20 --fault-every-s 3 --seed 7
 
 A seed draws prompts, sampling and faults. At random times, on average every so many seconds, a random worker is killed
-(SIGKILL) or, one time in five, stopped (SIGSTOP): while it serves, and while it starts. Every text is compared with
+(SIGKILL) or, one time in five, stopped (SIGSTOP): while it serves, and while it starts. Where it is missing already
+nothing happens, so that each worker lives as long as chance has it, however many others there are. Every text is compared with
 ordinary decoding's; one that differs ends the run. What the owning process and its workers hold (memory, open files,
 sockets, threads) is noted after each request, and at the end what is left of them.
 """
@@ -56,7 +57,8 @@ class Trouble:
 
     generator: random.Random
     every_s: float
-    """On average; 0: never."""
+    """On average while all are there; 0: never."""
+    num_workers: int
     done: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -80,9 +82,10 @@ class Trouble:
 
     def _make(self) -> None:
         while self.every_s and not self._over.wait(self.generator.expovariate(1 / self.every_s)):
-            if victims := workers():
+            number, victims = self.generator.randrange(self.num_workers), workers()
+            if number < len(victims):
                 with contextlib.suppress(psutil.Error):
-                    self._strike(self.generator.choice(victims))
+                    self._strike(victims[number])
 
     def _strike(self, victim: psutil.Process) -> None:
         stop, rank = self.generator.random() < _STOP_SHARE, rank_served(victim)
@@ -121,7 +124,7 @@ def measure(options: argparse.Namespace) -> Figures:
     if options.faults and not options.fault_every_s:
         raise ValueError(f"--faults {options.faults}: none happen with --fault-every-s 0")
     print(f"seed {options.seed}", file=sys.stderr)
-    trouble, tally = Trouble(random.Random(options.seed + 1), options.fault_every_s), Tally()
+    trouble, tally = Trouble(random.Random(options.seed + 1), options.fault_every_s, 1 + options.k), Tally()
     began, shared = time.monotonic(), shared_memory()
     with own_temporary_folder() as temporary:
         _serve(options, trouble, tally)

@@ -1,4 +1,7 @@
-"""Runs on one of the hosts of `hosts.py`: for each line of settings on standard input, a line of results."""
+"""Runs on one of the hosts of `hosts.py`: for each line of settings on standard input, a line of results.
+
+Where the settings have a `tell_at`, another line comes before, as soon as there are so many tokens.
+"""
 
 import json
 import sys
@@ -27,13 +30,18 @@ def main() -> None:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             settings = json.loads(line)
-            stream = runtime.stream(given["prompt"], ignore_eos=True, **settings)
-            hits = [event.hit for event in stream]
+            tell_at = settings.pop("tell_at", None)
+            stream, hits = runtime.stream(given["prompt"], ignore_eos=True, **settings), []
+            for event in stream:
+                hits.append(event.hit)
+                if len(hits) == tell_at:
+                    print(json.dumps({"reached": tell_at}), flush=True)
             result, stats = stream.result, stream.result.stats
             told = {
                 "tokens": result.token_ids,
                 "ms_per_token": (stats.latency_s - stats.time_to_first_token_s) / (stats.new_tokens - 1) * 1000,
                 "hits": hits[:-1],
+                "restarts": runtime.restarts,
             }
             print(json.dumps(told), flush=True)
 

@@ -1,4 +1,7 @@
-"""Workers on two hosts, over TCP with CURVE: exact tokens, and the time that the simulator predicts for the link."""
+"""Workers on two hosts, over TCP with CURVE: exact tokens, and the time that the simulator predicts for the link.
+
+And what becomes of a text when the sub-process is killed on its host, or the link between the hosts goes away.
+"""
 
 import contextlib
 import json
@@ -11,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hosts import Hosts, why_not
 
@@ -24,6 +28,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 PORT = 6399
 PROMPT = [5, 9, 200, 31]
 NUM_LAYERS, LAYER_MS, NUM_TOKENS, MATCH_RATE = 4, 10.0, 60, 0.8
+LINK_GONE_S = 3.0
 TOLERANCE, MOST_RUNS = 0.2, 12
 """Of the prediction, which knows no Python; and runs until one is as close: two hosts, their link, Ray and whatever
 else this machine does may share two cores, and a run that had to wait for one says nothing about the link."""
@@ -97,6 +102,47 @@ def driver(hosts, environment, given):
         process.kill()
 
 
+def sub_process(hosts):
+    """The sub-process, on whichever host it is; the main process is on the other."""
+    for name in hosts.names:
+        for pid in hosts.run(name, "ip", "netns", "pids", name).stdout.split():
+            with contextlib.suppress(psutil.Error):
+                if (process := psutil.Process(int(pid))).cmdline()[0].startswith("ray::PPDSub"):
+                    print(f"the sub-process runs on {name}")
+                    return process
+    raise AssertionError("no sub-process runs on any host")
+
+
+def takes_part_again(ask, text):
+    """Ask for texts until there are hits; the last result."""
+    deadline = time.monotonic() + 60
+    while True:
+        run = ask({"max_new_tokens": NUM_TOKENS})
+        assert tuple(run["tokens"]) == text
+        if any(run["hits"]):
+            return run
+        assert time.monotonic() < deadline, "the sub-process takes no part any more"
+
+
+def faults_cost_only_time(hosts, ask, text):
+    """The sub-process is killed in the middle of a text; later the link is gone for a while in the middle of one."""
+    ask({"max_new_tokens": NUM_TOKENS, "tell_at": 30})
+    sub_process(hosts).kill()
+    run = ask()
+    assert tuple(run["tokens"]) == text
+    assert any(run["hits"][:30])
+    assert not any(run["hits"][-20:]), "somebody took part who was dead"
+    restarts = takes_part_again(ask, text)["restarts"]
+    assert restarts == 1
+
+    ask({"max_new_tokens": NUM_TOKENS, "tell_at": 30})
+    hosts.set_link(0.0, loss=1.0)
+    time.sleep(LINK_GONE_S)
+    hosts.set_link(0.0)
+    assert tuple(ask()["tokens"]) == text
+    assert takes_part_again(ask, text)["restarts"] == restarts, "nobody was lost, only the link was"
+
+
 def predicted_ms(given, hop_ms, hits):
     """Milliseconds a token, by the simulator."""
     layers, times = (NUM_LAYERS, NUM_LAYERS // 2), Times(layer=LAYER_MS, hop=hop_ms)
@@ -143,3 +189,5 @@ def test_two_hosts(two_hosts, ordinary, run_ahead):
             expected = ordinary.generate(PROMPT, ignore_eos=True, **sampled).token_ids
             assert tuple(ask(sampled)["tokens"]) == expected
         hosts.set_link(0.0)
+        if run_ahead:
+            faults_cost_only_time(hosts, ask, text)
