@@ -4,9 +4,9 @@
 
 A seed draws prompts, sampling and faults. At random times, on average every so many seconds, a random worker is killed
 (SIGKILL) or, one time in five, stopped (SIGSTOP): while it serves, and while it starts. Where it is missing already
-nothing happens, so that each worker lives as long as chance has it, however many others there are. Every text is compared with
-ordinary decoding's; one that differs ends the run. What the owning process and its workers hold (memory, open files,
-sockets, threads) is noted after each request, and at the end what is left of them.
+nothing happens, so that each worker lives as long as chance has it, however many others there are. Every text is
+compared with ordinary decoding's; one that differs ends the run. What the owning process and its workers hold (memory,
+open files, sockets, threads) is noted after each request, and at the end what is left of them.
 """
 
 import argparse
