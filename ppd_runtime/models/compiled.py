@@ -166,7 +166,7 @@ class CompiledLayers:
         position: Tensor,
     ) -> Tensor:
         """`own` are the tokens of the tree that `hidden` has; its roots stand at `position`."""
-        places, first_row = (tree.depths[own] + position)[None], position + own.start
+        places, first_row = (tree.depths[own] + position)[None], position + own.start if own.start else position
         masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype, own) for w in set(windows)}
         for layer, of_layer, window in zip(layers, rows, windows, strict=True):
             (hidden,) = layer.code.run([hidden, first_row, *of_layer, places, masks[window], *layer.weights])

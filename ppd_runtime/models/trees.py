@@ -24,6 +24,8 @@ class TokenTree:
         self.depths = torch.tensor([len(path) - 1 for path in behind], device=device)
         """`[tokens]`: tokens between each and the text before the tree."""
         self.is_chain = self.parents == tuple(range(-1, len(parents) - 1))
+        self._ahead: dict[tuple[int, int, int], Tensor] = {}
+        self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def masks(self, layers: Sequence[PreallocatedLayer], model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
         """The library's additive masks, `[1, 1, tokens, attended]`; by kind where layers have different windows.
@@ -49,18 +51,33 @@ class TokenTree:
 
         `start`, `[1]`, is where the tree's roots stand; its tokens' entries are in the rows from there on.
         """
+        hides = self._hides_of_chain if self.is_chain else self._hides
+        return torch.where(hides(start, rows, window, own), *self._scale(dtype))[None, None]
+
+    def _hides_of_chain(self, start: Tensor, rows: int, window: int | None, own: slice) -> Tensor:
+        """As `_hides`, in one or two short operations: such a pass may take less than all those of `_hides`."""
+        key = (rows, own.start or 0, len(self.parents) if own.stop is None else own.stop)
+        if key not in self._ahead:
+            self._ahead[key] = torch.arange(rows, device=start.device) - self.depths[own, None]
+        ahead = self._ahead[key]
+        return ahead > start if window is None else (ahead > start) | (ahead <= start - window)
+
+    def _hides(self, start: Tensor, rows: int, window: int | None, own: slice) -> Tensor:
+        """Which rows each token does not see, `[tokens, rows]`."""
         place, depths = torch.arange(rows, device=start.device) - start, self.depths[own, None]
-        if self.is_chain:
-            seen = place <= depths
-        else:
-            node = place.clamp(0, len(self.parents) - 1)
-            within = place == node
-            seen = torch.where(within, self._sees[own][:, node], place < 0)
-            place = torch.where(within, self.depths[node], place)
-        if window is not None:
-            seen &= place > depths - window
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+        node = place.clamp(0, len(self.parents) - 1)
+        within = place == node
+        hidden = torch.where(within, ~self._sees[own][:, node], place > 0)
+        if window is None:
+            return hidden
+        return hidden | (torch.where(within, self.depths[node], place) <= depths - window)
+
+    def _scale(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What a mask adds where something is hidden and where it is not."""
+        if dtype not in self._scales:
+            lowest = torch.finfo(dtype).min
+            self._scales[dtype] = (self.depths.new_tensor(lowest, dtype=dtype), self.depths.new_tensor(0, dtype=dtype))
+        return self._scales[dtype]
 
 
 @lru_cache(maxsize=256)
