@@ -106,7 +106,8 @@ def test_tracing():
 
 
 def test_endurance():
-    found = figures(endurance, "--model random:64x4 --k 1 --requests 12 --tokens 20 --fault-every-s 2 --faults 2 --seed 3")
+    options = "--model random:64x4 --k 1 --requests 12 --tokens 20 --fault-every-s 2 --faults 2 --seed 3"
+    found = figures(endurance, options)
     assert found["texts equal"] == found["requests"] >= 12
     assert found["tokens"] == 20 * found["requests"]
     assert found["killed"] + found["stopped"] >= 2
