@@ -80,6 +80,16 @@ class Sampler:
         noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
         return self.scores(penalised[None], noise)[0]
 
+    def chances(self, scores: Tensor) -> Tensor:
+        """How likely each token is to be full depth's choice, from an exit's `noisy_scores`, `[vocab_size]` like them.
+
+        With shared noise a sampled choice is a greedy one among `logits + temperature * noise`: full depth adds the
+        same noise and departs from the exit's logits by as much at any temperature. So a greedy draft's measure, the
+        softmax, is taken of just these. It is exact where the logits depart by independent standard Gumbel numbers.
+        """
+        temperature = self.params.temperature
+        return (scores if temperature in (0, 1) else temperature * scores).softmax(-1)
+
     def distribution(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """`[vocab_size]` probabilities of the tokens that may follow `history`; temperatures above 0 only."""
         scores = self._temperature(None, self._penalised(logits, history)[None])

@@ -67,7 +67,7 @@ class SharedNoise:
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
         """What ordinary decoding would be likeliest to choose if the model ended where the draft did."""
         scores = self._sampler.noisy_scores(logits, history)
-        return _likeliest(scores.softmax(-1), most)
+        return _likeliest(self._sampler.chances(scores), most)
 
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
         """Goes down while a node has a child that is the whole model's choice."""

@@ -209,6 +209,43 @@ def test_shared_noise_makes_two_guesses_agree_more_often() -> None:
     assert independent < 60
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+def test_chances_are_those_of_an_early_guess(temperature: float) -> None:
+    """Where full depth's logits depart by independent Gumbel numbers, `chances` says how often it chooses the guess."""
+    sampler, departure = Sampler(SamplingParams(temperature=temperature, seed=1)), Sampler(SamplingParams(seed=2))
+    foretold, happened = [], []
+    for i in range(1000):
+        early, history = random_logits(50, i), [0] * (i + 1)
+        chances = sampler.chances(sampler.noisy_scores(early, history))
+        guess = int(chances.argmax())
+        assert guess == sampler.rank(early, history, 1)[0]
+        foretold.append(chances)
+        happened.append(guess == sampler.choose(early + departure.noise(len(history), 1, 50)[0], history))
+    best = torch.stack(foretold).max(-1).values.double()
+    accepted = torch.tensor(happened)
+    for these in (best < best.median(), best >= best.median()):
+        deviation = float((best * (1 - best))[these].sum().sqrt())
+        assert abs(float(accepted[these].sum() - best[these].sum())) < 3.5 * deviation
+
+
+def test_greedy_chances_are_the_softmax() -> None:
+    logits = random_logits(50, 0)
+    sampler = Sampler(SamplingParams())
+    assert torch.equal(sampler.chances(sampler.noisy_scores(logits, HISTORY)), logits.softmax(-1))
+    cold = Sampler(SamplingParams(temperature=1e-3))
+    assert torch.allclose(cold.chances(cold.noisy_scores(logits, HISTORY)), logits.softmax(-1), atol=0.01)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.4}], ids=str)
+def test_what_the_filters_drop_has_no_chance(settings: dict[str, float]) -> None:
+    params = SamplingParams(temperature=0.6, **settings)
+    sampler, logits = Sampler(params), random_logits(VOCAB, 3)
+    kept = transformers_scores(params, logits, HISTORY).isfinite()
+    chances = sampler.chances(sampler.noisy_scores(logits, HISTORY))
+    assert bool((chances[~kept] == 0).all())
+    assert float(chances[kept].sum()) == pytest.approx(1)
+
+
 def test_noise_is_a_function_of_seed_and_position_alone() -> None:
     first = gumbel_noise(5, 9, 100)
     gumbel_noise(6, 9, 1000)
