@@ -64,10 +64,11 @@ class ProcessWorkers:
         if self._closed:
             return
         self._closed = True
-        if hasattr(self, "endpoint"):
-            dismiss(self.supervisor, self.endpoint)
-        self.supervisor.stop(_STOP_DEADLINE_S)
-        self._folder.remove()
+        with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
+            last.callback(self._folder.remove)
+            last.callback(self.supervisor.stop, _STOP_DEADLINE_S)
+            if hasattr(self, "endpoint"):
+                dismiss(self.supervisor, self.endpoint)
 
 
 class ProcessLife:

@@ -120,16 +120,21 @@ class RayWorkers:
         if self._closed:
             return
         self._closed = True
-        if hasattr(self, "endpoint"):
-            dismiss(self.supervisor, self.endpoint)
-        if ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError):
-                self.supervisor.stop(_STOP_DEADLINE_S)
-                if self._group is not None:
-                    release(self._group)
+        with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
+            last.callback(self._folder.remove)
+            if ray.is_initialized():
+                last.callback(self._leave_ray)
+            if hasattr(self, "endpoint"):
+                dismiss(self.supervisor, self.endpoint)
+
+    def _leave_ray(self) -> None:
+        with contextlib.ExitStack() as last:
             if self._owns_ray:
-                ray.shutdown()
-        self._folder.remove()
+                last.callback(ray.shutdown)
+            last.enter_context(contextlib.suppress(ray.exceptions.RayError))
+            if self._group is not None:
+                last.callback(release, self._group)
+            self.supervisor.stop(_STOP_DEADLINE_S)
 
 
 class ActorLife:
