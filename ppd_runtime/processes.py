@@ -76,12 +76,13 @@ class ProcessLife:
 
     def __init__(self, rank: int, order: str, folder: Path) -> None:
         self.location = ""
-        self._errors = folder / f"errors-{rank}"
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
         name = "main" if rank == MAIN else f"sub-{rank}"
-        with self._errors.open("w") as errors:
+        path = folder / f"errors-{rank}"
+        with path.open("w") as errors:
+            self._errors = path.open(errors="replace")  # can be read though it is removed
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ppd_runtime.start_worker", name],
                 stdin=subprocess.PIPE,
@@ -137,7 +138,7 @@ class ProcessLife:
         """End it and collect what is left of it."""
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
+        for stream in (self.process.stdin, self.process.stdout, self._errors):
             with contextlib.suppress(BrokenPipeError):
                 if stream:
                     stream.close()
@@ -163,5 +164,5 @@ class ProcessLife:
         code = self.process.returncode
         if code is not None and code < 0:
             return f"signal {-code} ended it"
-        lines = [line for line in self._errors.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in self._errors.read().splitlines() if line.strip()]
         return lines[-1] if lines else f"it ended with exit code {code}"

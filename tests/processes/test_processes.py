@@ -21,6 +21,7 @@ from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import describe
 from ppd_runtime.models.trained_heads import HeadInfo
+from ppd_runtime.processes import ProcessLife
 from ppd_runtime.transport.network import Network
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import read_spec, start_order
@@ -154,6 +155,16 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
     with pytest.raises(RuntimeError, match="failed to start: ValueError: .*cannot be read"):
         PPDRuntime(str(tmp_path), k=1, launcher="processes").start()
     assert not _workers()
+
+
+def test_last_words_are_read_though_their_file_is_gone(tmp_path):
+    life = ProcessLife(1, "no order", tmp_path)
+    try:
+        (tmp_path / "errors-1").unlink()
+        life.wait(60)
+        assert life.end_reason().startswith("json.decoder.JSONDecodeError")
+    finally:
+        life.kill()
 
 
 SCRIPT = """
