@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, dismiss, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
-from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
@@ -125,7 +126,7 @@ class ProcessLife:
             if now - self._answered_at >= PING_EVERY_S:
                 self._pinged_at = now
                 self._tell(b"\n")
-        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+        elif now - self._pinged_at > ANSWER_DEADLINE_S and not select.select([self._stdout], [], [], LAST_LOOK_S)[0]:
             return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 

@@ -13,6 +13,8 @@ START_DEADLINE_S = 300.0
 PING_EVERY_S = 1.0
 ANSWER_DEADLINE_S = 15.0
 """A worker that has not answered for so long counts as lost."""
+LAST_LOOK_S = 0.5
+"""Before it does: where this process has been stopped, or the whole machine, the answer comes only now."""
 CLOSED = "the runtime is closed: make a new one"
 _LOOK_EVERY_S = 0.02
 _LONGEST_PAUSE_S = 30.0
