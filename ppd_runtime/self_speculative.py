@@ -8,7 +8,7 @@ from ppd_runtime.cost_model.theory import drafting_ratio
 from ppd_runtime.decoding.speculation import MethodSettings, Progress, speculate
 from ppd_runtime.decoding.verification import ACCEPTANCE_RULES, acceptance_rule
 from ppd_runtime.generation import Totals
-from ppd_runtime.models.loading import CHAIN, describe
+from ppd_runtime.models.loading import SEVERAL, describe
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.one_process import OneProcessDecoding
 from ppd_runtime.results import Speculation
@@ -56,7 +56,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         start = method.prepare(info)
         super().__init__(info, config, trace)
         self._acceptance, self._progress = acceptance, Progress()
-        self.stage = stage or self.load_whole((1, CHAIN))
+        self.stage = stage or self.load_whole((1, SEVERAL))
         self.method = start(self.stage)
 
     def _tokens(

@@ -16,7 +16,7 @@ from ppd_runtime.decoding.layer_search import LayerSearch, SearchSettings
 from ppd_runtime.decoding.speculation import Propose
 from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.layer_sets import read_layer_set
-from ppd_runtime.models.loading import TREE, WITHOUT_ATTENTION, WITHOUT_MLP, ModelInfo
+from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP, ModelInfo
 from ppd_runtime.models.skipping import LayerSet, share_run, sparse_piece
 from ppd_runtime.models.stage import Stage
 
@@ -42,7 +42,7 @@ class Swift:
         self.search = layers if isinstance(layers, LayerSearch) else None
         self.stop_drafting = StopDrafting(stopping)
         self._prompt_length = self._scored_to = 0
-        stage.compile_for(TREE, WITHOUT_ATTENTION, WITHOUT_MLP)
+        stage.compile_for(SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP)
         self._leave_out(layers.best if isinstance(layers, LayerSearch) else layers)
 
     @property

@@ -1,10 +1,10 @@
-"""Passes over few tokens in compiled code: one token's, siblings' (tokens that all stand at one position), chains,
-trees, and one token's through layers with a sub-layer left out; each has code of its own.
+"""Passes over few tokens in compiled code: one token's, several tokens' (a chain, a tree, or siblings, which all stand
+at one position), and one token's through layers with a sub-layer left out; each has code of its own.
 
 Code is made by `compiling`, a file for each kind of layer and pass.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +13,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.compiling import MOST_CHAINED, compile_layers, compile_part, layer_for, weights_of
-from ppd_runtime.models.cuda_graphs import Recordings
+from ppd_runtime.models.compiling import (
+    AT_ONCE,
+    MOST_SEVERAL,
+    compile_layers,
+    compile_part,
+    kinds_of,
+    layer_for,
+    weights_of,
+)
+from ppd_runtime.models.cuda_graphs import Launch, Recordings
 from ppd_runtime.models.kv_cache import PreallocatedLayer
-from ppd_runtime.models.loading import CHAIN, TREE, WITHOUT_ATTENTION, WITHOUT_MLP
+from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
 from ppd_runtime.models.stage import Piece, layer_range
 from ppd_runtime.models.trees import TokenTree
-
-_AT_ONCE = 5  # rows of which CPUs make the best; see `few_rows_linear`
 
 
 class _Layer(NamedTuple):
@@ -29,11 +35,11 @@ class _Layer(NamedTuple):
 
 
 class CompiledLayers:
-    """The layers of a model, each for one token, siblings or a chain, in the code that `compile_layers` gave.
+    """The layers of a model, each for one token or several, in the code that `compile_layers` gave.
 
     Args:
         model: whose layers they are.
-        files: a file for each layer, by the number of siblings that a pass is over, 1 for one token's, or `CHAIN`.
+        files: a file for each layer, by the number of tokens that a pass is over, or by what stands for one.
 
     Raises:
         ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
@@ -44,91 +50,97 @@ class CompiledLayers:
         self._model = model
         self._loaded: dict[Path, Any] = {}
         self._layers: dict[int, list[_Layer]] = {}
-        for siblings, paths in files.items():
-            self._load(siblings, paths)
+        for kind, paths in files.items():
+            self._load(kind, paths)
         self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._recordings = Recordings() if model.device.type == "cuda" else None
 
     def add(self, *passes: int) -> None:
-        """Have code for these passes too, such as a `TREE`; makes what no earlier run has made."""
-        for siblings in passes:
-            if siblings not in self._layers:
-                model = self._model
-                self._load(siblings, compile_layers(model.config, model.dtype, model.device, siblings))
+        """Have code for these passes too, such as `SEVERAL`; makes what no earlier run has made."""
+        model = self._model
+        for kind in (kind for each in passes for kind in kinds_of(each, model.device)):
+            if kind not in self._layers:
+                self._load(kind, compile_layers(model.config, model.dtype, model.device, kind))
 
-    def _load(self, siblings: int, paths: Sequence[Path]) -> None:
+    def _load(self, kind: int, paths: Sequence[Path]) -> None:
         for path in set(paths) - set(self._loaded):
             self._loaded[path] = _load(path, self._model.device)
-        self._layers[siblings] = [
-            _Layer(self._loaded[path], list(weights_of(layer_for(self._model, i, siblings)).values()))
+        self._layers[kind] = [
+            _Layer(self._loaded[path], list(weights_of(layer_for(self._model, i, kind)).values()))
             for i, path in enumerate(paths[: self._model.config.num_hidden_layers])
         ]
 
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":
-        """A model of one layer behind another model, such as an adapter, for one token and for chains."""
-        return CompiledLayers(part, {passes: [compile_part(part, passes)] for passes in (1, CHAIN)})
-
-    def runs_chain(self, tokens: int) -> bool:
-        """Whether there is code for a chain of so many."""
-        return CHAIN in self._layers and tokens <= MOST_CHAINED
+        """A model of one layer behind another model, such as an adapter, for one token and for several."""
+        kinds = (1, *kinds_of(SEVERAL, part.device))
+        return CompiledLayers(part, {kind: [compile_part(part, kind)] for kind in kinds})
 
     def runs_tree(self, tokens: int) -> bool:
-        """Whether there is code for a tree of so many."""
-        return TREE in self._layers and tokens <= MOST_CHAINED and not self._recordings
+        """Whether there is code for a chain or a tree of so many, or so many siblings."""
+        return tokens in self._layers or (
+            tokens <= MOST_SEVERAL and all(size in self._layers or SEVERAL in self._layers for size in _sizes(tokens))
+        )
 
     def runs_piece(self, piece: Piece) -> bool:
         """Whether there is code for one token's pass through a piece."""
         return all(kind in self._layers for kind in _kinds(piece))
 
-    def run(
-        self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer], chain: bool = False
-    ) -> Tensor:
-        """Run `[1, tokens, hidden_size]` through layers `first` to `last` (half-open); append to their caches.
+    def run(self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
+        """Run one token, `[1, 1, hidden_size]`, through layers `first` to `last` (half-open); append to their caches.
 
-        Several tokens are siblings at one position, or, with `chain`, one behind the other. `caches` are all layers'
-        caches; those of the range have been written before.
+        `caches` are all layers' caches; those of the range have been written before.
         """
-        if chain and hidden.device.type == "cpu" and hidden.shape[1] > _AT_ONCE:
-            parts = hidden.tensor_split(-(-hidden.shape[1] // _AT_ONCE), dim=1)
-            return torch.cat([self.run(first, last, part, caches, chain) for part in parts], dim=1)
-        position, tokens = caches[first].length, hidden.shape[1]
-        rows = [caches[i].next_rows(tokens) for i in range(first, last)]
-        layers = self._layers[CHAIN if chain else tokens][first:last]
-        return self._run(layers, hidden, position, rows, (first, last, tokens, chain))
+        position = caches[first].length
+        rows = [caches[i].next_rows() for i in range(first, last)]
+        launch = partial(self._launch, self._layers[1][first:last], rows)
+        return self._run(launch, hidden, position, rows, (first, last))
 
     def run_piece(self, piece: Piece, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
         """Run one token, `[1, 1, hidden_size]`, through the layers of a piece; append to the attending ones' caches."""
         position, kinds = caches[piece.attending[0]].length, _kinds(piece)
         layers = [self._layers[kind][i] for kind, i in zip(kinds, piece.numbers, strict=True)]
         rows = [caches[i].next_rows() if i in piece.attending else () for i in piece.numbers]
-        return self._run(layers, hidden, position, rows, (piece.numbers, tuple(kinds)))
+        launch = partial(self._launch, layers, rows)
+        return self._run(launch, hidden, position, rows, (piece.numbers, tuple(kinds)))
 
-    def run_tree(self, hidden: Tensor, tree: TokenTree, caches: Sequence[PreallocatedLayer]) -> Tensor:
-        """Run the tokens of a tree, `[1, tokens, hidden_size]`, through all layers; append to all caches."""
-        start, size, states = caches[0].length, hidden.shape[1], []
-        places = (start + tree.depths)[None]
-        masks = {c.sliding_window: tree.mask(start, c.sliding_window, self._model) for c in caches}
-        for part in torch.arange(size).tensor_split(-(-size // _AT_ONCE)):
-            own, position = slice(int(part[0]), int(part[-1]) + 1), start + int(part[0])
-            rows = [cache.next_rows(len(part)) for cache in caches]
-            inputs = [
-                (*pair, places[:, own], _of_rows(masks[cache.sliding_window], own, pair[0]))
-                for cache, pair in zip(caches, rows, strict=True)
-            ]
-            states.append(self._launch(self._layers[TREE], inputs, hidden[:, own], self._position.fill_(position)))
-        return torch.cat(states, dim=1)
+    def run_tree(
+        self, first: int, last: int, hidden: Tensor, tree: TokenTree, caches: Sequence[PreallocatedLayer]
+    ) -> Tensor:
+        """Run a tree's tokens, `[1, tokens, hidden_size]`, through layers `first` to `last`; append to their caches.
+
+        `caches` are as in `run`.
+        """
+        start, states = caches[first].length, []
+        comes_again = tree.is_chain or set(tree.parents) == {-1}
+        for own in self._parts(hidden.shape[1]):
+            size = own.stop - own.start
+            layers = self._layers.get(size) or self._layers[SEVERAL]
+            rows = [caches[i].next_rows(size) for i in range(first, last)]
+            windows = [caches[i].sliding_window for i in range(first, last)]
+            launch = partial(self._launch_several, layers[first:last], rows, windows, tree, own)
+            key = (first, last, tree, own.start) if comes_again else None  # a recording reads what the tree holds
+            states.append(self._run(launch, hidden[:, own], start, rows, key))
+        return torch.cat(states, dim=1) if len(states) > 1 else states[0]
+
+    def _parts(self, tokens: int) -> Iterator[slice]:
+        """Where a pass over so many is cut."""
+        sizes = [tokens] if tokens in self._layers or SEVERAL in self._layers else _sizes(tokens)
+        start = 0
+        for size in sizes:
+            yield slice(start, start + size)
+            start += size
 
     def _run(
         self,
-        layers: Sequence[_Layer],
+        launch: Launch,
         hidden: Tensor,
         position: int,
         rows: Sequence[tuple[Tensor, ...]],
-        key: tuple[Hashable, ...],
+        key: tuple[Hashable, ...] | None,
     ) -> Tensor:
-        launch = partial(self._launch, layers, rows)
-        if self._recordings:
+        """On GPUs from a recording, unless there is no use in a `key` for it."""
+        if self._recordings and key is not None:
             tensors = [tensor for pair in rows for tensor in pair]
             places = tuple(tensor.data_ptr() for tensor in tensors)
             return self._recordings.run((*key, tensors[0].shape[0], places), hidden, position, launch)
@@ -143,6 +155,29 @@ class CompiledLayers:
             (hidden,) = layer.code.run([hidden, *attends, *layer.weights])
         return hidden
 
+    @staticmethod
+    def _launch_several(
+        layers: Sequence[_Layer],
+        rows: Sequence[tuple[Tensor, ...]],
+        windows: Sequence[int | None],
+        tree: TokenTree,
+        own: slice,
+        hidden: Tensor,
+        position: Tensor,
+    ) -> Tensor:
+        """`own` are the tokens of the tree that `hidden` has; its roots stand at `position`."""
+        places, first_row = (tree.depths[own] + position)[None], position + own.start if own.start else position
+        masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype, own) for w in set(windows)}
+        for layer, of_layer, window in zip(layers, rows, windows, strict=True):
+            (hidden,) = layer.code.run([hidden, first_row, *of_layer, places, masks[window], *layer.weights])
+        return hidden
+
+
+def _sizes(tokens: int) -> list[int]:
+    """Of the parts in which CPUs run so many tokens, as even as can be."""
+    parts = -(-tokens // AT_ONCE)
+    return [tokens // parts + (i < tokens % parts) for i in range(parts)]
+
 
 def _kinds(piece: Piece) -> list[int]:
     """What of each layer one token's pass through a piece runs."""
@@ -150,13 +185,6 @@ def _kinds(piece: Piece) -> list[int]:
         WITHOUT_ATTENTION if i not in piece.attending else WITHOUT_MLP if i in piece.without_mlp else 1
         for i in piece.numbers
     ]
-
-
-def _of_rows(mask: Tensor, own: slice, rows: Tensor) -> Tensor:
-    """What some tokens see of the first rows; rows behind the tree are hidden."""
-    seen = mask[:, :, own, : rows.shape[0]]
-    hidden = rows.shape[0] - seen.shape[3]
-    return nn.functional.pad(seen, (0, hidden), value=torch.finfo(mask.dtype).min) if hidden else seen.contiguous()
 
 
 def _check_embedding(model: PreTrainedModel) -> None:

@@ -39,30 +39,37 @@ from transformers.masking_utils import sdpa_mask
 from ppd_runtime.models import kv_cache, products, skipping
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
-from ppd_runtime.models.loading import CHAIN, TREE, WITHOUT_ATTENTION, WITHOUT_MLP
+from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
 from ppd_runtime.models.products import few_rows_gain, few_rows_linear
 from ppd_runtime.models.skipping import without
 from ppd_runtime.models.stage import decoder_of
 
 logger = logging.getLogger(__name__)
-MOST_CHAINED = 15
-"""Tokens of a chain or a tree for which compiled code is of use; the library runs longer ones."""
+MOST_SEVERAL = 15
+"""Tokens of a pass for which compiled code is of use; the library runs longer ones."""
+AT_ONCE = 5
+"""Rows of which CPUs make the best, see `few_rows_linear`: there longer passes are run in parts. Each number of tokens
+has code of its own, whose loops are faster than those over any number."""
 _GROUPED_ATTENTION = "ppd_grouped_sdpa"
 _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
 _NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
 _INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
 _PASSES = {
-    CHAIN: "chains",
-    TREE: "trees",
+    SEVERAL: "several tokens",
     WITHOUT_ATTENTION: "one token without attention",
     WITHOUT_MLP: "one token without MLP",
 }
 
 
-def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, siblings: int = 1) -> list[Path]:
-    """The file of compiled code for each layer of a model, for passes over so many siblings, or over what stands for a
-    number of them, such as a `CHAIN`; layers of one kind have one file.
+def kinds_of(passes: int, device: torch.device) -> tuple[int, ...]:
+    """The passes that are compiled where some are asked for: on CPUs for `SEVERAL` tokens up to `AT_ONCE` of them."""
+    return tuple(range(2, AT_ONCE + 1)) if passes == SEVERAL and device.type == "cpu" else (passes,)
+
+
+def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, passes: int = 1) -> list[Path]:
+    """The file of compiled code for each layer of a model, for passes over so many tokens, or over what stands for a
+    number of them, such as `SEVERAL`; layers of one kind have one file.
 
     Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
 
@@ -73,21 +80,21 @@ def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
         skeleton = _model(config, dtype)
 
     def piece(index: int) -> nn.Module:
-        return layer_for(_model(config, dtype), index, siblings)
+        return layer_for(_model(config, dtype), index, passes)
 
-    return [_compiled_file(skeleton, i, partial(piece, i), device, siblings) for i in range(config.num_hidden_layers)]
+    return [_compiled_file(skeleton, i, partial(piece, i), device, passes) for i in range(config.num_hidden_layers)]
 
 
-def compile_part(part: PreTrainedModel, siblings: int) -> Path:
+def compile_part(part: PreTrainedModel, passes: int) -> Path:
     """As `compile_layers`, for a model of one layer that is there already, such as an adapter."""
-    twin = copy.deepcopy(layer_for(part, 0, siblings))
-    return _compiled_file(part, 0, lambda: twin, part.device, siblings)
+    twin = copy.deepcopy(layer_for(part, 0, passes))
+    return _compiled_file(part, 0, lambda: twin, part.device, passes)
 
 
-def layer_for(model: PreTrainedModel, index: int, siblings: int) -> nn.Module:
+def layer_for(model: PreTrainedModel, index: int, passes: int) -> nn.Module:
     """The model's decoder with what passes of a kind run of one layer."""
     layer = model.model.layers[index]
-    left_out = {"attention": siblings == WITHOUT_ATTENTION, "mlp": siblings == WITHOUT_MLP}
+    left_out = {"attention": passes == WITHOUT_ATTENTION, "mlp": passes == WITHOUT_MLP}
     return decoder_of(model, {index: without(layer, **left_out) if any(left_out.values()) else layer})
 
 
@@ -102,25 +109,18 @@ def _tensors(piece: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-class FewTokensLayer(nn.Module):
-    """One layer of the library's decoder over preallocated caches, as it is exported."""
+class OneTokenLayer(nn.Module):
+    """One layer of the library's decoder over preallocated caches, as it is exported for one token."""
 
-    def __init__(self, piece: nn.Module, index: int, window: int | None, chain: bool = False) -> None:
+    def __init__(self, piece: nn.Module, index: int, window: int | None) -> None:
         super().__init__()
         self._piece, self._index, self._window = [piece], index, window  # in a list: its weights are no constants
-        self._chain = chain
 
     def forward(
         self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
     ) -> Tensor:
-        """`[1, tokens, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
-        others, own_rows = {}, position
-        if (tokens := hidden.shape[1]) > 1:
-            own_rows = position + torch.arange(tokens, device=hidden.device)
-            positions = own_rows if self._chain else position.expand(tokens)
-            others["position_ids"] = positions[None]
-            others["attention_mask"] = _several_mask(hidden, positions, own_rows, keys.shape[0], self._window)
-        return self._behind(hidden, own_rows, (keys, values), weights, others)
+        """`[1, 1, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
+        return self._behind(hidden, position, (keys, values), weights, {})
 
     def _behind(
         self,
@@ -135,8 +135,8 @@ class FewTokensLayer(nn.Module):
         return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
 
 
-class TreeLayer(FewTokensLayer):
-    """The same for a tree, whose tokens' places and mask come from outside."""
+class SeveralTokensLayer(OneTokenLayer):
+    """The same for several tokens, whose places and mask come from outside."""
 
     def forward(  # type: ignore[override]
         self,
@@ -148,7 +148,9 @@ class TreeLayer(FewTokensLayer):
         mask: Tensor,
         weights: dict[str, Tensor],
     ) -> Tensor:
-        """As before; `places` are `[1, tokens]`, the additive mask is `[1, 1, tokens, rows]`."""
+        """As before, `[1, tokens, hidden_size]`; `places` are `[1, tokens]`, the additive mask is
+        `[1, 1, tokens, rows]`, and the tokens' entries go into the rows from `position` on.
+        """
         own_rows = position + torch.arange(hidden.shape[1], device=hidden.device)
         others = {"position_ids": places, "attention_mask": mask}
         return self._behind(hidden, own_rows, (keys, values), weights, others)
@@ -184,7 +186,7 @@ class _FewTokensCache(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write `[1, heads, siblings, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
+        """Write `[1, heads, tokens, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
         for rows, states in ((self.keys, key_states), (self.values, value_states)):
             rows.index_copy_(0, self._own_rows, states[0].transpose(0, 1))
         return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
@@ -229,20 +231,12 @@ def grouped_attention(
     return output.reshape(1, heads, tokens, -1).transpose(1, 2), None
 
 
-def _several_mask(hidden: Tensor, positions: Tensor, own_rows: Tensor, rows: int, window: int | None) -> Tensor:
-    """The additive mask, `[1, 1, tokens, rows]`: what came before each one's position, in the window, and itself."""
-    row, position = torch.arange(rows, device=hidden.device), positions[:, None]
-    before = row < position if window is None else (row < position) & (row > position - window)
-    seen = before | (row == own_rows[:, None])
-    return torch.where(seen, 0.0, torch.finfo(hidden.dtype).min).to(hidden.dtype)[None, None]
-
-
 def _compiled_file(
-    model: PreTrainedModel, index: int, make: Callable[[], nn.Module], device: torch.device, siblings: int
+    model: PreTrainedModel, index: int, make: Callable[[], nn.Module], device: torch.device, passes: int
 ) -> Path:
-    ingredients = _versions(type(model), model.dtype, device) | _kind(model, index, siblings) | {"siblings": siblings}
+    ingredients = _versions(type(model), model.dtype, device) | _kind(model, index, passes) | {"passes": passes}
     window = sliding_windows(model.config)[index]
-    return artifact(ingredients, partial(_compile, make, index, window, model.dtype, device, siblings))
+    return artifact(ingredients, partial(_compile, make, index, window, model.dtype, device, passes))
 
 
 def _compile(
@@ -251,16 +245,16 @@ def _compile(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    siblings: int,
+    passes: int,
     path: Path,
 ) -> None:
     _check_compiler()
-    passes = _PASSES.get(siblings, f"{siblings} tokens at one position")
-    logger.info("compiling layer %d for passes over %s", index, passes)
+    tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
+    logger.info("compiling layer %d for passes over %s", index, tokens)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            program = _export(make, index, window, dtype, device, siblings)
+            program = _export(make, index, window, dtype, device, passes)
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(path),
@@ -268,7 +262,7 @@ def _compile(
             )
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"compile: layer {index} of this model cannot be, for {passes}: {reason}") from error
+        raise ValueError(f"compile: layer {index} of this model cannot be, for {tokens}: {reason}") from error
 
 
 def _check_compiler() -> None:
@@ -286,38 +280,39 @@ def _export(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    siblings: int,
+    passes: int,
 ) -> torch.export.ExportedProgram:
     """The pass of a layer as a graph; everything is made of fake tensors."""
     with FakeTensorMode(), torch.device(device):
         piece = make()
         _use_grouped_attention(piece)
         weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
-        layer, inputs, shapes = _example(piece, weights, index, window, dtype, siblings)
+        layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes)
     with _FewRows() if few_rows_gain(device, dtype) else contextlib.nullcontext():
         return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
 
 
 def _example(
-    piece: nn.Module, weights: dict[str, Tensor], index: int, window: int | None, dtype: torch.dtype, siblings: int
+    piece: nn.Module, weights: dict[str, Tensor], index: int, window: int | None, dtype: torch.dtype, passes: int
 ) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
     """What is exported, inputs for it, and which of their sizes vary."""
     of_weights = dict.fromkeys(weights)
     config: Any = piece.config
-    hidden = torch.zeros(1, 3 if siblings in (CHAIN, TREE) else max(siblings, 1), config.hidden_size, dtype=dtype)
-    if siblings == WITHOUT_ATTENTION:
+    tokens = 3 if passes == SEVERAL else max(passes, 1)
+    hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype)
+    if passes == WITHOUT_ATTENTION:
         return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
     position = torch.zeros(1, dtype=torch.int64)
     keys, values = _example_rows(piece, weights, index, hidden)
-    rows = torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)
-    tokens = torch.export.Dim("tokens", min=2, max=MOST_CHAINED)
-    inputs, shapes = (hidden, position, keys, values), [None, None, {0: rows}, {0: rows}]
-    if siblings == TREE:
-        places, mask = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 1, 3, keys.shape[0], dtype=dtype)
-        varying = ({1: tokens}, *shapes[1:], {1: tokens}, {2: tokens, 3: rows}, of_weights)
-        return TreeLayer(piece, index, window), (*inputs, places, mask, weights), varying
-    varying = ({1: tokens} if siblings == CHAIN else None, *shapes[1:], of_weights)
-    return FewTokensLayer(piece, index, window, siblings == CHAIN), (*inputs, weights), varying
+    rows = {0: torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)}
+    inputs = (hidden, position, keys, values)
+    if tokens == 1:
+        return OneTokenLayer(piece, index, window), (*inputs, weights), (None, None, rows, rows, of_weights)
+    places, mask = torch.zeros(1, tokens, dtype=torch.int64), torch.zeros(1, 1, tokens, keys.shape[0], dtype=dtype)
+    own = {1: torch.export.Dim("tokens", min=2, max=MOST_SEVERAL)} if passes == SEVERAL else {}
+    of_mask = {axis + 1: size for axis, size in own.items()} | {3: rows[0]}
+    varying = (own, None, rows, rows, own, of_mask, of_weights)
+    return SeveralTokensLayer(piece, index, window), (*inputs, places, mask, weights), varying
 
 
 class _FewRows(TorchFunctionMode):
@@ -353,9 +348,9 @@ def _use_grouped_attention(piece: nn.Module) -> None:
             config._attn_implementation = _GROUPED_ATTENTION
 
 
-def _kind(model: PreTrainedModel, index: int, siblings: int) -> dict[str, Any]:
+def _kind(model: PreTrainedModel, index: int, passes: int) -> dict[str, Any]:
     """All that tells what a layer computes, apart from the numbers in its weights."""
-    piece = layer_for(model, index, siblings)
+    piece = layer_for(model, index, passes)
     config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
     of_layer = {k: v[index] for k, v in config.items() if "layer" in k and isinstance(v, list)}
     return {

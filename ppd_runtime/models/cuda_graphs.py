@@ -1,7 +1,7 @@
 """CUDA graphs: the launches of a pass, recorded once and replayed as one.
 
 On a GPU launching a small layer takes longer than running it. A recording holds for the very memory that it was made
-with, so there is one for each layer range, number of siblings, number of attended rows and set of caches.
+with, so there is one for each layer range, tree of tokens, number of attended rows and set of caches.
 """
 
 import logging
@@ -14,7 +14,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 _MOST_RECORDINGS = 64
 Launch = Callable[[Tensor, Tensor], Tensor]
-"""Runs a pass: hidden states `[1, siblings, hidden_size]` and their position `[1]`, both on the GPU, in; states out."""
+"""Runs a pass: hidden states `[1, tokens, hidden_size]` and their position `[1]`, both on the GPU, in; states out."""
 
 
 @dataclass(frozen=True)

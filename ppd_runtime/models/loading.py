@@ -29,10 +29,8 @@ from ppd_runtime.models.hub import find_model, one_line
 from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
-CHAIN = 0
-"""In the place of a number of siblings: two tokens or more, one behind the other."""
-TREE = -1
-"""Two tokens or more, each behind another one of them or behind the text."""
+SEVERAL = 0
+"""In the place of a number of tokens: two or more, each behind another one of them or behind the text."""
 WITHOUT_ATTENTION, WITHOUT_MLP = -2, -3
 """One token through layers with a sub-layer left out."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -144,18 +142,19 @@ def load_stage(
 
 
 def compile_ahead(
-    info: ModelInfo, dtype: torch.dtype, device: str, siblings: Iterable[int] = (1,)
+    info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (1,)
 ) -> dict[int, tuple[Path, ...]]:
-    """Each layer's file of compiled code for passes over so many siblings, or over a `CHAIN`; makes those that no
+    """Each layer's file of compiled code for passes over so many tokens, or over `SEVERAL`; makes those that no
     earlier run has made.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.
     """
-    from ppd_runtime.models.compiling import compile_layers  # only compiled code needs all that it imports
+    from ppd_runtime.models.compiling import compile_layers, kinds_of  # only compiled code needs all that it imports
 
-    config = _config(info.folder)
-    return {n: tuple(compile_layers(config, dtype, torch.device(device), n)) for n in siblings}
+    config, place = _config(info.folder), torch.device(device)
+    kinds = [kind for each in passes for kind in kinds_of(each, place)]
+    return {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in kinds}
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:

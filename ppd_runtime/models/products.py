@@ -17,14 +17,15 @@ def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """As `linear`, up to rounding: the weights times the states, not the states times the weights.
 
     On CPUs two to five tokens take half the time then, and less than one token takes, since a matrix times a vector
-    reads memory more slowly than a matrix times a matrix does; so one token stands there twice, where the weights are
-    small enough for it to gain (`TWICE`).
+    reads memory more slowly than a matrix times a matrix does; so one token stands there twice, and of three the first
+    does, where the weights are small enough for it to gain (`TWICE`).
     """
     flat = states.reshape(-1, states.shape[-1])
-    if isinstance(flat.shape[0], int) and flat.shape[0] == 1:
-        if weight.numel() > TWICE:
-            return linear(states, weight, bias)
-        rows = torch.mm(weight, torch.cat([flat, flat]).t())[:, :1].t()
+    tokens = flat.shape[0]
+    if isinstance(tokens, int) and tokens == 1 and weight.numel() > TWICE:
+        return linear(states, weight, bias)
+    if isinstance(tokens, int) and tokens in (1, 3) and weight.numel() <= TWICE:
+        rows = torch.mm(weight, torch.cat([flat, flat[:1]]).t())[:, :tokens].t()
     else:
         rows = torch.mm(weight, flat.t()).t()
     rows = rows.reshape(*states.shape[:-1], -1)

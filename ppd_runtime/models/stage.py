@@ -18,7 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
 from ppd_runtime.models.products import few_rows_gain, few_rows_linear
 from ppd_runtime.models.rotary import RotaryTable
-from ppd_runtime.models.trees import TokenTree
+from ppd_runtime.models.trees import chain_of, token_tree
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind
 
@@ -58,7 +58,7 @@ class Stage:
         self.cache = StageCache(model.config, 0)
 
     def compile_for(self, *passes: int) -> None:
-        """Where passes are compiled, have code for these too, such as a `TREE`; the first time takes a while."""
+        """Where passes are compiled, have code for these too, such as `SEVERAL`; the first time takes a while."""
         if self._compiled:
             self._compiled.add(*passes)
 
@@ -184,9 +184,11 @@ class Stage:
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         self._check_position(first, position)
         tokens = len(inputs if isinstance(inputs, list) else inputs[0])
-        if self._compiled and position and (tokens == 1 or self._compiled.runs_chain(tokens)):
+        if self._compiled and position and (tokens == 1 or self._compiled.runs_tree(tokens)):
             hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
-            return self._compiled.run(first, last, hidden, self.cache.layers, chain=tokens > 1)
+            if tokens == 1:
+                return self._compiled.run(first, last, hidden, self.cache.layers)
+            return self._compiled.run_tree(first, last, hidden, chain_of(tokens, self.device), self.cache.layers)
         return self._run_library(first, last, inputs, position)
 
     def _embed(self, token_ids: list[int]) -> Tensor:
@@ -202,11 +204,9 @@ class Stage:
     @torch.inference_mode()
     def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
         self._check_position(0, position)
-        if self._compiled and set(parents) == {-1}:
-            return self._compiled.run(0, self.num_layers, self._embed(token_ids), self.cache.layers)
-        tree = TokenTree(parents)
-        if self._compiled and self._compiled.runs_tree(len(token_ids)):
-            return self._compiled.run_tree(self._embed(token_ids), tree, self.cache.layers)
+        tree = token_tree(tuple(parents), self.device)
+        if self._compiled and position and self._compiled.runs_tree(len(token_ids)):
+            return self._compiled.run_tree(0, self.num_layers, self._embed(token_ids), tree, self.cache.layers)
         places = self._positions[:, position + tree.depths]
         masks = tree.masks(self.cache.layers, self.model)
         return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)

@@ -1,6 +1,7 @@
 """Attention within a tree of tokens that is run in one pass: each sees those it stands behind, and no other branch."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,15 +13,19 @@ from ppd_runtime.models.kv_cache import PreallocatedLayer
 class TokenTree:
     """Who stands behind whom: `parents` has each token's parent, which comes before it, or -1."""
 
-    def __init__(self, parents: Sequence[int]) -> None:
+    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
         behind: list[list[int]] = []
         for node, parent in enumerate(parents):
             behind.append([*behind[parent], node] if parent >= 0 else [node])
-        self.depths = torch.tensor([len(path) - 1 for path in behind])
-        """`[tokens]`: tokens between each and the text before the tree."""
-        self._sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+        sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
         for node, path in enumerate(behind):
-            self._sees[node, path] = True
+            sees[node, path] = True
+        self.parents, self._sees = tuple(parents), sees.to(device)
+        self.depths = torch.tensor([len(path) - 1 for path in behind], device=device)
+        """`[tokens]`: tokens between each and the text before the tree."""
+        self.is_chain = self.parents == tuple(range(-1, len(parents) - 1))
+        self._ahead: dict[tuple[int, int, int], Tensor] = {}
+        self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def masks(self, layers: Sequence[PreallocatedLayer], model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
         """The library's additive masks, `[1, 1, tokens, attended]`; by kind where layers have different windows.
@@ -28,21 +33,59 @@ class TokenTree:
         `layers` are the caches of all layers of `model`, each before the pass.
         """
         windows = [layer.sliding_window for layer in layers]
-        masks = {window: self._mask(layers[windows.index(window)], model) for window in set(windows)}
+        masks = {window: self._mask(layers[windows.index(window)], model.dtype) for window in set(windows)}
         if len(masks) == 1:
             return masks[windows[0]]
         return {kind: masks[window] for kind, window in zip(model.config.layer_types, windows, strict=True)}
 
-    def _mask(self, layer: PreallocatedLayer, model: PreTrainedModel) -> Tensor:
-        attended, _ = layer.get_mask_sizes(len(self.depths))
-        return self.mask(layer.length, layer.sliding_window, model)[..., -attended:]
+    def _mask(self, layer: PreallocatedLayer, dtype: torch.dtype) -> Tensor:
+        size = len(self.parents)
+        attended, _ = layer.get_mask_sizes(size)
+        start = torch.tensor([layer.length], device=self.depths.device)
+        return self.mask(start, layer.length + size, layer.sliding_window, dtype)[..., -attended:]
 
-    def mask(self, length: int, window: int | None, model: PreTrainedModel) -> Tensor:
-        """The additive mask over all `length` tokens before the tree and its own, `[1, 1, tokens, all]`."""
-        before = torch.arange(length) - length
-        places = torch.cat([before, self.depths])  # from where the tree's roots stand
-        sees = torch.cat([torch.ones(len(self.depths), length, dtype=torch.bool), self._sees], dim=1)
-        if window is not None:
-            sees &= places > (self.depths - window)[:, None]
-        hidden = torch.zeros(sees.shape, dtype=model.dtype).masked_fill_(~sees, torch.finfo(model.dtype).min)
-        return hidden[None, None].to(model.device)
+    def mask(
+        self, start: Tensor, rows: int, window: int | None, dtype: torch.dtype, own: slice = slice(None)
+    ) -> Tensor:
+        """What the tokens `own` see of a cache's first rows: an additive mask, `[1, 1, tokens, rows]`.
+
+        `start`, `[1]`, is where the tree's roots stand; its tokens' entries are in the rows from there on.
+        """
+        hides = self._hides_of_chain if self.is_chain else self._hides
+        return torch.where(hides(start, rows, window, own), *self._scale(dtype))[None, None]
+
+    def _hides_of_chain(self, start: Tensor, rows: int, window: int | None, own: slice) -> Tensor:
+        """As `_hides`, in one or two short operations: such a pass may take less than all those of `_hides`."""
+        key = (rows, own.start or 0, len(self.parents) if own.stop is None else own.stop)
+        if key not in self._ahead:
+            self._ahead[key] = torch.arange(rows, device=start.device) - self.depths[own, None]
+        ahead = self._ahead[key]
+        return ahead > start if window is None else (ahead > start) | (ahead <= start - window)
+
+    def _hides(self, start: Tensor, rows: int, window: int | None, own: slice) -> Tensor:
+        """Which rows each token does not see, `[tokens, rows]`."""
+        place, depths = torch.arange(rows, device=start.device) - start, self.depths[own, None]
+        node = place.clamp(0, len(self.parents) - 1)
+        within = place == node
+        hidden = torch.where(within, ~self._sees[own][:, node], place > 0)
+        if window is None:
+            return hidden
+        return hidden | (torch.where(within, self.depths[node], place) <= depths - window)
+
+    def _scale(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What a mask adds where something is hidden and where it is not."""
+        if dtype not in self._scales:
+            lowest = torch.finfo(dtype).min
+            self._scales[dtype] = (self.depths.new_tensor(lowest, dtype=dtype), self.depths.new_tensor(0, dtype=dtype))
+        return self._scales[dtype]
+
+
+@lru_cache(maxsize=256)
+def token_tree(parents: tuple[int, ...], device: torch.device) -> TokenTree:
+    """The tree, made once for passes that look alike."""
+    return TokenTree(parents, device)
+
+
+def chain_of(tokens: int, device: torch.device) -> TokenTree:
+    """So many tokens, one behind the other."""
+    return token_tree(tuple(range(-1, tokens - 1)), device)

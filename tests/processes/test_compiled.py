@@ -19,8 +19,7 @@ from ppd_runtime.models.compiled import CompiledLayers
 from ppd_runtime.models.compiling import compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
 from ppd_runtime.models.loading import (
-    CHAIN,
-    TREE,
+    SEVERAL,
     WITHOUT_ATTENTION,
     compile_ahead,
     describe,
@@ -122,13 +121,12 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
 @needs_compiler
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFolder, kept: Path, family: str) -> None:
-    """Of any length, with windows that roll, on both sides of a step of the attended rows; any cut of it."""
+    """In one part and in two, with windows that roll, on both sides of a step of the attended rows; any cut of it."""
     stage = load_eager(model_folder(family))
     device, dtype = stage.model.device, stage.model.dtype
-    twin = Stage(
-        stage.model, CompiledLayers(stage.model, {CHAIN: compile_layers(stage.model.config, dtype, device, CHAIN)})
-    )
-    for position, length in ((3, 2), (3, 9), (ATTENDED_ROWS - 1, 3), (ATTENDED_ROWS + 5, 70)):
+    files = {tokens: compile_layers(stage.model.config, dtype, device, tokens) for tokens in (3, 4)}
+    twin = Stage(stage.model, CompiledLayers(stage.model, files))
+    for position, length in ((3, 4), (3, 7), (ATTENDED_ROWS - 1, 3), (ATTENDED_ROWS + 5, 6)):
         states = []
         for each, cuts in ((stage, (0, 4)), (twin, (0, 4)), (twin, (0, 1, 4))):
             each.begin(position + length)
@@ -140,14 +138,17 @@ def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFol
             assert each.length(3) == position + length
         assert torch.equal(states[1], states[2])
         assert torch.allclose(states[1], states[0], rtol=1e-3, atol=1e-3 * float(states[0].abs().max()))
+        assert not torch.equal(states[1], states[0]), "the library's code ran"
 
 
 @needs_compiler
 def test_compiled_trees_and_sparse_layers_are_the_librarys(model_folder: ModelFolder, kept: Path) -> None:
-    """With a window that rolls, on both sides of a step of the attended rows; trees in one part and in two."""
+    """With a window that rolls, on both sides of a step of the attended rows; by the code that GPUs have for trees."""
     stage = load_eager(model_folder("mistral"))
-    twin = compiled_twin(stage)
-    twin.compile_for(TREE, WITHOUT_ATTENTION)
+    model = stage.model
+    files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, SEVERAL)}
+    twin = Stage(model, CompiledLayers(model, files))
+    twin.compile_for(WITHOUT_ATTENTION)
     left_out = LayerSet((1, 2), (2,))  # layers without MLP are compiled below: an adapter is one
     for position in (3, ATTENDED_ROWS - 1, ATTENDED_ROWS + 5):
         for parents in ([-1, 0, 0, 1], [-1, 0, 0, 1, 1, 2, 3, 3]):
