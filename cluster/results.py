@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+_BEGINNING = b'{"index": '
 _WAY_OUT = "run it with those settings and prompts, or give another --out"
 
 
@@ -69,6 +70,8 @@ class ResultsFile:
         self._file.seek(0)
         *lines, cut = self._file.read().split(b"\n")
         done = {self._index(number, line) for number, line in enumerate(lines, start=1)}
+        if not (cut.startswith(_BEGINNING) or _BEGINNING.startswith(cut)):
+            raise ValueError(f"--out {self.path}, line {len(lines) + 1}: no result of a job; give another file")
         if cut:
             self._file.truncate(self._file.tell() - len(cut))
         return done

@@ -205,8 +205,10 @@ class _Request:
                 events.append(TokenEvent(step.token_id, piece, position, step.hit))
                 yield events[-1]
         finally:
-            steps.close()
-            self._generator._end_turn()
+            try:
+                steps.close()
+            finally:
+                self._generator._end_turn()
 
     @staticmethod
     def _piece(text: TextStream, step: Step) -> str:

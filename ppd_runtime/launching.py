@@ -84,17 +84,15 @@ class SocketFolder:
     def __init__(self) -> None:
         base = tempfile.gettempdir()
         self.path = tempfile.mkdtemp(prefix="ppd-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", leftovers.__file__, self.path], stdin=subprocess.PIPE, start_new_session=True
-        )
+        keeper = [sys.executable, "-I", "-S", leftovers.__file__, self.path, str(os.getpid())]
+        self._keeper = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True)
 
     def remove(self) -> None:
         """Remove the folder; a second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._keeper.stdin:
-            self._keeper.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(_KEEPER_S)
+        if self._keeper.stdin and not self._keeper.stdin.closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._keeper.communicate(b"\n", _KEEPER_S)
 
 
 def import_environment() -> dict[str, str]:

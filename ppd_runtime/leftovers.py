@@ -1,12 +1,14 @@
-"""Removes what a program leaves behind that ends without warning: `python leftovers.py FOLDER`.
+"""Removes what a program leaves behind that ends without warning: `python leftovers.py FOLDER PID`.
 
-It waits until nobody holds the other end of its standard input. Then workers and processes of Ray that still use the
-folder have a moment to end by themselves, are ended otherwise, and the folder is removed. It is a script that imports
-nothing of ours, so that it is small: it lives as long as the program does.
+It waits until the program has ended, or lets go of the other end of its standard input, or writes there; a fork of the
+program may hold that end for longer than the program lives. Then workers and processes of Ray that still use the folder
+have a moment to end by themselves, are ended otherwise, and the folder is removed. It is a script that imports nothing
+of ours, so that it is small: it lives as long as the program does.
 """
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
@@ -47,12 +49,25 @@ def clear(folder: str, grace_s: float = GRACE_S) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def wait_for_end(pid: int) -> None:
+    """Wait until a process ends, or lets go of standard input or writes there."""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    if hasattr(os, "pidfd_open"):
+        try:
+            poll.register(os.pidfd_open(pid), select.POLLIN)
+        except ProcessLookupError:
+            return
+        except OSError:  # a kernel without it
+            pass
+    poll.poll()
+
+
 def main() -> None:
     """Wait for the end, then clear."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    while os.read(sys.stdin.fileno(), 1):
-        pass
+    wait_for_end(int(sys.argv[2]))
     clear(sys.argv[1])
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from ppd_runtime.launching import Introductions, RequestCounts, SocketFolder, dismiss, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
-from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
@@ -64,10 +65,11 @@ class ProcessWorkers:
         if self._closed:
             return
         self._closed = True
-        if hasattr(self, "endpoint"):
-            dismiss(self.supervisor, self.endpoint)
-        self.supervisor.stop(_STOP_DEADLINE_S)
-        self._folder.remove()
+        with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
+            last.callback(self._folder.remove)
+            last.callback(self.supervisor.stop, _STOP_DEADLINE_S)
+            if hasattr(self, "endpoint"):
+                dismiss(self.supervisor, self.endpoint)
 
 
 class ProcessLife:
@@ -77,12 +79,13 @@ class ProcessLife:
 
     def __init__(self, rank: int, order: str, folder: Path) -> None:
         self.location = ""
-        self._errors = folder / f"errors-{rank}"
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
         name = "main" if rank == MAIN else f"sub-{rank}"
-        with self._errors.open("w") as errors:
+        path = folder / f"errors-{rank}"
+        with path.open("w") as errors:
+            self._errors = path.open(errors="replace")  # can be read though it is removed
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ppd_runtime.start_worker", name],
                 stdin=subprocess.PIPE,
@@ -125,7 +128,7 @@ class ProcessLife:
             if now - self._answered_at >= PING_EVERY_S:
                 self._pinged_at = now
                 self._tell(b"\n")
-        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+        elif now - self._pinged_at > ANSWER_DEADLINE_S and not select.select([self._stdout], [], [], LAST_LOOK_S)[0]:
             return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
@@ -138,7 +141,7 @@ class ProcessLife:
         """End it and collect what is left of it."""
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
+        for stream in (self.process.stdin, self.process.stdout, self._errors):
             with contextlib.suppress(BrokenPipeError):
                 if stream:
                     stream.close()
@@ -164,5 +167,5 @@ class ProcessLife:
         code = self.process.returncode
         if code is not None and code < 0:
             return f"signal {-code} ended it"
-        lines = [line for line in self._errors.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in self._errors.read().splitlines() if line.strip()]
         return lines[-1] if lines else f"it ended with exit code {code}"

@@ -1,6 +1,7 @@
 """`PPDRuntime`: what users hold. Pipelined decoding with one main process and its sub-processes."""
 
 import logging
+import threading
 import weakref
 from collections.abc import Generator
 from dataclasses import fields, replace
@@ -10,6 +11,7 @@ from typing import cast
 import torch
 
 from ppd_runtime.calls import Call, Told
+from ppd_runtime.closing import Closing
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.generation import Step, TextGenerator, Totals
@@ -28,7 +30,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.processes import ProcessWorkers
 from ppd_runtime.results import Ledger
-from ppd_runtime.supervision import Progress
+from ppd_runtime.supervision import CLOSED, Progress
 from ppd_runtime.trace import Trace
 from ppd_runtime.transport.network import check_interface
 from ppd_runtime.transport.sockets import check_collective, choose_transport
@@ -150,7 +152,8 @@ class PPDRuntime(TextGenerator):
         self._traced, self._conditions = trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
-        self._stop: weakref.finalize | None = None
+        self._closing: Closing | None = None
+        self._starting, self._closed = threading.RLock(), False
         self._next_request = 1
 
     def start(self) -> None:
@@ -160,11 +163,14 @@ class PPDRuntime(TextGenerator):
             ValueError: where the model cannot be compiled, or not on this machine.
             RuntimeError: when a worker fails to start, with the worker's own message, or the runtime is closed.
         """
-        if self._stop is not None and not self._stop.alive:
-            raise RuntimeError("the runtime is closed: make a new one")
-        if self._workers is None:
-            self._workers = _launch(self._specs, self.config, self._progress)
-            self._stop = weakref.finalize(self, self._workers.close)
+        with self._starting:
+            if self._workers is None and not self._closed:
+                self._workers = _launch(self._specs, self.config, self._progress)
+                self._closing = Closing(self._workers)
+                weakref.finalize(self, self._closing.close)
+            if self._closed:
+                self.close()
+                raise RuntimeError(CLOSED)
 
     @property
     def dtype(self) -> str:
@@ -187,9 +193,14 @@ class PPDRuntime(TextGenerator):
         return self._specs[MAIN].cores
 
     def close(self) -> None:
-        """Stop every process, socket and Ray node that the runtime started; a second call does nothing."""
-        if self._stop is not None:
-            self._stop()
+        """Stop every process, socket and Ray node that the runtime started; a second call does nothing.
+
+        A call that is under way, in another thread or below a signal handler, ends with a RuntimeError.
+        """
+        self._closed = True
+        with self._starting:
+            if self._closing is not None:
+                self._closing.close()
 
     def __enter__(self) -> "PPDRuntime":
         self.start()
@@ -197,22 +208,31 @@ class PPDRuntime(TextGenerator):
 
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         self.start()
-        workers = cast("Workers", self._workers)
+        workers, closing = cast("Workers", self._workers), cast("Closing", self._closing)
         request, self._next_request = self._next_request, self._next_request + 1
         call = Call(workers, replace(_begin(request, prompt_ids, params, live), traced=self._traced))
         try:
-            for message in call.tokens():
+            for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
                 yield Step(message.token_id, None if last else message.winner != MISS, last)
-            call.hear_all()
-            workers.record(_counts(call, workers, self._specs))
+            with closing.step():
+                call.hear_all()
+                workers.record(_counts(call, workers, self._specs))
             yield _totals(call, self._trace(call.told))
         except RuntimeError:
             self.close()
             raise
         finally:
-            if call.told.finished is None and self._stop is not None and self._stop.alive:
+            if call.told.finished is None and not self._closed:
+                self._cancel(call, closing)
+
+    def _cancel(self, call: Call, closing: Closing) -> None:
+        try:
+            with closing.step():
                 call.cancel()
+        except RuntimeError:
+            self.close()
+            raise
 
     def _trace(self, told: Told) -> Trace | None:
         if not self._traced:

@@ -13,6 +13,9 @@ START_DEADLINE_S = 300.0
 PING_EVERY_S = 1.0
 ANSWER_DEADLINE_S = 15.0
 """A worker that has not answered for so long counts as lost."""
+LAST_LOOK_S = 0.5
+"""Before it does: where this process has been stopped, or the whole machine, the answer comes only now."""
+CLOSED = "the runtime is closed: make a new one"
 _LOOK_EVERY_S = 0.02
 _LONGEST_PAUSE_S = 30.0
 
@@ -81,6 +84,7 @@ class Supervisor:
         self._begin_life, self._most_restarts, self._introduce = begin_life, most_restarts, introduce
         self._posts = {rank: _Post(None) for rank in ranks}
         self._words: dict[int, str] = {}
+        self._dismissed = False
 
     def start(self, progress: Progress) -> None:
         """Begin everybody's first life and wait until all are ready.
@@ -109,13 +113,17 @@ class Supervisor:
         `hear` is called before a loss is told of: what the lost worker said last may have come, see `note_words`.
 
         Raises:
-            RuntimeError: where the main process is lost and has been replaced too often.
+            RuntimeError: where the main process is lost and has been replaced too often, or all have been dismissed.
         """
+        if self._dismissed or MAIN not in self._posts:
+            raise RuntimeError(CLOSED)
         for rank, post in list(self._posts.items()):
-            if post.life is None:
-                if time.monotonic() >= post.begin_at:
-                    self._begin(rank, post)
-            elif reason := self._loss(rank, post):
+            reason = None
+            if post.life is not None:
+                reason = self._loss(rank, post)
+            elif time.monotonic() >= post.begin_at:
+                reason = self._begin_again(rank, post)
+            if reason:
                 hear()
                 self.replace(rank, reason)
 
@@ -174,21 +182,35 @@ class Supervisor:
         """The workers that serve."""
         return [rank for rank, post in self._posts.items() if post.serving]
 
+    def dismiss(self) -> None:
+        """Have the next `check` fail: from now on nobody is replaced. May be called in any thread."""
+        self._dismissed = True
+
     def stop(self, seconds: float) -> None:
         """Give those that serve, and have been told to end, so long to do so; then end everybody."""
         deadline = time.monotonic() + seconds
-        for post in self._posts.values():
-            if post.life is not None and post.serving:
-                post.life.wait(max(0.0, deadline - time.monotonic()))
-        for post in self._posts.values():
-            if post.life is not None:
-                post.life.kill()
-        self._posts.clear()
+        try:
+            for post in self._posts.values():
+                if post.life is not None and post.serving:
+                    post.life.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # whoever has no patience ends them at once
+            for post in self._posts.values():
+                if post.life is not None:
+                    post.life.kill()
+            self._posts.clear()
 
     def _begin(self, rank: int, post: _Post) -> None:
         self._words.pop(rank, None)  # the last life's
         post.life = self._begin_life(rank)
         post.deadline = time.monotonic() + START_DEADLINE_S
+
+    def _begin_again(self, rank: int, post: _Post) -> str | None:
+        """Begin a further life; why it cannot begin, where the system or the model's files refuse."""
+        try:
+            self._begin(rank, post)
+        except (OSError, MemoryError, ValueError) as error:
+            return f"{name_of(rank)} cannot be started: {type(error).__name__}: {error}"
+        return None
 
     def _welcome(self, rank: int, post: _Post) -> None:
         try:

@@ -22,7 +22,7 @@ from ppd_runtime.orchestration.room import Bundle, Node
 from ppd_runtime.orchestration.security import check_authentication, check_version
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.start_worker import Actor
-from ppd_runtime.supervision import ANSWER_DEADLINE_S, PING_EVERY_S, Progress, Supervisor
+from ppd_runtime.supervision import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import choose_transport, make_networks, open_endpoint
 from ppd_runtime.worker import WorkerSpec
@@ -120,16 +120,21 @@ class RayWorkers:
         if self._closed:
             return
         self._closed = True
-        if hasattr(self, "endpoint"):
-            dismiss(self.supervisor, self.endpoint)
-        if ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError):
-                self.supervisor.stop(_STOP_DEADLINE_S)
-                if self._group is not None:
-                    release(self._group)
+        with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
+            last.callback(self._folder.remove)
+            if ray.is_initialized():
+                last.callback(self._leave_ray)
+            if hasattr(self, "endpoint"):
+                dismiss(self.supervisor, self.endpoint)
+
+    def _leave_ray(self) -> None:
+        with contextlib.ExitStack() as last:
             if self._owns_ray:
-                ray.shutdown()
-        self._folder.remove()
+                last.callback(ray.shutdown)
+            last.enter_context(contextlib.suppress(ray.exceptions.RayError))
+            if self._group is not None:
+                last.callback(release, self._group)
+            self.supervisor.stop(_STOP_DEADLINE_S)
 
 
 class ActorLife:
@@ -165,7 +170,7 @@ class ActorLife:
         if self._ping is None:
             if now - self._pinged_at >= PING_EVERY_S:
                 self._ping, self._pinged_at = self._actor.ready.remote(), now
-        elif now - self._pinged_at > ANSWER_DEADLINE_S:
+        elif now - self._pinged_at > ANSWER_DEADLINE_S and not _has(self._ping, LAST_LOOK_S):
             return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
@@ -178,8 +183,8 @@ class ActorLife:
         ray.kill(self._actor)
 
 
-def _has(reference: Any) -> bool:
-    return bool(ray.wait([reference], timeout=0)[0])
+def _has(reference: Any, seconds: float = 0.0) -> bool:
+    return bool(ray.wait([reference], timeout=seconds)[0])
 
 
 def _reason(reference: Any) -> str:

@@ -21,6 +21,7 @@ from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import describe
 from ppd_runtime.models.trained_heads import HeadInfo
+from ppd_runtime.processes import ProcessLife
 from ppd_runtime.transport.network import Network
 from ppd_runtime.worker import WorkerSpec
 from ppd_runtime.worker_process import read_spec, start_order
@@ -133,6 +134,25 @@ def test_workers_that_are_stopped_are_replaced(folder, rehearsed_at_length, monk
     assert not _workers()
 
 
+def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
+    """The whole machine was asleep: the answer is late, and comes in a moment."""
+    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 0.5)
+    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
+        life = runtime._workers.supervisor._posts[1].life
+        _kill("sub-1", by=signal.SIGSTOP)
+        while life._pinged_at is None:
+            assert life.end_reason() is None
+            time.sleep(0.02)
+        time.sleep(0.6)
+        _kill("sub-1", by=signal.SIGCONT)
+        assert life.end_reason() is None
+        _kill("sub-1", by=signal.SIGSTOP)
+        time.sleep(0.2)
+        while life._answered_at and (reason := life.end_reason()) is None:
+            time.sleep(0.02)
+        assert "has not answered" in reason
+
+
 def test_a_main_process_that_is_lost_again_and_again_is_an_error_with_its_name(folder):
     runtime = PPDRuntime(folder, k=1, launcher="processes", max_restarts=0)
     with runtime:
@@ -154,6 +174,16 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
     with pytest.raises(RuntimeError, match="failed to start: ValueError: .*cannot be read"):
         PPDRuntime(str(tmp_path), k=1, launcher="processes").start()
     assert not _workers()
+
+
+def test_last_words_are_read_though_their_file_is_gone(tmp_path):
+    life = ProcessLife(1, "no order", tmp_path)
+    try:
+        (tmp_path / "errors-1").unlink()
+        life.wait(60)
+        assert life.end_reason().startswith("json.decoder.JSONDecodeError")
+    finally:
+        life.kill()
 
 
 SCRIPT = """

@@ -79,6 +79,15 @@ def test_what_is_no_result_is_refused_and_nothing_touched(tmp_path: Path, line: 
     assert path.read_text() == f"{line}\n{{"
 
 
+@pytest.mark.parametrize("text", ["all that is in this file", '{"prompt": "no newline"}', "{'index': 1"])
+def test_what_looks_like_no_cut_result_is_not_taken_off(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="line 1: no result of a job; give another file"):
+        ResultsFile(path, PROMPTS, SETTINGS)
+    assert path.read_text() == text
+
+
 def test_one_job_writes_at_a_time(out: Path) -> None:
     with ResultsFile(out, PROMPTS, SETTINGS), pytest.raises(ValueError, match="another job writes it"):
         ResultsFile(out, PROMPTS, SETTINGS)

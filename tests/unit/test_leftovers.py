@@ -3,9 +3,12 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from ppd_runtime import leftovers
+from ppd_runtime.launching import SocketFolder
 from ppd_runtime.leftovers import clear, users_of
 
 HOLD = """
@@ -67,3 +70,28 @@ def test_a_folder_that_is_gone_is_no_trouble(tmp_path, holding):
     (tmp_path / "log").unlink()
     clear(str(tmp_path), grace_s=0.2)
     assert worker.wait(5) == -9
+
+
+def test_the_programs_end_is_enough_though_a_fork_of_it_holds_the_pipe(tmp_path):
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", leftovers.__file__, folder, str(program.pid)], stdin=subprocess.PIPE
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        keeper.wait(0.5)
+    assert folder.exists()
+    program.communicate(b"\n")
+    assert keeper.wait(10) == 0
+    assert not folder.exists()
+    keeper.communicate()
+
+
+def test_a_folder_is_removed_though_its_keeper_was_killed():
+    folder = SocketFolder()
+    folder._keeper.kill()
+    folder._keeper.wait()
+    folder.remove()
+    folder.remove()
+    assert not Path(folder.path).exists()

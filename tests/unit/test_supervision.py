@@ -34,10 +34,12 @@ class Stage:
     """Puppets and their supervisor."""
 
     def __init__(self, most_restarts=2):
-        self.lives, self.starts = [], "ready"
+        self.lives, self.starts, self.refuses = [], "ready", None
         self.supervisor = Supervisor([MAIN, 1, 2], self._begin, most_restarts)
 
     def _begin(self, rank):
+        if self.refuses:
+            raise self.refuses
         self.lives.append(Puppet(rank, self.starts))
         return self.lives[-1]
 
@@ -181,3 +183,32 @@ def test_stopping_ends_everybody(stage):
     stage.supervisor.stop(0.1)
     assert all(life.ended for life in stage.lives)
     assert stage.supervisor.serving() == []
+
+
+def test_everybody_is_ended_though_the_waiting_is_interrupted(stage, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(stage.of(1)[0]), "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stage.supervisor.stop(0.1)
+    assert all(life.ended for life in stage.lives)
+
+
+def test_a_life_that_the_system_refuses_is_a_loss(stage, caplog):
+    stage.of(1)[0].end = "it fell"
+    stage.supervisor.check()
+    stage.refuses = BlockingIOError(11, "Resource temporarily unavailable")
+    for _ in range(10):
+        stage.supervisor.check()
+    words = "decoding goes on without it: sub-process 1 cannot be started: BlockingIOError: [Errno 11] Resource temp"
+    assert words in caplog.messages[-1]
+    assert stage.supervisor.serving() == [MAIN, 2]
+
+
+def test_nobody_is_looked_after_once_all_are_dismissed(stage):
+    stage.of(1)[0].end = "it fell"
+    stage.supervisor.dismiss()
+    with pytest.raises(RuntimeError, match="the runtime is closed"):
+        stage.supervisor.check()
+    assert len(stage.of(1)) == 1
