@@ -3,12 +3,15 @@
 import contextlib
 import random
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from ppd_runtime.launching import LocalWorkers, ThreadLife
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message, Shutdown, WireError, decode, encode
 from ppd_runtime.worker import Worker
+
+LONGEST_STOP_S = 0.4
 
 
 class Killed(BaseException):
@@ -25,12 +28,14 @@ class Fate:
     late: float = 0.0
     """Held back until some later message of the same sender has left."""
     stale: float = 0.0
-    """A message from the past, of this request or an earlier one, comes again."""
+    """A message from the past, of this request or an earlier one, of this life or an earlier one, comes again."""
     cut: float = 0.0
     """Its bytes end early."""
     death: float = 0.0
     """Of a sub-process, at any time that it sends or looks for a message."""
     main_death: float = 0.0
+    stopped: float = 0.0
+    """Anybody, at any such time, for up to `LONGEST_STOP_S`, as by SIGSTOP and then SIGCONT."""
     happened: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -49,13 +54,20 @@ class Fate:
             return self._random.randrange(number)
 
 
+@dataclass
+class Post:
+    """What an address has sent in all its lives, and what is still on its way."""
+
+    past: list[tuple[int, Message]] = field(default_factory=list)
+    held: list[tuple[int, Message]] = field(default_factory=list)
+
+
 class ChaosEndpoint:
     """Another endpoint, whose messages meet with mishaps."""
 
-    def __init__(self, endpoint, fate: Fate, address: int) -> None:
+    def __init__(self, endpoint, fate: Fate, address: int, post: Post) -> None:
         self._endpoint, self._fate, self._address = endpoint, fate, address
-        self._held: list[tuple[int, Message]] = []
-        self._past: list[tuple[int, Message]] = []
+        self._held, self._past = post.held, post.past
 
     def send(self, address: int, message: Message) -> None:
         """Deliver, or not."""
@@ -96,6 +108,8 @@ class ChaosEndpoint:
             self._endpoint.send(address, decode(frames))
 
     def _perhaps_die(self) -> None:
+        if self._address != CLIENT and self._fate.strikes("stopped"):
+            time.sleep(LONGEST_STOP_S * self._fate.pick(1000) / 1000)
         if self._address != CLIENT and self._fate.strikes("main_death" if self._address == MAIN else "death"):
             raise Killed
 
@@ -106,11 +120,13 @@ class ChaosWorkers(LocalWorkers):
     fate: Fate
 
     def __init__(self, *arguments) -> None:
+        self._posts: dict[int, Post] = defaultdict(Post)
         super().__init__(*arguments)
-        self.endpoint = ChaosEndpoint(self.endpoint, self.fate, CLIENT)
+        self.endpoint = ChaosEndpoint(self.endpoint, self.fate, CLIENT, Post())
 
     def _begin_life(self, rank: int) -> ThreadLife:
-        return MortalLife(Worker(self._specs[rank]), ChaosEndpoint(self._network.endpoint(rank), self.fate, rank))
+        endpoint = ChaosEndpoint(self._network.endpoint(rank), self.fate, rank, self._posts[rank])
+        return MortalLife(Worker(self._specs[rank]), endpoint)
 
 
 class MortalLife(ThreadLife):

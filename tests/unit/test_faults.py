@@ -25,8 +25,10 @@ MISHAPS = {
     "cut": {"cut": 0.03},
     "sub-processes die": {"death": 0.004},
     "everybody dies": {"death": 0.002, "main_death": 0.002},
+    "some stop": {"stopped": 0.003},
     "everything": {
         "lost": 0.01, "doubled": 0.05, "stale": 0.05, "late": 0.05, "cut": 0.01, "death": 0.001, "main_death": 0.001,
+        "stopped": 0.001,
     },
 }  # fmt: skip
 
