@@ -94,14 +94,20 @@ def test_a_killed_sub_process_costs_no_token_and_comes_back(folder, rehearsed_at
     with PPDRuntime(folder, k=2, launcher="processes", exit_head=head, emulate=slow) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=len(expected))
         events = [next(stream) for _ in range(5)]
+        first = _workers()
         _kill("sub-1", "sub-2")
+        while not any("sub-1" in worker.cmdline() for worker in set(_workers()) - set(first)):
+            events.append(next(stream))
+        _kill("sub-1")  # while it comes back
         events += list(stream)
     assert tuple(event.token_id for event in events) == expected
     hits = [place for place, event in enumerate(events) if event.hit]
     assert not set(range(10, 60)) & set(hits), "somebody took part who was dead"
     assert len(hits) > 100, "nobody came back"
     lost = [message for message in caplog.messages if "is lost" in message]
-    assert sorted(lost) == [f"sub-process {n} is lost, a new one takes its place: signal 9 ended it" for n in (1, 2)]
+    new = "is lost, a new one takes its place:"
+    assert sorted(lost[:2]) == [f"sub-process {n} {new} signal 9 ended it" for n in (1, 2)]
+    assert lost[2:] == [f"sub-process 1 {new} sub-process 1 failed to start: signal 9 ended it"]
 
 
 def test_a_killed_main_process_has_a_successor(folder, rehearsed_at_length):
