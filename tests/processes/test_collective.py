@@ -243,7 +243,7 @@ def test_tokens_are_ordinary_decodings(model_folder, k, workers, dtype, run_ahea
     with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
         result = runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
         assert result.token_ids == text
-        assert _connections(workers + 1) == 4 * workers * (workers + 1) // 2
+        _wait_for_connections(workers + 1)
 
 
 def test_the_dead_are_replaced_and_linked_to(model_folder):
@@ -261,10 +261,7 @@ def test_the_dead_are_replaced_and_linked_to(model_folder):
         events += list(stream)
         assert tuple(event.token_id for event in events) == text
         assert sum(event.hit for event in events[-100:-1]) > 20, "they take part again"
-        deadline = time.monotonic() + DEADLINE
-        while _connections(3) != 4 * 3:
-            assert time.monotonic() < deadline, "they are not all linked"
-            time.sleep(0.1)
+        _wait_for_connections(3)
 
 
 def _threads() -> int:
@@ -281,8 +278,13 @@ def _worker(name: str) -> psutil.Process:
     return _workers()[name]
 
 
-def _connections(count: int) -> int:
-    """Ends of the groups' connections that so many workers hold."""
-    workers = _workers().values()
+def _wait_for_connections(count: int) -> None:
+    """Until so many workers hold both ends of two groups' connections for each pair of them."""
+    workers, deadline = _workers().values(), time.monotonic() + DEADLINE
     assert len(workers) == count
-    return sum(c.status == psutil.CONN_ESTABLISHED for w in workers for c in w.net_connections("tcp"))
+    while True:
+        ends = sum(c.status == psutil.CONN_ESTABLISHED for w in workers for c in w.net_connections("tcp"))
+        if ends == 2 * count * (count - 1):
+            return
+        assert time.monotonic() < deadline, f"{ends} ends of connections"
+        time.sleep(0.1)
