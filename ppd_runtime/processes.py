@@ -103,11 +103,15 @@ class ProcessLife:
         return self.process.stdout.fileno()
 
     def is_ready(self) -> bool:
-        """Whether it has said so; raises RuntimeError with what it said, or its last words, where it failed."""
+        """Whether it has said so; raises RuntimeError with what it said, or its last words, where it failed.
+
+        It cannot answer before it has read its order, so one that somebody has stopped counts as failed, too.
+        """
         if not self._read() and b"\n" not in self._answers:
             raise RuntimeError(self._last_words())
         line, newline, rest = self._answers.partition(b"\n")
         if not newline:
+            self._check_running()
             return False
         self._answers, self._answered_at = rest, time.monotonic()
         answer = json.loads(line)
@@ -115,6 +119,13 @@ class ProcessLife:
             raise RuntimeError(answer["error"])
         self.location = answer["location"]
         return True
+
+    def _check_running(self) -> None:
+        now = time.monotonic()
+        if not os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+            self._answered_at = now
+        elif now - self._answered_at > ANSWER_DEADLINE_S:
+            raise RuntimeError(f"it has been stopped for {ANSWER_DEADLINE_S:.0f} s")
 
     def end_reason(self) -> str | None:
         """Its last words, or that it has not answered for long: it may be stopped, or its host out of reach."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,16 @@ def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
         assert "has not answered" in reason
 
 
+def test_who_is_stopped_while_it_starts_has_failed(folder, monkeypatch):
+    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 1.0)
+    stopper = threading.Thread(target=lambda: _until_there("sub-1").send_signal(signal.SIGSTOP))
+    stopper.start()
+    with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it has been stopped for 1 s"):
+        PPDRuntime(folder, k=1, launcher="processes").start()
+    stopper.join()
+    assert not _workers()
+
+
 def test_a_main_process_that_is_lost_again_and_again_is_an_error_with_its_name(folder):
     runtime = PPDRuntime(folder, k=1, launcher="processes", max_restarts=0)
     with runtime:
@@ -279,6 +290,13 @@ def _workers() -> list[psutil.Process]:
     """This process' workers that run."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in running if "ppd_runtime.start_worker" in child.cmdline()]
+
+
+def _until_there(name: str) -> psutil.Process:
+    while True:
+        for worker in _workers():
+            if name in worker.cmdline():
+                return worker
 
 
 def _kill(*names: str, by: int = signal.SIGKILL) -> None:
