@@ -144,7 +144,8 @@ def test_unknown_names_are_refused_without_a_network(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./no-such-folder", "../x", "~/models/x", "a/b/c"])
-def test_paths_that_do_not_exist_are_refused(model: str) -> None:
+def test_paths_that_do_not_exist_are_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as error:
         describe(model)
     check_one_line(error, model)
