@@ -58,11 +58,15 @@ class Watch:
     """What a worker held after its first request, its second, …"""
     ranks: dict[psutil.Process, int] = field(default_factory=dict)
     family: set[psutil.Process] = field(default_factory=set)
-    """Every process below this one that was ever seen."""
+    """Every process that was ever seen below this one, but not below those that were there before."""
+    strangers: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children()))
+    """This process' children that were there before, such as a Ray node that others share."""
 
     def look(self) -> None:
         """A request has ended."""
-        self.family.update(psutil.Process().children(recursive=True))
+        for child in set(psutil.Process().children()) - self.strangers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.family.update([child, *child.children(recursive=True)])
         for worker in workers():
             with contextlib.suppress(psutil.Error, OSError):  # it dies while being looked at
                 if (rank := rank_served(worker)) is not None:
