@@ -156,7 +156,7 @@ def _connect() -> None:
     import ray
 
     from ppd_runtime.launching import check_ray_address
-    from ppd_runtime.orchestration.security import check_version
+    from ppd_runtime.orchestration.security import check_version, no_cluster
 
     check_version(ray.__version__)
     if ray.is_initialized():
@@ -165,8 +165,8 @@ def _connect() -> None:
         check_ray_address(address)  # Ray itself would try for minutes
     try:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
-    except ConnectionError as error:
-        raise RuntimeError("no Ray cluster runs here: `ray start --head`, or submit this to one") from error
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise RuntimeError(no_cluster(address or "this host")) from error
 
 
 def _own_address() -> str:

@@ -17,6 +17,16 @@ def check_version(version: str) -> None:
         )
 
 
+def no_cluster(address: str) -> str:
+    """What to say where Ray finds no cluster; Ray says no more where the cluster asks for a token and gets none."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    return (
+        f"no Ray cluster takes this program in at {address}: start one with `ray start --head`, or, where one runs "
+        f"that asks for a token (RAY_AUTH_MODE={mode!r} here), set RAY_AUTH_MODE=token and see that the token is in "
+        "~/.ray/auth_token or RAY_AUTH_TOKEN_PATH"
+    )
+
+
 def check_authentication(hosts: set[str]) -> None:
     """Raise RuntimeError where several hosts take part and Ray asks nobody for a token."""
     mode = os.environ.get("RAY_AUTH_MODE", "")

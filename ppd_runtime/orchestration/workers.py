@@ -19,7 +19,7 @@ from ppd_runtime.orchestration.gpus import UNMASKED, own_device
 from ppd_runtime.orchestration.metrics import Metrics
 from ppd_runtime.orchestration.placement import cluster_nodes, release, reserve
 from ppd_runtime.orchestration.room import Bundle, Node
-from ppd_runtime.orchestration.security import check_authentication, check_version
+from ppd_runtime.orchestration.security import check_authentication, check_version, no_cluster
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.start_worker import Actor
 from ppd_runtime.supervision import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
@@ -206,7 +206,10 @@ def _start_ray(address: str | None, num_cpus: int, folder: str) -> None:
     _silence_notices()
     common = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
-        ray.init(address=address, **common)
+        try:
+            ray.init(address=address, **common)
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            raise RuntimeError(no_cluster(address)) from error
         return
     ray.init(
         address="local",

@@ -199,6 +199,16 @@ def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_pa
     assert " with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
 
 
+def test_a_job_without_the_token_is_told_so(cluster, arguments, tmp_path, monkeypatch):
+    file = tmp_path / "prompts.txt"
+    file.write_text("The quick brown fox\n")
+    monkeypatch.delitem(cluster.env, "RAY_AUTH_MODE")
+    refused = cluster.run(sys.executable, *JOB, *arguments, "--prompt-file", file, "--out", tmp_path / "out.jsonl")
+    assert refused.returncode == 1
+    assert f"ppd: no Ray cluster takes this program in at 127.0.0.1:{cluster.gcs}" in refused.stderr
+    assert "asks for a token (RAY_AUTH_MODE='' here), set RAY_AUTH_MODE=token" in refused.stderr
+
+
 def lines(out: Path) -> int:
     return out.read_bytes().count(b"\n") if out.exists() else 0
 
