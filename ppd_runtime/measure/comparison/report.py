@@ -25,7 +25,9 @@ CTAR(w): share of the verifications that gave more than w tokens. s: draft steps
 time of a draft step and of a verification over that of an ordinary step; where drafting runs the first layers for both,
 over the newest certain token, that is v's. Allowed: CR / (1 + s·c), SWIFT's equation 6 as it is printed, which takes a
 verification for the price of an ordinary step; for ppd Theorem 4.1 with the match rate of these texts. With v:
-CR / (v + s·c), the same with a verification's measured price. Measured: by how much "together" is above or below."""
+CR / (v + s·c), the same with a verification's measured price. Measured: by how much "together" is above or below. Each
+text: by how much a text's own speed-up is above or below what its own s and CR give with the c and v that all the other
+texts had, so these costs were known without it."""
 _UNDISTURBED = 0.9
 """Of a core's time, what a method has at least where nobody else computes."""
 _TABLE_1 = {
@@ -52,6 +54,7 @@ _COST_COLUMNS: Columns = {
     "measured": lambda f: _deviation(f.pooled_step_speedup, f.allowed_speedup),
     "with v": lambda f: _number(f.costed_speedup, 2),
     "measured, with v": lambda f: _deviation(f.pooled_step_speedup, f.costed_speedup),
+    "each text": lambda f: _shares(f.text_deviation),
     "s": lambda f: _number(f.draft_steps, 2),
     "c": lambda f: _number(f.draft_cost, 3),
     "v": lambda f: _number(f.verification_cost, 3),
@@ -286,6 +289,10 @@ def _number(value: float | None, digits: int) -> str:
 
 def _spread(values: Spread | None) -> str:
     return "-" if values is None else f"{values.median:.2f} ({values.low:.2f} to {values.high:.2f})"
+
+
+def _shares(values: Spread | None) -> str:
+    return "-" if values is None else f"{values.median:+.1%} ({values.low:+.1%} to {values.high:+.1%})"
 
 
 def _share(value: float) -> str:
