@@ -62,7 +62,7 @@ class Sampler:
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
         if self.params.greedy:
-            return int(self._penalised(logits, history).argmax())
+            return _first_highest(self._penalised(logits, history))
         scores = self._temperature(None, self._penalised(logits, history)[None])
         noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
         return int((self._filters(None, scores)[0] + noise[0]).argmax())
@@ -89,6 +89,18 @@ class Sampler:
         """
         temperature = self.params.temperature
         return (scores if temperature in (0, 1) else temperature * scores).softmax(-1)
+
+    def likeliest(self, scores: Tensor) -> tuple[int, float]:
+        """The token with the highest of the `chances`, and its chance."""
+        if scores.device.type != "cpu":
+            chances = self.chances(scores)
+            token = int(scores.argmax())
+            return token, float(chances[token])
+        temperature = self.params.temperature
+        numbers = scores.numpy()
+        token = int(numbers.argmax())
+        behind = numbers - numbers[token]
+        return token, 1 / float(np.exp(behind if temperature in (0, 1) else temperature * behind).sum())
 
     def distribution(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """`[vocab_size]` probabilities of the tokens that may follow `history`; temperatures above 0 only."""
@@ -148,9 +160,17 @@ class TimedSampler(Sampler):
         return tokens
 
 
+def _first_highest(scores: Tensor) -> int:
+    """Where `[n]` scores are highest, first among equals.
+
+    A search of NumPy's: in between two passes the caches are cold, and so few lines of code are what saves time.
+    """
+    return int(scores.numpy().argmax()) if scores.device.type == "cpu" else int(scores.argmax())
+
+
 def _best(scores: Tensor, k: int) -> list[int]:
     """The k highest, the first of them as `argmax` chooses among equals (`topk` may choose another)."""
-    first = int(scores.argmax())
+    first = _first_highest(scores)
     if k == 1:
         return [first]
     return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]

@@ -67,6 +67,8 @@ class SharedNoise:
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
         """What ordinary decoding would be likeliest to choose if the model ended where the draft did."""
         scores = self._sampler.noisy_scores(logits, history)
+        if most == 1:
+            return [Proposal(*self._sampler.likeliest(scores))]
         return _likeliest(self._sampler.chances(scores), most)
 
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
