@@ -90,6 +90,7 @@ def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
 def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[float], list[float]]:
     """Send a series; the moments before and after each send."""
     began, ended = [], []
+    torch.set_num_threads(1)  # a worker's; a second one would wait for the same core in each copy of 32 KB and more
     with pinned(cores), _met(series, folder, MAIN, _RECEIVER, cores) as endpoint:
         _await_receiver(endpoint)
         for number in range(series.count + _WARM_UP):
@@ -106,6 +107,7 @@ def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[
 def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
     """Receive a series in this process; the moment of each message, by position."""
     moments: dict[int, float] = {}
+    torch.set_num_threads(1)
     with pinned(cores), _met(series, folder, _RECEIVER, MAIN, cores) as endpoint:
         endpoint.receive(_SETTLE_S if endpoint.location else 0)  # no message comes, but a link opens
         endpoint.send(MAIN, End(_RECEIVER, 1))
