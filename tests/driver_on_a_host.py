@@ -20,6 +20,7 @@ def main() -> None:
         k=given["k"],
         run_ahead=given["run_ahead"],
         exit_head=head,
+        transport=given["transport"],
         dtype="float32",
         ray_address=given["ray_address"],
         placement="strict-spread",

@@ -29,6 +29,8 @@ PORT = 6399
 PROMPT = [5, 9, 200, 31]
 NUM_LAYERS, LAYER_MS, NUM_TOKENS, MATCH_RATE = 4, 10.0, 60, 0.8
 LINK_GONE_S = 3.0
+WITH_A_LINK = 4
+"""TCP connections between two workers: ZeroMQ has two and Ray may have one; a link has two more, one a direction."""
 TOLERANCE, MOST_RUNS = 0.2, 12
 """Of the prediction, which knows no Python; and runs until one is as close: two hosts, their link, Ray and whatever
 else this machine does may share two cores, and a run that had to wait for one says nothing about the link."""
@@ -102,15 +104,25 @@ def driver(hosts, environment, given):
         process.kill()
 
 
-def sub_process(hosts):
-    """The sub-process, on whichever host it is; the main process is on the other."""
+def worker(hosts, title):
+    """A worker by its process' title, and its host; main process and sub-process are on different ones."""
     for name in hosts.names:
         for pid in hosts.run(name, "ip", "netns", "pids", name).stdout.split():
             with contextlib.suppress(psutil.Error):
-                if (process := psutil.Process(int(pid))).cmdline()[0].startswith("ray::PPDSub"):
-                    print(f"the sub-process runs on {name}")
-                    return process
-    raise AssertionError("no sub-process runs on any host")
+                if (process := psutil.Process(int(pid))).cmdline()[0].startswith(f"ray::{title}"):
+                    print(f"the {title} runs on {name}")
+                    return process, name
+    raise AssertionError(f"no {title} runs on any host")
+
+
+def connections_between_workers(hosts):
+    """TCP connections that the main process has with the sub-process."""
+    ends = []
+    for title in ("PPDMain", "PPDSub"):
+        process, name = worker(hosts, title)
+        lines = hosts.run(name, "ss", "-Htnp", "state", "established").stdout.splitlines()
+        ends.append({tuple(line.split()[2:4]) for line in lines if f"pid={process.pid}," in line})
+    return len(ends[0] & {(there, here) for here, there in ends[1]})
 
 
 def takes_part_again(ask, text):
@@ -127,7 +139,7 @@ def takes_part_again(ask, text):
 def faults_cost_only_time(hosts, ask, text):
     """The sub-process is killed in the middle of a text; later the link is gone for a while in the middle of one."""
     ask({"max_new_tokens": NUM_TOKENS, "tell_at": 30})
-    sub_process(hosts).kill()
+    worker(hosts, "PPDSub")[0].kill()
     run = ask()
     assert tuple(run["tokens"]) == text
     assert any(run["hits"][:30])
@@ -162,17 +174,19 @@ def ordinary(model_folder):
     return OrdinaryDecoding(str(model_folder("llama", num_layers=NUM_LAYERS)), dtype="float32")
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_two_hosts(two_hosts, ordinary, run_ahead):
+@pytest.mark.parametrize(("transport", "run_ahead"), [("zeromq", False), ("zeromq", True), ("collective", False)])
+def test_two_hosts(two_hosts, ordinary, transport, run_ahead):
     hosts, environment, head = two_hosts
     text = ordinary.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).token_ids
     given = {"folder": str(ordinary.info.folder), "prompt": PROMPT, "text": text, "vocab_size": 300, "k": 1}
-    given |= {"match_rate": MATCH_RATE, "layer_ms": LAYER_MS, "run_ahead": run_ahead}
+    given |= {"match_rate": MATCH_RATE, "layer_ms": LAYER_MS, "run_ahead": run_ahead, "transport": transport}
     given |= {"ray_address": head, "bind_interface": hosts.addresses[0]}
     with driver(hosts, environment, given) as ask:
         hosts.set_link(0.0)
         hits = ask({"max_new_tokens": NUM_TOKENS})["hits"]
         assert 0.6 < sum(hits) / len(hits) < 0.95
+        linked = transport == "collective"
+        assert (connections_between_workers(hosts) >= WITH_A_LINK) == linked
         for delay_ms in (0, 1, 5):
             hosts.set_link(delay_ms / 1000)
             predicted, runs = predicted_ms(given, delay_ms, hits), list[float]()
@@ -180,7 +194,7 @@ def test_two_hosts(two_hosts, ordinary, run_ahead):
                 run = ask({"max_new_tokens": NUM_TOKENS})
                 assert tuple(run["tokens"]) == text
                 runs.append(run["ms_per_token"])
-            print(f"run-ahead {run_ahead}, {delay_ms} ms: {runs} ms a token, predicted {predicted:.1f}")
+            print(f"{transport}, run-ahead {run_ahead}, {delay_ms} ms: {runs} ms a token, predicted {predicted:.1f}")
             assert min(runs) == pytest.approx(predicted, rel=TOLERANCE)
         for seed, (delay_ms, loss) in enumerate([(0, 0.0), (1, 0.03), (20, 0.0)]):
             hosts.set_link(delay_ms / 1000, loss)
@@ -188,5 +202,6 @@ def test_two_hosts(two_hosts, ordinary, run_ahead):
             expected = ordinary.generate(PROMPT, ignore_eos=True, **sampled).token_ids
             assert tuple(ask(sampled)["tokens"]) == expected
         hosts.set_link(0.0)
-        if run_ahead:
+        if run_ahead or linked:
             faults_cost_only_time(hosts, ask, text)
+            assert (connections_between_workers(hosts) >= WITH_A_LINK) == linked, "the new life is linked to again"

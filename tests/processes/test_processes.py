@@ -2,11 +2,7 @@
 
 import json
 import os
-import random
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -201,78 +197,6 @@ def test_last_words_are_read_though_their_file_is_gone(tmp_path):
         assert life.end_reason().startswith("json.decoder.JSONDecodeError")
     finally:
         life.kill()
-
-
-SCRIPT = """
-import sys, time
-from ppd_runtime import PPDRuntime
-if __name__ == "__main__":
-    with PPDRuntime({folder!r}, k=2, launcher="processes") as runtime:
-        stream = runtime.stream([5, 9, 200, 31], max_new_tokens=400)
-        next(stream)
-        print("running", "ray" in sys.modules, flush=True)
-        if {hang}:
-            time.sleep(60)
-        raise KeyError("an exception of the user's")
-"""
-
-
-@pytest.mark.parametrize("ending", ["exception", "interrupt", "kill"])
-def test_nothing_is_left_behind(folder, ending):
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT.format(folder=folder, hang=ending != "exception")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TMPDIR": temporary},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        assert process.stdout.readline().strip() == "running False", "Ray was imported"
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) == 4, "three workers, and who clears up"
-        if ending == "kill":
-            next(child for child in family if "ppd_runtime.start_worker" in child.cmdline()).suspend()
-        if ending != "exception":
-            process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
-        words = {"exception": "an exception of the user's", "interrupt": "KeyboardInterrupt", "kill": ""}
-        assert words[ending] in errors
-        _, alive = psutil.wait_procs(family, timeout=15)
-        assert not alive
-        deadline = time.monotonic() + 5
-        while list(Path(temporary).iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not list(Path(temporary).iterdir()), "a folder of sockets was left"
-
-
-def test_ctrl_c_at_any_moment_leaves_nothing(folder):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    moments = random.Random(seed)
-    for _ in range(4):
-        with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
-            process = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT.format(folder=folder, hang=True)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=os.environ | {"TMPDIR": temporary},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-            family = _children_until(process, time.monotonic() + moments.uniform(0.5, 8.0))
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
-            _, alive = psutil.wait_procs(family, timeout=15)
-            assert not alive
-            assert not list(Path(temporary).iterdir())
-
-
-def _children_until(process, moment: float) -> set[psutil.Process]:
-    children = set()
-    while time.monotonic() < moment:
-        children.update(psutil.Process(process.pid).children(recursive=True))
-        time.sleep(0.02)
-    return children
 
 
 def _assert_one_clock(result, began: int, ended: int) -> None:

@@ -1,10 +1,6 @@
 """How a runtime behaves: calls in turn, cancelled streams, lost workers, errors, and nothing left behind."""
 
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -223,67 +219,12 @@ def test_what_ray_took_back_before_it_ran_is_told_apart(never):
     assert ppd_runtime.orchestration.workers._never_ran(error) == never
 
 
-SCRIPT = """
-import sys, time
-from ppd_runtime import PPDRuntime
-if __name__ == "__main__":
-    with PPDRuntime({folder!r}, k=2) as runtime:
-        stream = runtime.stream([5, 9, 200, 31], max_new_tokens=400)
-        next(stream)
-        print("running", flush=True)
-        if {hang}:
-            time.sleep(60)
-        raise KeyError("an exception of the user's")
-"""
-
-
-@pytest.fixture
-def short_path():
-    """A folder whose path leaves room for sockets' names."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as path:
-        yield Path(path)
-
-
-@pytest.mark.parametrize("ending", ["exception", "interrupt", "kill"])
-def test_nothing_is_left_behind(folder, short_path, ending):
-    environment = os.environ | {"TMPDIR": str(short_path)}
-    script = short_path / "script.py"
-    script.write_text(SCRIPT.format(folder=folder, hang=ending != "exception"))
-    process = subprocess.Popen(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=_hear_interrupts,
-    )
-    assert process.stdout.readline().strip() == "running", process.stderr.read()
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert {"PPDMain", "PPDSub"} <= {name for name in map(_actor_name, family) if name}
-    if ending != "exception":
-        process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    words = {"exception": "an exception of the user's", "interrupt": "KeyboardInterrupt", "kill": ""}
-    assert words[ending] in errors
-    _, alive = psutil.wait_procs(family, timeout=15)
-    assert not alive
-    deadline = time.monotonic() + 5
-    while len(list(short_path.iterdir())) > 1 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [path.name for path in short_path.iterdir()] == ["script.py"], "a folder of sockets was left"
-
-
 def _actor_name(process: psutil.Process) -> str:
     try:
         title = " ".join(process.cmdline())
     except psutil.Error:
         return ""
     return next((name for name in ("PPDMain", "PPDSub") if f"ray::{name}" in title), "")
-
-
-def _hear_interrupts() -> None:
-    """A shell's background job ignores Ctrl-C, and so would every process below it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _kill(name: str, most: int, by: int = signal.SIGKILL) -> list[psutil.Process]:

@@ -1,0 +1,56 @@
+"""However and whenever a program ends, it leaves no process, no file and no shared memory."""
+
+import random
+
+import pytest
+from programs import WORDS, Program
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+def workers(program):
+    """Its main process and sub-processes."""
+    lines = {child: child.cmdline() for child in program.family}
+    return [child for child, line in lines.items() if "ppd_runtime.start_worker" in line or "ray::PPD" in line[0]]
+
+
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
+@pytest.mark.parametrize("ending", WORDS)
+def test_nothing_is_left_behind(folder, launcher, ending):
+    with Program(folder, launcher, ending) as program:
+        assert program.line() == f"running {launcher == 'ray'}", "Ray is imported where it is used, and only there"
+        if ending != "exception":
+            assert len(workers(program)) == 3
+        if launcher == "processes":
+            assert len(program.family) == 4, "three workers, and who clears up"
+        if (launcher, ending) == ("processes", "kill"):
+            workers(program)[0].suspend()
+        program.end()
+
+
+@pytest.mark.parametrize(("launcher", "times", "longest_s"), [("processes", 4, 8.0), ("ray", 3, 14.0)])
+def test_ctrl_c_at_any_moment_leaves_nothing(folder, launcher, times, longest_s):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    for _ in range(times):
+        with Program(folder, launcher, "interrupt") as program:
+            program.run_for(moments.uniform(0.5, longest_s))
+            program.interrupt()
+            program.check_that_nothing_is_left()
+
+
+def test_a_second_ctrl_c_leaves_nothing_either(folder):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    with Program(folder, "ray", "interrupt") as program:
+        program.line()
+        program.interrupt()
+        program.run_for(moments.uniform(0.0, 1.0))
+        program.interrupt()
+        program.check_that_nothing_is_left()
