@@ -26,6 +26,7 @@ def draw_bars(report: ComparisonReport, path: Path) -> None:
     axes.axvline(1, color="0.3", linewidth=0.8)
     axes.set_yticks(places, list(rows), size="small")
     axes.invert_yaxis()
-    axes.set_xlabel("speed-up over ordinary decoding, median and quartiles of the texts")
-    axes.set_title(f"{report.conditions.model}, {report.conditions.num_prompts} prompts", size="medium")
+    axes.set_xlabel("speed-up over ordinary decoding,\nmedian and quartiles of the texts")
+    code = "compiled" if report.conditions.compile else "not compiled"
+    axes.set_title(f"{report.conditions.model}, {report.conditions.num_prompts} prompts, {code}", size="medium")
     save_figure(figure, path, dpi=150)
