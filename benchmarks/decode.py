@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.floor import Products
 from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
-from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, pinned, positive, run
+from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime.config import DTYPES, SamplingParams
+from ppd_runtime.launching import on_cores
 from ppd_runtime.models.loading import ModelInfo, choose_dtype, compile_ahead, describe, load_stage
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.results import Ledger
@@ -63,7 +64,7 @@ def measure(options: argparse.Namespace) -> Figures:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with model_folder(options.model) as model, pinned([max(os.sched_getaffinity(0))]):
+        with model_folder(options.model) as model, on_cores([max(os.sched_getaffinity(0))]):
             return _measure(options, describe(model))
     finally:
         torch.set_num_threads(threads)

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from benchmarks.models import model_folder
 from benchmarks.pipeline import PROMPTS, exit_head
-from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, spread
+from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.launching import on_cores
 from ppd_runtime.results import GenerationResult
 
 ONE, PARALLEL, PIPELINED = "1 device, ordinary", "tensor parallel", "PPD"
@@ -44,7 +45,7 @@ def measure(options: argparse.Namespace) -> Figures:
         results: defaultdict[str, list[GenerationResult]] = defaultdict(list)
         for turn in range(options.rounds + 1):
             for prompt, (way, generator, place) in itertools.product(prompts, ways):
-                with pinned(place):
+                with on_cores(place):
                     result = generator.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
                 results[way] += [result] if turn else []
     return {"model": options.model, "devices": options.devices, "rows": _rows(results, options.devices)}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, whole_numbers
-from ppd_runtime.launching import SocketFolder, assign_cores
+from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
+from ppd_runtime.launching import SocketFolder, assign_cores, on_cores
 from ppd_runtime.pipeline.messages import MAIN, End, ExitState
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
@@ -91,7 +91,7 @@ def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[
     """Send a series; the moments before and after each send."""
     began, ended = [], []
     torch.set_num_threads(1)  # a worker's; a second one would wait for the same core in each copy of 32 KB and more
-    with pinned(cores), _met(series, folder, MAIN, _RECEIVER, cores) as endpoint:
+    with on_cores(cores), _met(series, folder, MAIN, _RECEIVER, cores) as endpoint:
         _await_receiver(endpoint)
         for number in range(series.count + _WARM_UP):
             message = ExitState(MAIN, 1, number, torch.zeros(1, 1, series.num_bytes // 4))
@@ -108,7 +108,7 @@ def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
     """Receive a series in this process; the moment of each message, by position."""
     moments: dict[int, float] = {}
     torch.set_num_threads(1)
-    with pinned(cores), _met(series, folder, _RECEIVER, MAIN, cores) as endpoint:
+    with on_cores(cores), _met(series, folder, _RECEIVER, MAIN, cores) as endpoint:
         endpoint.receive(_SETTLE_S if endpoint.location else 0)  # no message comes, but a link opens
         endpoint.send(MAIN, End(_RECEIVER, 1))
         while len(moments) < series.count + _WARM_UP:

@@ -1,14 +1,13 @@
 """What every benchmark has in common: options, the machine and versions it ran on, tables, and files written whole."""
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -82,17 +81,6 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
-
-
-@contextlib.contextmanager
-def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Keep this thread on `cores`; none: where it is."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def positive(text: str) -> int:

@@ -18,9 +18,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, new_parser, pinned, positive, run, spread
+from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import DTYPES
+from ppd_runtime.launching import on_cores
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.spans import Span
@@ -54,7 +55,7 @@ def measure(options: argparse.Namespace) -> Figures:
         if value < 2:
             raise ValueError(f"{name} {value}: give at least 2")
     settings = {"dtype": options.dtype, "device": "cpu", "compile": options.compile}
-    with model_folder(options.model) as model, pinned([max(os.sched_getaffinity(0))]):
+    with model_folder(options.model) as model, on_cores([max(os.sched_getaffinity(0))]):
         plain, traced = OrdinaryDecoding(model, **settings), OrdinaryDecoding(model, trace=True, **settings)
         traced.stage = plain.stage  # the same weights at the same places
         results = _results(options, plain, traced)

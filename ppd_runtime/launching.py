@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -72,6 +72,20 @@ def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
     if len(cores) < num_workers * threads:
         return [()] * num_workers
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
+
+
+@contextlib.contextmanager
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Keep this thread on some CPU cores while the block lasts; none: where it is."""
+    if not (cores and hasattr(os, "sched_setaffinity")):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class SocketFolder:

@@ -20,7 +20,7 @@ import torch
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.partner import PartnerProcess, PartnerSpec
-from ppd_runtime.launching import assign_cores
+from ppd_runtime.launching import assign_cores, on_cores
 from ppd_runtime.models.exit_heads import SharedHead
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, ExitState, HeadStart, Shutdown, Token
@@ -367,14 +367,10 @@ def _pinned(cores: Sequence[int], threads: int) -> Iterator[None]:
     """Keep this thread on `cores`, if any, with so many threads for matrix products."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    before = _cores_of_this_thread()
-    if cores:
-        os.sched_setaffinity(0, cores)
     try:
-        yield
+        with on_cores(cores):
+            yield
     finally:
-        if cores:
-            os.sched_setaffinity(0, before)
         torch.set_num_threads(threads_before)
 
 

@@ -1,12 +1,12 @@
 """Pipelined beside ordinary decoding on the same prompts, in turn, in one run."""
 
 import contextlib
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
+from ppd_runtime.launching import on_cores
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
@@ -87,13 +87,5 @@ def predicted_ratio_after_first(runtime: PPDRuntime, match_rate: float, num_new_
 @contextlib.contextmanager
 def on_core_of(runtime: PPDRuntime) -> Iterator[None]:
     """Keep this thread on the main process' cores, where those are fixed."""
-    cores = runtime.main_cores
-    if not cores:
+    with on_cores(runtime.main_cores):
         yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

@@ -13,7 +13,8 @@ from benchmarks import contention, decode, equal_devices, held_out, hop, pipelin
 from benchmarks.__main__ import PLAN
 from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
-from benchmarks.recording import environment, markdown, mean_ledger_ms, pinned, run, slug, spread, write_whole
+from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
+from ppd_runtime.launching import on_cores
 from ppd_runtime.models.loading import describe, load_tokenizer
 from ppd_runtime.results import Ledger
 from ppd_runtime.spans import Kind
@@ -162,7 +163,7 @@ def test_where_texts_part():
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be kept on a core here")
 def test_contention_needs_two_cores():
-    with pinned([max(os.sched_getaffinity(0))]), pytest.raises(ValueError, match="between two cores, .* may use 1:"):
+    with on_cores([max(os.sched_getaffinity(0))]), pytest.raises(ValueError, match="between two cores, .* may use 1:"):
         contention.measure(contention.parser().parse_args([]))
 
 

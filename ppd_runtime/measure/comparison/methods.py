@@ -1,4 +1,4 @@
-"""Rows at work: ordinary decoding and what is compared with it, warm, on one core where pipelining has its own."""
+"""Rows at work: ordinary decoding and what is compared with it, warm, each thread on a core of its own."""
 
 import contextlib
 import time
@@ -11,7 +11,8 @@ import torch
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.decoding.early_exit import EarlyExitDrafting
 from ppd_runtime.generation import TextGenerator
-from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first
+from ppd_runtime.launching import assign_cores, available_cores, on_cores
+from ppd_runtime.measure.against_ordinary import predicted_ratio_after_first
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
 from ppd_runtime.measure.comparison.rows import BASELINE, Row, full_settings
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
@@ -87,6 +88,8 @@ class Methods:
         self._closing = contextlib.ExitStack()
         self._methods: dict[str, ComparedMethod] = {}
         self._pipeline: PPDRuntime | None = None
+        threads = ordinary.config.threads_per_worker
+        *_, self._last_cores = assign_cores(max(available_cores() // threads, 1), threads)
         self._stage: Stage | None = None
 
     def __enter__(self) -> "Methods":
@@ -150,11 +153,11 @@ class Methods:
 
     @contextlib.contextmanager
     def _core(self, row: Row) -> Iterator[None]:
-        """What runs in this process stays on the core that the main process of pipelined decoding has."""
-        if self._pipeline is None or row.method == "ppd":
+        """What runs in this process stays on cores of its own: a main process', if there is one to be compared with."""
+        if row.method == "ppd":
             yield
         else:
-            with on_core_of(self._pipeline):
+            with on_cores(self._pipeline.main_cores if self._pipeline else self._last_cores):
                 yield
 
     @torch.inference_mode()
