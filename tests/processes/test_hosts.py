@@ -31,9 +31,11 @@ NUM_LAYERS, LAYER_MS, NUM_TOKENS, MATCH_RATE = 4, 10.0, 60, 0.8
 LINK_GONE_S = 3.0
 WITH_A_LINK = 4
 """TCP connections between two workers: ZeroMQ has two and Ray may have one; a link has two more, one a direction."""
-TOLERANCE, MOST_RUNS = 0.2, 12
-"""Of the prediction, which knows no Python; and runs until one is as close: two hosts, their link, Ray and whatever
-else this machine does may share two cores, and a run that had to wait for one says nothing about the link."""
+TOLERANCE = {"zeromq": 0.2, "collective": 0.35}
+"""Of the prediction, which knows no Python, nor that a collective's tensor and the message about it come apart."""
+MOST_RUNS = 12
+"""Until one is as close: two hosts, their link, Ray and whatever else this machine does may share two cores, and a run
+that had to wait for one says nothing about the link."""
 
 
 @contextlib.contextmanager
@@ -190,12 +192,12 @@ def test_two_hosts(two_hosts, ordinary, transport, run_ahead):
         for delay_ms in (0, 1, 5):
             hosts.set_link(delay_ms / 1000)
             predicted, runs = predicted_ms(given, delay_ms, hits), list[float]()
-            while len(runs) < MOST_RUNS and min(runs, default=math.inf) > predicted * (1 + TOLERANCE):
+            while len(runs) < MOST_RUNS and min(runs, default=math.inf) > predicted * (1 + TOLERANCE[transport]):
                 run = ask({"max_new_tokens": NUM_TOKENS})
                 assert tuple(run["tokens"]) == text
                 runs.append(run["ms_per_token"])
             print(f"{transport}, run-ahead {run_ahead}, {delay_ms} ms: {runs} ms a token, predicted {predicted:.1f}")
-            assert min(runs) == pytest.approx(predicted, rel=TOLERANCE)
+            assert min(runs) == pytest.approx(predicted, rel=TOLERANCE[transport])
         for seed, (delay_ms, loss) in enumerate([(0, 0.0), (1, 0.03), (20, 0.0)]):
             hosts.set_link(delay_ms / 1000, loss)
             sampled = {"max_new_tokens": 40, "temperature": 0.8, "seed": seed}
