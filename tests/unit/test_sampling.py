@@ -236,6 +236,27 @@ def test_greedy_chances_are_the_softmax() -> None:
     assert torch.allclose(cold.chances(cold.noisy_scores(logits, HISTORY)), logits.softmax(-1), atol=0.01)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}], ids=str)
+def test_the_likeliest_is_the_best_of_the_chances(temperature: float, settings: dict[str, int]) -> None:
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=1, **settings))
+    for i in range(50):
+        scores = sampler.noisy_scores(random_logits(50, i), HISTORY)
+        token, chance = sampler.likeliest(scores)
+        chances = sampler.chances(scores)
+        assert token == int(chances.argmax())
+        assert chance == pytest.approx(float(chances[token]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scores", [[1.0, 3.0, 3.0, 2.0], [0.0, -0.0, 0.0], [1.0, torch.nan, 2.0, torch.nan], [-torch.inf] * 2]
+)
+def test_among_equals_the_first_is_chosen_as_pytorch_does(scores: list[float]) -> None:
+    logits, sampler = torch.tensor(scores), Sampler(SamplingParams())
+    expected = int(logits.argmax())
+    assert sampler.choose(logits, HISTORY) == expected == sampler.rank(logits, HISTORY, 1)[0]
+
+
 @pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.4}], ids=str)
 def test_what_the_filters_drop_has_no_chance(settings: dict[str, float]) -> None:
     params = SamplingParams(temperature=0.6, **settings)
