@@ -3,8 +3,8 @@
     python -m benchmarks.endurance --requests 500 --tokens 20 --fault-every-s 3 --seed 7
 
 A seed draws prompts, sampling and faults. At random times, on average every so many seconds, a random worker is killed
-(SIGKILL) or, one time in five, stopped (SIGSTOP): while it serves, and while it starts. Where it is missing already
-nothing happens, so that each worker lives as long as chance has it, however many others there are. Every text is
+(SIGKILL) or, one time in five by default, stopped (SIGSTOP): while it serves, and while it starts. Where it is missing
+already nothing happens, so that a worker lives as long as chance has it, however many others there are. Every text is
 compared with ordinary decoding's; one that differs ends the run. What the owning process and its workers hold (memory,
 open files, sockets, threads) is noted after each request, and at the end what is left of them.
 """
@@ -43,7 +43,6 @@ from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import LAUNCHERS
 
-_STOP_SHARE = 0.2
 _OWNERS = (*HELD, "children")
 _AGES = (1, 10, 100, 1000)
 _WARM_UP = 10  # requests of a life after which growth counts
@@ -59,6 +58,7 @@ class Trouble:
     every_s: float
     """On average while all are there; 0: never."""
     num_workers: int
+    stop_share: float
     done: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Trouble:
                     self._strike(victims[number])
 
     def _strike(self, victim: psutil.Process) -> None:
-        stop, rank = self.generator.random() < _STOP_SHARE, rank_served(victim)
+        stop, rank = self.generator.random() < self.stop_share, rank_served(victim)
         if stop and victim.status() == psutil.STATUS_STOPPED:
             return
         victim.send_signal(signal.SIGSTOP if stop else signal.SIGKILL)
@@ -123,8 +123,11 @@ def measure(options: argparse.Namespace) -> Figures:
     """
     if options.faults and not options.fault_every_s:
         raise ValueError(f"--faults {options.faults}: none happen with --fault-every-s 0")
+    if not 0 <= options.stop_share <= 1:
+        raise ValueError(f"--stop-share {options.stop_share}: a share of the faults, from 0 to 1")
     print(f"seed {options.seed}", file=sys.stderr)
-    trouble, tally = Trouble(random.Random(options.seed + 1), options.fault_every_s, 1 + options.k), Tally()
+    generator, tally = random.Random(options.seed + 1), Tally()
+    trouble = Trouble(generator, options.fault_every_s, 1 + options.k, options.stop_share)
     began, shared = time.monotonic(), shared_memory()
     with own_temporary_folder() as temporary:
         _serve(options, trouble, tally)
@@ -240,6 +243,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--requests", type=positive, default=500)
     options.add_argument("--tokens", type=positive, default=20)
     options.add_argument("--fault-every-s", type=float, default=3.0, help="on average; 0: none")
+    options.add_argument("--stop-share", type=float, default=0.2, help="of the faults are stops")
     options.add_argument("--faults", type=int, default=0, help="go on until there were so many")
     options.add_argument("--seed", type=int, default=0)
     return options

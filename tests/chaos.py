@@ -34,9 +34,13 @@ class Fate:
     death: float = 0.0
     """Of a sub-process, at any time that it sends or looks for a message."""
     main_death: float = 0.0
+    raised: float = 0.0
+    """By anybody, at any such time: a MemoryError whose words are its own, see `words`."""
     stopped: float = 0.0
     """Anybody, at any such time, for up to `LONGEST_STOP_S`, as by SIGSTOP and then SIGCONT."""
     happened: Counter = field(default_factory=Counter)
+    words: list[str] = field(default_factory=list)
+    """What the exceptions said that were raised."""
 
     def __post_init__(self) -> None:
         self._random, self._lock = random.Random(self.seed), threading.Lock()
@@ -47,6 +51,12 @@ class Fate:
             hit = self._random.random() < getattr(self, name)
             self.happened[name] += hit
             return hit
+
+    def error(self) -> MemoryError:
+        """One that nobody has raised before."""
+        with self._lock:
+            self.words.append(f"no room for thing {len(self.words)}.")
+            return MemoryError(self.words[-1])
 
     def pick(self, number: int) -> int:
         """One of so many."""
@@ -68,11 +78,12 @@ class ChaosEndpoint:
     def __init__(self, endpoint, fate: Fate, address: int, post: Post) -> None:
         self._endpoint, self._fate, self._address = endpoint, fate, address
         self._held, self._past = post.held, post.past
+        self._speaks_its_last = False
 
     def send(self, address: int, message: Message) -> None:
         """Deliver, or not."""
         self._perhaps_die()
-        if isinstance(message, Shutdown):
+        if isinstance(message, Shutdown) or self._speaks_its_last:
             self._endpoint.send(address, message)
             return
         self._past.append((address, message))
@@ -108,10 +119,15 @@ class ChaosEndpoint:
             self._endpoint.send(address, decode(frames))
 
     def _perhaps_die(self) -> None:
-        if self._address != CLIENT and self._fate.strikes("stopped"):
+        if self._address == CLIENT or self._speaks_its_last:
+            return
+        if self._fate.strikes("stopped"):
             time.sleep(LONGEST_STOP_S * self._fate.pick(1000) / 1000)
-        if self._address != CLIENT and self._fate.strikes("main_death" if self._address == MAIN else "death"):
+        if self._fate.strikes("main_death" if self._address == MAIN else "death"):
             raise Killed
+        if self._fate.strikes("raised"):
+            self._speaks_its_last = True
+            raise self._fate.error()
 
 
 class ChaosWorkers(LocalWorkers):

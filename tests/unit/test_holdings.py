@@ -61,6 +61,9 @@ def test_children_use_the_temporary_folder_and_are_seen_to_end():
 
 
 def test_faults_that_never_come_are_not_waited_for():
+    options = endurance.parser().parse_args(["--stop-share", "1.5"])
+    with pytest.raises(ValueError, match="--stop-share 1.5: a share"):
+        endurance.measure(options)
     options = endurance.parser().parse_args(["--faults", "3", "--fault-every-s", "0"])
     with pytest.raises(ValueError, match="--faults 3: none happen"):
         endurance.measure(options)
