@@ -43,12 +43,12 @@ def capabilities(device: torch.device) -> list[str]:
     return sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
 
 
-def artifact(ingredients: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
+def artifact(ingredients: Mapping[str, Any], make: Callable[[Path], None], suffix: str = ".pt2") -> Path:
     """The file made from `ingredients` (JSON values), by `make(path)` where nobody has made it yet.
 
     Two processes that make the same file at once both succeed, and readers only ever see a whole one.
     """
-    path = cache_folder() / f"{ingredients_name(ingredients)}.pt2"
+    path = cache_folder() / f"{ingredients_name(ingredients)}{suffix}"
     if not path.exists():
         with whole_file(path) as unfinished:
             make(unfinished)

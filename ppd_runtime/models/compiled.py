@@ -4,6 +4,7 @@ at one position), and one token's through layers with a sub-layer left out; each
 Code is made by `compiling`, a file for each kind of layer and pass.
 """
 
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.compiling import (
     AT_ONCE,
     MOST_SEVERAL,
+    READ_BY_PRODUCTS,
     compile_layers,
     compile_part,
     kinds_of,
@@ -25,6 +27,7 @@ from ppd_runtime.models.compiling import (
 from ppd_runtime.models.cuda_graphs import Launch, Recordings
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
+from ppd_runtime.models.products import has_own_products, in_half_the_memory, kernel
 from ppd_runtime.models.stage import Piece, layer_range
 from ppd_runtime.models.trees import TokenTree
 
@@ -49,6 +52,7 @@ class CompiledLayers:
         _check_embedding(model)
         self._model = model
         self._loaded: dict[Path, Any] = {}
+        self._halves: dict[int, Tensor] = {}
         self._layers: dict[int, list[_Layer]] = {}
         for kind, paths in files.items():
             self._load(kind, paths)
@@ -63,12 +67,27 @@ class CompiledLayers:
                 self._load(kind, compile_layers(model.config, model.dtype, model.device, kind))
 
     def _load(self, kind: int, paths: Sequence[Path]) -> None:
+        if has_own_products(self._model.device, self._model.dtype):
+            kernel()  # the code is going to ask for it
         for path in set(paths) - set(self._loaded):
             self._loaded[path] = _load(path, self._model.device)
         self._layers[kind] = [
-            _Layer(self._loaded[path], list(weights_of(layer_for(self._model, i, kind)).values()))
+            _Layer(self._loaded[path], self._weights(i, kind, self._loaded[path]))
             for i, path in enumerate(paths[: self._model.config.num_hidden_layers])
         ]
+
+    def _weights(self, index: int, kind: int, code: Any) -> list[Tensor]:
+        """A layer's weights as its code takes them; those that lose nothing by it take half the memory."""
+        halves = set(json.loads(code.get_metadata().get(READ_BY_PRODUCTS, "[]")))
+        weights = weights_of(layer_for(self._model, index, kind))
+        return [self._halved(weight) if name in halves else weight for name, weight in weights.items()]
+
+    def _halved(self, weight: Tensor) -> Tensor:
+        place = weight.data_ptr()
+        if place not in self._halves:
+            half = in_half_the_memory(weight)
+            self._halves[place] = weight if half is None else half
+        return self._halves[place]
 
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import json
 import logging
 import platform
 import warnings
@@ -40,7 +41,7 @@ from ppd_runtime.models import kv_cache, products, skipping
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
 from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.products import few_rows_gain, few_rows_linear
+from ppd_runtime.models.products import SHIM, few_rows_linear, has_own_products, product_operator, product_weights
 from ppd_runtime.models.skipping import without
 from ppd_runtime.models.stage import decoder_of
 
@@ -48,8 +49,10 @@ logger = logging.getLogger(__name__)
 MOST_SEVERAL = 15
 """Tokens of a pass for which compiled code is of use; the library runs longer ones."""
 AT_ONCE = 5
-"""Rows of which CPUs make the best, see `few_rows_linear`: there longer passes are run in parts. Each number of tokens
-has code of its own, whose loops are faster than those over any number."""
+"""Tokens of a pass on CPUs, where longer ones are run in parts: each number of tokens has code of its own, whose loops
+are faster than those over any number."""
+READ_BY_PRODUCTS = "read_by_products"
+"""What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
 _GROUPED_ATTENTION = "ppd_grouped_sdpa"
 _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
@@ -255,11 +258,11 @@ def _compile(
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = _export(make, index, window, dtype, device, passes)
-            torch._inductor.aoti_compile_and_package(
-                program,
-                package_path=str(path),
-                inductor_configs=dict(_INDUCTOR),  # a copy: it is written to
-            )
+            options: dict[str, Any] = dict(_INDUCTOR)  # a copy: it is written to
+            if has_own_products(device, dtype):
+                options["aot_inductor.custom_ops_to_c_shims"] = {product_operator(): [SHIM]}
+                options["aot_inductor.metadata"] = {READ_BY_PRODUCTS: json.dumps(_read_by_products(make(), program))}
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"compile: layer {index} of this model cannot be, for {tokens}: {reason}") from error
@@ -288,7 +291,7 @@ def _export(
         _use_grouped_attention(piece)
         weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
         layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes)
-    with _FewRows() if few_rows_gain(device, dtype) else contextlib.nullcontext():
+    with _FewRows() if has_own_products(device, dtype) else contextlib.nullcontext():
         return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
 
 
@@ -321,8 +324,20 @@ class _FewRows(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        chosen = few_rows_linear if function is nn.functional.linear else function
-        return chosen(*args, **(kwargs or {}))
+        if function is nn.functional.linear:
+            function = partial(few_rows_linear, multiply=product_operator())
+        return function(*args, **(kwargs or {}))
+
+
+def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -> list[str]:
+    """The weights of linear layers that nothing else in the graph reads."""
+    inputs, names = [node for node in program.graph.nodes if node.op == "placeholder"], list(weights_of(piece))
+    readers = dict(zip(names, inputs[-len(names) :], strict=True))  # the weights are the last inputs
+    return [
+        name
+        for name in sorted(product_weights(piece) & set(names))
+        if all(user.target is product_operator() for user in readers[name].users)
+    ]
 
 
 def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -373,6 +388,7 @@ def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> di
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],
+        "own_products": has_own_products(device, dtype),
         "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
         "versions": [torch.__version__, transformers.__version__, platform.python_version()],
         "inductor": _INDUCTOR,

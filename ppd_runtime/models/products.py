@@ -1,32 +1,131 @@
-"""Products of a few tokens' states with a weight matrix, in the order in which CPUs make them fastest."""
+"""Products of a few tokens' states with a weight matrix, in code of our own; `few_rows.cpp` says how it works.
+
+A core reads weights with it at nearly the memory's speed for one token and for six alike, on any maker's CPU, where
+libraries take a third to twice more; and a token's bits do not depend on the tokens beside it.
+"""
+
+import ctypes
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
-TWICE = 2**20
-"""Numbers in a weight matrix up to which one token's product is faster done twice at once."""
+from ppd_runtime.models.artifacts import artifact, capabilities
+
+MOST_ROWS = 24
+"""Tokens up to which a product is made this way: the library makes larger ones faster."""
+SHIM = "AOTITorchError aoti_torch_cpu_few_rows_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)"
+"""What compiled code calls, in C."""
+_SOURCE = Path(__file__).with_name("few_rows.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+_FIRST_WITH_SHIMS = (2, 8)  # the version of PyTorch whose compiled code can call an operator of ours directly
 
 
-def few_rows_gain(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `few_rows_linear` is the faster one: seen for float32 on CPUs."""
-    return device.type == "cpu" and dtype == torch.float32
+def has_own_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled code makes its products with `few_rows_linear`: in float32, on CPUs, on Linux."""
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    ours = device.type == "cpu" and dtype == torch.float32
+    return ours and sys.platform == "linux" and version >= _FIRST_WITH_SHIMS
 
 
-def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, up to rounding: the weights times the states, not the states times the weights.
+def few_rows_linear(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """As `linear` in float32, up to rounding; `weight`, contiguous, may be in bfloat16.
 
-    On CPUs two to five tokens take half the time then, and less than one token takes, since a matrix times a vector
-    reads memory more slowly than a matrix times a matrix does; so one token stands there twice, and of three the first
-    does, where the weights are small enough for it to gain (`TWICE`).
+    `multiply` makes the product of `[tokens, inputs]` and `[outputs, inputs]`; None is `product`.
     """
-    flat = states.reshape(-1, states.shape[-1])
-    tokens = flat.shape[0]
-    if isinstance(tokens, int) and tokens == 1 and weight.numel() > TWICE:
-        return linear(states, weight, bias)
-    if isinstance(tokens, int) and tokens in (1, 3) and weight.numel() <= TWICE:
-        rows = torch.mm(weight, torch.cat([flat, flat[:1]]).t())[:, :tokens].t()
-    else:
-        rows = torch.mm(weight, flat.t()).t()
-    rows = rows.reshape(*states.shape[:-1], -1)
-    return rows if bias is None else rows + bias
+    rows = states.numel() // states.shape[-1]
+    if isinstance(rows, int) and rows > MOST_ROWS:
+        return linear(states, weight.to(states.dtype), bias)
+    found = (multiply or product)(states.reshape(rows, states.shape[-1]).contiguous(), weight)
+    found = found.reshape(*states.shape[:-1], weight.shape[0])
+    return found if bias is None else found + bias
+
+
+def product(states: Tensor, weight: Tensor) -> Tensor:
+    """`[tokens, outputs]` of states, `[tokens, inputs]` in float32, and a weight, `[outputs, inputs]`."""
+    found = torch.empty(states.shape[0], weight.shape[0])
+    places = (weight.data_ptr(), weight.dtype == torch.bfloat16, states.data_ptr(), found.data_ptr())
+    kernel().ppd_few_rows_product(*places, weight.shape[1], weight.shape[0], states.shape[0])
+    return found
+
+
+@cache
+def product_operator() -> Any:
+    """`product` as an operator of PyTorch's, for graphs."""
+    kernel()
+    library = torch.library.Library("ppd_runtime", "DEF")
+    library.define("few_rows_linear(Tensor states, Tensor weight) -> Tensor")
+    library.impl("few_rows_linear", product, "CPU")
+    library.impl("few_rows_linear", lambda states, weight: states.new_empty(states.shape[0], weight.shape[0]), "Meta")
+    _LIBRARIES.append(library)
+    return torch.ops.ppd_runtime.few_rows_linear.default
+
+
+_LIBRARIES: list[torch.library.Library] = []  # what one of them has defined goes with it
+
+
+@cache
+def kernel() -> ctypes.CDLL:
+    """The code, loaded so that other compiled code finds it; the first time on a machine it is compiled.
+
+    Raises:
+        ValueError: where it cannot be.
+    """
+    ingredients = {
+        "source": hashlib.sha256(_SOURCE.read_bytes()).hexdigest(),
+        "flags": _FLAGS,
+        "machine": [platform.machine(), cpu_model(), *capabilities(torch.device("cpu"))],
+        "versions": [torch.__version__],
+    }
+    path = artifact(ingredients, _build, ".so")
+    try:
+        found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise ValueError(f"compile: {path} cannot be loaded ({error}); remove it to have it made anew") from error
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    found.ppd_few_rows_product.argtypes = [pointer, ctypes.c_int, pointer, pointer, number, number, number]
+    found.ppd_few_rows_product.restype = None
+    return found
+
+
+def in_half_the_memory(weight: Tensor) -> Tensor | None:
+    """A weight in bfloat16, whose products are the same to the last bit; None where one of its numbers would change."""
+    half = weight.to(torch.bfloat16)
+    return half if torch.equal(half.to(weight.dtype), weight) else None
+
+
+def product_weights(piece: nn.Module) -> set[str]:
+    """The names of a piece's weights that linear layers alone are known to read."""
+    return {f"{name}.weight" for name, module in piece.named_modules() if type(module) is nn.Linear}
+
+
+def cpu_model() -> str:
+    """The CPU's own name, as Linux tells it; empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _build(path: Path) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import, only compiling needs it
+
+    root = Path(torch.__file__).parent
+    command = [get_cpp_compiler(), *_FLAGS, f"-I{root / 'include'}", str(_SOURCE), f"-L{root / 'lib'}", "-ltorch_cpu"]
+    done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"compile: {_SOURCE.name} cannot be: {' '.join(done.stderr.split())[:300]}")

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
-from ppd_runtime.models.products import few_rows_gain, few_rows_linear
+from ppd_runtime.models.products import few_rows_linear, has_own_products, in_half_the_memory
 from ppd_runtime.models.rotary import RotaryTable
 from ppd_runtime.models.trees import chain_of, token_tree
 from ppd_runtime.recorder import Recorder
@@ -54,7 +54,7 @@ class Stage:
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
-        self.head = FinalHead(model, few_rows=compiled is not None and few_rows_gain(model.device, model.dtype))
+        self.head = FinalHead(model, few_rows=compiled is not None and has_own_products(model.device, model.dtype))
         self.cache = StageCache(model.config, 0)
 
     def compile_for(self, *passes: int) -> None:
@@ -273,9 +273,14 @@ class FinalHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
         if self._few_rows and self._is_plain:
-            head = cast(nn.Linear, self._lm_head)
-            return few_rows_linear(self._norm(hidden), head.weight, head.bias)
+            return few_rows_linear(self._norm(hidden), self._weight, cast(nn.Linear, self._lm_head).bias)
         return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
+
+    @cached_property
+    def _weight(self) -> Tensor:
+        weight = cast(Tensor, self._lm_head.weight).detach()
+        half = in_half_the_memory(weight)
+        return weight if half is None else half
 
     def _plain_logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head(self._norm(hidden))

@@ -1,21 +1,111 @@
-"""Products of a few tokens' states: the numbers that the plain product gives, whatever the shapes."""
+"""Products of a few tokens' states: the numbers that the plain product gives, in bits that depend on nothing beside."""
+
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from compilers import needs_compiler
+from torch import Tensor
 
 from ppd_runtime.models import products
-from ppd_runtime.models.products import few_rows_linear
+from ppd_runtime.models.products import (
+    MOST_ROWS,
+    few_rows_linear,
+    has_own_products,
+    in_half_the_memory,
+    product,
+    product_operator,
+)
+
+pytestmark = needs_compiler
+CPU = torch.device("cpu")
+SHAPES = [(1, 1), (7, 16), (24, 19), (5, 3), (96, 256), (2048, 130)]
+"""Outputs and inputs."""
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 16), (1, 2, 16), (1, 7, 16), (3, 2, 16), (16,), (5, 16)])
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 16), (1, 2, 16), (1, 7, 16), (3, 2, 16), (16,), (5, 16), (1, MOST_ROWS + 1, 16)]
+)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("most", [0, 2**20], ids=["too large to be done twice", "small"])
-def test_as_linear(shape: tuple[int, ...], biased: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "TWICE", most)
-    generator = torch.Generator().manual_seed(0)
-    states, weight = torch.randn(shape, generator=generator), torch.randn(24, 16, generator=generator)
-    bias = torch.randn(24, generator=generator) if biased else None
-    found = few_rows_linear(states, weight, bias)
+@pytest.mark.parametrize("multiply", ["at once", "in a graph"])
+def test_as_linear(shape: tuple[int, ...], biased: bool, multiply: str) -> None:
+    states, weight, bias = numbers(*shape), numbers(24, 16), numbers(24) if biased else None
+    found = few_rows_linear(states, weight, bias, product_operator() if multiply == "in a graph" else None)
     expected = torch.nn.functional.linear(states, weight, bias)
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int]) -> None:
+    outputs, inputs = shape
+    states, weight = numbers(13, inputs), numbers(outputs, inputs)
+    expected = torch.cat([product(state[None], weight) for state in states])
+    exactly = states.double() @ weight.double().t()
+    assert torch.allclose(expected.double(), exactly, atol=1e-4)
+    for tokens in range(1, 14):
+        assert torch.equal(product(states[:tokens], weight), expected[:tokens])
+    for rows in range(1, min(outputs, 9)):
+        assert torch.equal(product(states, weight[:rows].contiguous()), expected[:, :rows])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    before, states, weight = torch.get_num_threads(), numbers(3, 512), numbers(1031, 512)
+    torch.set_num_threads(1)
+    expected = product(states, weight)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(product(states, weight), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_half_the_memory_gives_the_same_bits(shape: tuple[int, int]) -> None:
+    weight = numbers(*shape).bfloat16().float()
+    half = in_half_the_memory(weight)
+    assert half is not None
+    assert half.dtype == torch.bfloat16
+    states = numbers(4, shape[1])
+    assert torch.equal(product(states, half), product(states, weight))
+
+
+def test_a_weight_that_would_change_stays() -> None:
+    weight = torch.ones(4, 4)
+    weight[2, 3] += 2**-10
+    assert in_half_the_memory(weight) is None
+
+
+def test_not_where_it_does_not_belong() -> None:
+    assert not has_own_products(torch.device("cuda"), torch.float32)
+    assert not has_own_products(CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("damage", ["no such source", "no code"])
+def test_what_cannot_be_made_or_loaded_is_one_line(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    products.kernel.cache_clear()
+    source = tmp_path / "few_rows.cpp"
+    source.write_text("int main( {")
+    if damage == "no such source":
+        monkeypatch.setattr(products, "_SOURCE", source)
+        words = "compile: few_rows.cpp cannot be: .*error"
+    else:
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: _spoiled(Path(command[-1])))
+        words = "compile: .*cannot be loaded .*; remove it to have it made anew"
+    with pytest.raises(ValueError, match=words):
+        products.kernel()
+    products.kernel.cache_clear()
+
+
+def _spoiled(path: Path) -> "subprocess.CompletedProcess[str]":
+    path.write_bytes(b"no code")
+    return subprocess.CompletedProcess([], 0, "", "")

@@ -1,0 +1,177 @@
+// Products of a few tokens' states with a weight matrix: each weight is read once, whatever the number of tokens.
+//
+// One sum for each token and row, over the columns in their order: the bits of a token's product depend neither on the
+// tokens beside it nor on how rows are shared out, and weights in bfloat16 give the bits of the same ones in float32.
+// The weights are read a few blocks ahead, since a core that waits for each line reaches half of the memory's speed.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+// PyTorch's threads, where this version has them to share.
+extern "C" __attribute__((weak)) AOTITorchError torch_parallel_for(
+    int64_t begin, int64_t end, int64_t grain_size, void (*part)(int64_t, int64_t, void*), void* context);
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int ROWS = 4;         // of the weights, at a time
+constexpr int MOST_TOKENS = 6;  // at a time: ROWS * MOST_TOKENS sums stay in registers
+constexpr int AHEAD = 4;        // blocks of ROWS that are fetched before they are needed
+constexpr int64_t GRAIN = 1 << 16;  // weights, for which a thread of its own pays
+
+template <int LANES>
+struct Floats {
+  typedef float type __attribute__((vector_size(LANES * 4)));
+};
+typedef Floats<WIDTH>::type Vec;
+typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t Halves __attribute__((vector_size(WIDTH * 2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float value(float weight) { return weight; }
+
+inline float value(BFloat16 weight) {
+  const uint32_t bits = uint32_t(weight.bits) << 16;
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+inline Vec load(const float* from) {
+  Vec numbers;
+  std::memcpy(&numbers, from, sizeof numbers);
+  return numbers;
+}
+
+inline Vec load(const BFloat16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return reinterpret_cast<Vec>(__builtin_convertvector(halves, Words) << 16);
+}
+
+template <int LANES>
+inline float sum_of(typename Floats<LANES>::type numbers) {
+  if constexpr (LANES == 2) {
+    return numbers[0] + numbers[1];
+  } else {
+    typename Floats<LANES / 2>::type low, high;
+    std::memcpy(&low, &numbers, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&numbers) + sizeof low, sizeof high);
+    return sum_of<LANES / 2>(low + high);
+  }
+}
+
+struct Product {
+  const void* weight;  // [outputs, inputs]
+  const float* states;  // [tokens, inputs]
+  float* result;  // [tokens, outputs]
+  int64_t inputs, outputs, tokens;
+};
+
+template <int NUM_ROWS, int NUM_TOKENS, typename Weight>
+inline void block(const Product& product, int64_t row, int64_t token) {
+  const int64_t inputs = product.inputs, whole = inputs - inputs % WIDTH;
+  const Weight* weight = static_cast<const Weight*>(product.weight) + row * inputs;
+  const float* states = product.states + token * inputs;
+  Vec sums[NUM_ROWS][NUM_TOKENS] = {};
+  for (int64_t i = 0; i < whole; i += WIDTH) {
+    Vec weights[NUM_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < NUM_ROWS; ++r) weights[r] = load(weight + r * inputs + i);
+#pragma GCC unroll 8
+    for (int t = 0; t < NUM_TOKENS; ++t) {
+      const Vec state = load(states + t * inputs + i);
+#pragma GCC unroll 8
+      for (int r = 0; r < NUM_ROWS; ++r) sums[r][t] += weights[r] * state;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < NUM_ROWS; ++r) __builtin_prefetch(weight + (AHEAD * NUM_ROWS + r) * inputs + i, 0, 2);
+  }
+  for (int t = 0; t < NUM_TOKENS; ++t)
+    for (int r = 0; r < NUM_ROWS; ++r) {
+      float sum = sum_of<WIDTH>(sums[r][t]);
+      for (int64_t i = whole; i < inputs; ++i) sum += value(weight[r * inputs + i]) * states[t * inputs + i];
+      product.result[(token + t) * product.outputs + row + r] = sum;
+    }
+}
+
+template <int NUM_ROWS, typename Weight>
+inline void rows_for(const Product& product, int64_t row, int64_t token, int64_t tokens) {
+  switch (tokens) {
+    case 1: return block<NUM_ROWS, 1, Weight>(product, row, token);
+    case 2: return block<NUM_ROWS, 2, Weight>(product, row, token);
+    case 3: return block<NUM_ROWS, 3, Weight>(product, row, token);
+    case 4: return block<NUM_ROWS, 4, Weight>(product, row, token);
+    case 5: return block<NUM_ROWS, 5, Weight>(product, row, token);
+    case 6: return block<NUM_ROWS, 6, Weight>(product, row, token);
+  }
+}
+
+template <int NUM_ROWS, typename Weight>
+inline void rows_for_all(const Product& product, int64_t row) {
+  const int64_t groups = (product.tokens + MOST_TOKENS - 1) / MOST_TOKENS;
+  for (int64_t group = 0, token = 0; group < groups; ++group) {
+    const int64_t tokens = product.tokens / groups + (group < product.tokens % groups);
+    rows_for<NUM_ROWS, Weight>(product, row, token, tokens);
+    token += tokens;
+  }
+}
+
+template <typename Weight>
+void some_rows(int64_t row, int64_t end, void* context) {
+  const Product& product = *static_cast<const Product*>(context);
+  for (; row + ROWS <= end; row += ROWS) rows_for_all<ROWS, Weight>(product, row);
+  for (; row < end; ++row) rows_for_all<1, Weight>(product, row);
+}
+
+template <typename Weight>
+void all_rows(Product& product) {
+  const int64_t grain = std::max<int64_t>(ROWS, GRAIN / std::max<int64_t>(product.inputs, 1));
+  if (torch_parallel_for == nullptr || product.outputs <= grain ||
+      torch_parallel_for(0, product.outputs, grain, some_rows<Weight>, &product) != AOTI_TORCH_SUCCESS)
+    some_rows<Weight>(0, product.outputs, &product);
+}
+
+}  // namespace
+
+// result[token][output] of states[token][input] and weight[output][input], float32 or bfloat16.
+extern "C" void ppd_few_rows_product(
+    const void* weight, int in_bfloat16, const float* states, float* result, int64_t inputs, int64_t outputs,
+    int64_t tokens) {
+  Product product{weight, states, result, inputs, outputs, tokens};
+  in_bfloat16 ? all_rows<BFloat16>(product) : all_rows<float>(product);
+}
+
+// The same as compiled code calls it: states [tokens, inputs] and weight [outputs, inputs], both contiguous.
+extern "C" AOTITorchError aoti_torch_cpu_few_rows_linear(
+    AtenTensorHandle states, AtenTensorHandle weight, AtenTensorHandle* result) {
+  int64_t *of_states, *of_weight;
+  void *states_at, *weight_at, *result_at;
+  int32_t dtype;
+  aoti_torch_get_sizes(states, &of_states);
+  aoti_torch_get_sizes(weight, &of_weight);
+  aoti_torch_get_data_ptr(states, &states_at);
+  aoti_torch_get_data_ptr(weight, &weight_at);
+  aoti_torch_get_dtype(weight, &dtype);
+  const int64_t sizes[] = {of_states[0], of_weight[0]}, strides[] = {of_weight[0], 1};
+  const AOTITorchError error = aoti_torch_empty_strided(
+      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
+  if (error != AOTI_TORCH_SUCCESS) return error;
+  aoti_torch_get_data_ptr(*result, &result_at);
+  ppd_few_rows_product(
+      weight_at, dtype == aoti_torch_dtype_bfloat16(), static_cast<const float*>(states_at),
+      static_cast<float*>(result_at), of_weight[1], of_weight[0], of_states[0]);
+  return AOTI_TORCH_SUCCESS;
+}
