@@ -18,7 +18,15 @@ from ppd_runtime.generation import Step, TextGenerator, Totals
 from ppd_runtime.launching import LocalWorkers, RequestCounts, Workers, assign_cores, available_cores, check_ray_address
 from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
-from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, compile_ahead, describe, load_tokenizer
+from ppd_runtime.models.loading import (
+    HEAD,
+    ModelInfo,
+    choose_device,
+    choose_dtype,
+    compile_ahead,
+    describe,
+    load_tokenizer,
+)
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -352,7 +360,7 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         progress("compiling, unless an earlier run has")
         passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
         code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
-        specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings}}) for spec in specs]
+        specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings, HEAD} & set(code)}) for spec in specs]
     if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
         kind = str(specs[MAIN].dtype).removeprefix("torch.")
         logger.warning(

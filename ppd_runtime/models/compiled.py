@@ -20,25 +20,41 @@ from ppd_runtime.models.compiling import (
     READ_BY_PRODUCTS,
     compile_layers,
     compile_part,
+    compile_part_head,
     kinds_of,
     layer_for,
     weights_of,
 )
 from ppd_runtime.models.cuda_graphs import Launch, Recordings
 from ppd_runtime.models.kv_cache import PreallocatedLayer
-from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.products import has_own_products, in_half_the_memory, kernel
-from ppd_runtime.models.stage import Piece, layer_range
+from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
+from ppd_runtime.models.products import MOST_ROWS, has_own_products, in_half_the_memory, kernel
+from ppd_runtime.models.stage import FinalHead, Piece, layer_range
 from ppd_runtime.models.trees import TokenTree
 
 
-class _Layer(NamedTuple):
+class _Part(NamedTuple):
+    """A layer, or the head."""
+
     code: Any
     weights: list[Tensor]
 
 
+class CompiledHead:
+    """Final norm and head in compiled code; passes over many tokens, such as a prompt's, are the library's."""
+
+    def __init__(self, part: _Part, library: FinalHead) -> None:
+        self._part, self._library = part, library
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
+        if hidden.shape[1] > MOST_ROWS:
+            return self._library(hidden)
+        return self._part.code.run([hidden, *self._part.weights])[0]
+
+
 class CompiledLayers:
-    """The layers of a model, each for one token or several, in the code that `compile_layers` gave.
+    """The layers of a model, each for one token or several, in the code that `compile_layers` gave; perhaps its head.
 
     Args:
         model: whose layers they are.
@@ -53,7 +69,9 @@ class CompiledLayers:
         self._model = model
         self._loaded: dict[Path, Any] = {}
         self._halves: dict[int, Tensor] = {}
-        self._layers: dict[int, list[_Layer]] = {}
+        self._layers: dict[int, list[_Part]] = {}
+        self.head: CompiledHead | None = None
+        """The final norm and the head, where they are compiled."""
         for kind, paths in files.items():
             self._load(kind, paths)
         self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -71,16 +89,20 @@ class CompiledLayers:
             kernel()  # the code is going to ask for it
         for path in set(paths) - set(self._loaded):
             self._loaded[path] = _load(path, self._model.device)
+        if kind == HEAD:
+            (path,), final = paths, FinalHead(self._model)
+            self.head = CompiledHead(self._part(self._loaded[path], final.module), final)
+            return
         self._layers[kind] = [
-            _Layer(self._loaded[path], self._weights(i, kind, self._loaded[path]))
+            self._part(self._loaded[path], layer_for(self._model, i, kind))
             for i, path in enumerate(paths[: self._model.config.num_hidden_layers])
         ]
 
-    def _weights(self, index: int, kind: int, code: Any) -> list[Tensor]:
-        """A layer's weights as its code takes them; those that lose nothing by it take half the memory."""
+    def _part(self, code: Any, piece: nn.Module) -> "_Part":
+        """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
         halves = set(json.loads(code.get_metadata().get(READ_BY_PRODUCTS, "[]")))
-        weights = weights_of(layer_for(self._model, index, kind))
-        return [self._halved(weight) if name in halves else weight for name, weight in weights.items()]
+        weights = weights_of(piece).items()
+        return _Part(code, [self._halved(weight) if name in halves else weight for name, weight in weights])
 
     def _halved(self, weight: Tensor) -> Tensor:
         place = weight.data_ptr()
@@ -92,8 +114,9 @@ class CompiledLayers:
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":
         """A model of one layer behind another model, such as an adapter, for one token and for several."""
-        kinds = (1, *kinds_of(SEVERAL, part.device))
-        return CompiledLayers(part, {kind: [compile_part(part, kind)] for kind in kinds})
+        kinds, head = (1, *kinds_of(SEVERAL, part.device)), compile_part_head(part)
+        files = {kind: [compile_part(part, kind)] for kind in kinds}
+        return CompiledLayers(part, files | {HEAD: [head]} if head else files)
 
     def runs_tree(self, tokens: int) -> bool:
         """Whether there is code for a chain or a tree of so many, or so many siblings."""
@@ -167,7 +190,7 @@ class CompiledLayers:
 
     @staticmethod
     def _launch(
-        layers: Sequence[_Layer], rows: Sequence[tuple[Tensor, ...]], hidden: Tensor, position: Tensor
+        layers: Sequence[_Part], rows: Sequence[tuple[Tensor, ...]], hidden: Tensor, position: Tensor
     ) -> Tensor:
         for layer, of_layer in zip(layers, rows, strict=True):
             attends = (position, *of_layer) if of_layer else ()
@@ -176,7 +199,7 @@ class CompiledLayers:
 
     @staticmethod
     def _launch_several(
-        layers: Sequence[_Layer],
+        layers: Sequence[_Part],
         rows: Sequence[tuple[Tensor, ...]],
         windows: Sequence[int | None],
         tree: TokenTree,

@@ -40,10 +40,17 @@ from transformers.masking_utils import sdpa_mask
 from ppd_runtime.models import kv_cache, products, skipping
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
-from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.products import SHIM, few_rows_linear, has_own_products, product_operator, product_weights
+from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
+from ppd_runtime.models.products import (
+    MOST_ROWS,
+    SHIM,
+    few_rows_linear,
+    has_own_products,
+    product_operator,
+    product_weights,
+)
 from ppd_runtime.models.skipping import without
-from ppd_runtime.models.stage import decoder_of
+from ppd_runtime.models.stage import FinalHead, decoder_of
 
 logger = logging.getLogger(__name__)
 MOST_SEVERAL = 15
@@ -94,6 +101,28 @@ def compile_part(part: PreTrainedModel, passes: int) -> Path:
     return _compiled_file(part, 0, lambda: twin, part.device, passes)
 
 
+def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Path | None:
+    """The file of compiled code for a model's final norm and head, over any few tokens; None where the library's own
+    is used, since there are no products of our own.
+
+    Raises:
+        ValueError: as `compile_layers`.
+    """
+    if not has_own_products(device, dtype):
+        return None
+    with torch.device("meta"):
+        skeleton = _model(config, dtype)
+    return _compiled_head(skeleton, lambda: FinalHead(_model(config, dtype)).module, device)
+
+
+def compile_part_head(part: PreTrainedModel) -> Path | None:
+    """As `compile_head`, for a model that is there already."""
+    if not has_own_products(part.device, part.dtype):
+        return None
+    twin = copy.deepcopy(FinalHead(part).module)
+    return _compiled_head(part, lambda: twin, part.device)
+
+
 def layer_for(model: PreTrainedModel, index: int, passes: int) -> nn.Module:
     """The model's decoder with what passes of a kind run of one layer."""
     layer = model.model.layers[index]
@@ -110,6 +139,19 @@ def _tensors(piece: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in chain(piece.named_parameters(), piece.named_buffers()):
         if not name.startswith("embed_tokens."):
             yield name, tensor
+
+
+class FewTokensHead(nn.Module):
+    """Final norm, head and what the model adds to it, as they are exported."""
+
+    def __init__(self, piece: nn.Module) -> None:
+        super().__init__()
+        self._piece = [piece]  # in a list: its weights are no constants
+
+    def forward(self, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """`[1, tokens, vocab_size]` logits of hidden states `[1, tokens, hidden_size]`."""
+        feed = {"inputs_embeds": hidden, "use_cache": False}
+        return torch.func.functional_call(self._piece[0], weights, (), feed).logits
 
 
 class OneTokenLayer(nn.Module):
@@ -242,6 +284,17 @@ def _compiled_file(
     return artifact(ingredients, partial(_compile, make, index, window, model.dtype, device, passes))
 
 
+def _compiled_head(model: PreTrainedModel, make: Callable[[], nn.Module], device: torch.device) -> Path:
+    piece = FinalHead(model).module
+    ingredients = _versions(type(model), model.dtype, device) | {
+        "config": {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT},
+        "constants": sorted(_constants(piece)),
+        "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
+        "passes": HEAD,
+    }
+    return artifact(ingredients, partial(_compile, make, 0, None, model.dtype, device, HEAD))
+
+
 def _compile(
     make: Callable[[], nn.Module],
     index: int,
@@ -253,7 +306,8 @@ def _compile(
 ) -> None:
     _check_compiler()
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
-    logger.info("compiling layer %d for passes over %s", index, tokens)
+    what = "the head" if passes == HEAD else f"layer {index}, for passes over {tokens},"
+    logger.info("compiling %s", what.rstrip(","))
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -265,7 +319,7 @@ def _compile(
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"compile: layer {index} of this model cannot be, for {tokens}: {reason}") from error
+        raise ValueError(f"compile: {what} of this model cannot be: {reason}") from error
 
 
 def _check_compiler() -> None:
@@ -301,6 +355,9 @@ def _example(
     """What is exported, inputs for it, and which of their sizes vary."""
     of_weights = dict.fromkeys(weights)
     config: Any = piece.config
+    if passes == HEAD:
+        few = {1: torch.export.Dim("tokens", min=1, max=MOST_ROWS)}
+        return FewTokensHead(piece), (torch.zeros(1, 3, config.hidden_size, dtype=dtype), weights), (few, of_weights)
     tokens = 3 if passes == SEVERAL else max(passes, 1)
     hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype)
     if passes == WITHOUT_ATTENTION:

@@ -33,6 +33,8 @@ SEVERAL = 0
 """In the place of a number of tokens: two or more, each behind another one of them or behind the text."""
 WITHOUT_ATTENTION, WITHOUT_MLP = -2, -3
 """One token through layers with a sub-layer left out."""
+HEAD = -4
+"""The final norm and the head, over any few tokens."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
@@ -144,17 +146,20 @@ def load_stage(
 def compile_ahead(
     info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (1,)
 ) -> dict[int, tuple[Path, ...]]:
-    """Each layer's file of compiled code for passes over so many tokens, or over `SEVERAL`; makes those that no
-    earlier run has made.
+    """Each layer's file of compiled code for passes over so many tokens, or over `SEVERAL`, and the `HEAD`'s alone
+    where it is compiled; makes those that no earlier run has made.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.
     """
-    from ppd_runtime.models.compiling import compile_layers, kinds_of  # only compiled code needs all that it imports
+    # only compiled code needs all that it imports
+    from ppd_runtime.models.compiling import compile_head, compile_layers, kinds_of
 
     config, place = _config(info.folder), torch.device(device)
     kinds = [kind for each in passes for kind in kinds_of(each, place)]
-    return {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in kinds}
+    code = {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in kinds}
+    head = compile_head(config, dtype, place)
+    return code | {HEAD: (head,)} if head else code
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:

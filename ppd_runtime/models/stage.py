@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
-from ppd_runtime.models.products import few_rows_linear, has_own_products, in_half_the_memory
 from ppd_runtime.models.rotary import RotaryTable
 from ppd_runtime.models.trees import chain_of, token_tree
 from ppd_runtime.recorder import Recorder
@@ -54,7 +53,9 @@ class Stage:
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
-        self.head = FinalHead(model, few_rows=compiled is not None and has_own_products(model.device, model.dtype))
+        self.head = (compiled and compiled.head) or FinalHead(model)
+        embedding = model.model.embed_tokens
+        self._table = embedding.weight.detach() if type(embedding) is nn.Embedding else None
         self.cache = StageCache(model.config, 0)
 
     def compile_for(self, *passes: int) -> None:
@@ -192,6 +193,8 @@ class Stage:
         return self._run_library(first, last, inputs, position)
 
     def _embed(self, token_ids: list[int]) -> Tensor:
+        if self._table is not None and len(token_ids) == 1:  # a view: an operator less, in between two passes
+            return self._table[token_ids[0]].view(1, 1, -1)
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
     @torch.inference_mode()
@@ -259,11 +262,10 @@ class FinalHead:
     Args:
         model: whose end it is; weights are shared.
         lm_head: takes the place of the model's own map from normed states to the vocabulary.
-        few_rows: makes the product with the head as `few_rows_linear` does, where nothing else comes after it.
     """
 
-    def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None, few_rows: bool = False) -> None:
-        self._model, self._few_rows = model, few_rows
+    def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
+        self._model = model
         self._norm: nn.Module = model.model.norm
         self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
         self._library = shallow_copy(model)
@@ -272,15 +274,12 @@ class FinalHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
-        if self._few_rows and self._is_plain:
-            return few_rows_linear(self._norm(hidden), self._weight, cast(nn.Linear, self._lm_head).bias)
         return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
 
-    @cached_property
-    def _weight(self) -> Tensor:
-        weight = cast(Tensor, self._lm_head.weight).detach()
-        half = in_half_the_memory(weight)
-        return weight if half is None else half
+    @property
+    def module(self) -> nn.Module:
+        """The library's model with nothing before the final norm: takes `inputs_embeds`, gives `logits`."""
+        return self._library
 
     def _plain_logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head(self._norm(hidden))
