@@ -6,7 +6,7 @@ Code is made by `compiling`, a file for each kind of layer and pass.
 
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from ppd_runtime.models.compiling import (
 from ppd_runtime.models.cuda_graphs import Launch, Recordings
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.products import MOST_ROWS, has_own_products, in_half_the_memory, kernel
+from ppd_runtime.models.products import MOST_ROWS, LargePages, has_own_products, in_half_the_memory, kernel
 from ppd_runtime.models.stage import FinalHead, Piece, layer_range
 from ppd_runtime.models.trees import TokenTree
 
@@ -104,11 +104,15 @@ class CompiledLayers:
         weights = weights_of(piece).items()
         return _Part(code, [self._halved(weight) if name in halves else weight for name, weight in weights])
 
+    @cached_property
+    def _pages(self) -> LargePages:
+        return LargePages(sum(2 * weight.numel() for weight in self._model.parameters()))
+
     def _halved(self, weight: Tensor) -> Tensor:
         place = weight.data_ptr()
         if place not in self._halves:
             half = in_half_the_memory(weight)
-            self._halves[place] = weight if half is None else half
+            self._halves[place] = weight if half is None else self._pages.copy(half)
         return self._halves[place]
 
     @staticmethod

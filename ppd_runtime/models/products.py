@@ -4,8 +4,10 @@ A core reads weights with it at nearly the memory's speed for one token and for 
 libraries take a third to twice more; and a token's bits do not depend on the tokens beside it.
 """
 
+import contextlib
 import ctypes
 import hashlib
+import mmap
 import platform
 import subprocess
 import sys
@@ -24,6 +26,7 @@ MOST_ROWS = 24
 """Tokens up to which a product is made this way: the library makes larger ones faster."""
 SHIM = "AOTITorchError aoti_torch_cpu_few_rows_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)"
 """What compiled code calls, in C."""
+_LARGE_PAGE, _LINE = 2**21, 64
 _SOURCE = Path(__file__).with_name("few_rows.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
 _FIRST_WITH_SHIMS = (2, 8)  # the version of PyTorch whose compiled code can call an operator of ours directly
@@ -105,6 +108,30 @@ def in_half_the_memory(weight: Tensor) -> Tensor | None:
     """A weight in bfloat16, whose products are the same to the last bit; None where one of its numbers would change."""
     half = weight.to(torch.bfloat16)
     return half if torch.equal(half.to(weight.dtype), weight) else None
+
+
+class LargePages:
+    """Memory in pages of 2 MB, where Linux gives them: reading weights in pages of 4 KB takes up to 1.4 times as long.
+
+    Args:
+        most_bytes: that tensors may take; only what they do take is used.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        memory = mmap.mmap(-1, most_bytes + 2 * _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._used = -self._memory.data_ptr() % _LARGE_PAGE
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous, in this memory; the tensor itself where there is no room."""
+        end = self._used + tensor.numel() * tensor.element_size()
+        if end > len(self._memory):
+            return tensor
+        place = self._memory[self._used : end].view(tensor.dtype).view(tensor.shape)
+        self._used = -(-end // _LINE) * _LINE
+        return place.copy_(tensor)
 
 
 def product_weights(piece: nn.Module) -> set[str]:

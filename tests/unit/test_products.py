@@ -11,6 +11,7 @@ from torch import Tensor
 from ppd_runtime.models import products
 from ppd_runtime.models.products import (
     MOST_ROWS,
+    LargePages,
     few_rows_linear,
     has_own_products,
     in_half_the_memory,
@@ -109,3 +110,15 @@ def test_what_cannot_be_made_or_loaded_is_one_line(
 def _spoiled(path: Path) -> "subprocess.CompletedProcess[str]":
     path.write_bytes(b"no code")
     return subprocess.CompletedProcess([], 0, "", "")
+
+
+def test_large_pages_hold_what_they_are_given() -> None:
+    pages = LargePages(3 * 64 * 65 * 2)
+    tensors = [numbers(64, 65).bfloat16() * factor for factor in (1, 2, 3)]
+    copies = [pages.copy(tensor) for tensor in tensors]
+    assert all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(copies, tensors, strict=True))
+    assert copies[0].data_ptr() % 2**21 == 0
+    assert all(copy.data_ptr() % 64 == 0 and copy is not tensor for copy, tensor in zip(copies, tensors, strict=True))
+    assert torch.equal(pages.copy(tensors[0].t()), tensors[0].t())
+    large = numbers(2**11, 2**11)
+    assert pages.copy(large) is large, "there is no room for it"
