@@ -47,7 +47,7 @@ class OneProcessDecoding(TextGenerator):
         """The whole model; with `compile`, with code for passes as `compile_ahead` has them."""
         info, config = self.info, self.config
         place = choose_device(config.device)
-        number = choose_dtype(config.dtype, place, info, config.threads_per_worker)
+        number = choose_dtype(config.dtype, place, info, config.threads_per_worker, compiled=config.compile)
         code = compile_ahead(info, number, place, compiled_for) if config.compile else None
         return load_stage(info, info.num_layers, number, place, code, self._emulate)
 

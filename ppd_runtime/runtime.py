@@ -322,7 +322,7 @@ def _worker_specs(
     by_ray = config.transport != "local" and config.launcher == "ray"
     elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker)
+    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
     processes = 1 + config.num_subs
     cores = assign_cores(processes, config.threads_per_worker)
     if config.transport == "local" or elsewhere:

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.fastest_dtype import fastest_dtype
 from ppd_runtime.models.hub import find_model, one_line
+from ppd_runtime.models.products import has_own_products
 from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
@@ -193,16 +194,20 @@ def choose_device(device: str) -> str:
     return device
 
 
-def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1) -> torch.dtype:
+def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, compiled: bool = False) -> torch.dtype:
     """The dtype that "auto" stands for: the model's own on GPUs; on CPUs `fastest_dtype`, which is kept on disk.
 
-    Not measured at each start: two starts on a busy machine could differ, and with them the tokens.
+    Not measured at each start: two starts on a busy machine could differ, and with them the tokens. A model stored in
+    bfloat16 is compiled in float32 where products are our own, which read as little then.
     """
     if dtype != "auto":
         return getattr(torch, dtype)
     config = _config(info.folder)
     chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    if device == "cpu":
+    own_products = compiled and has_own_products(torch.device(device), torch.float32)
+    if own_products and config.dtype == torch.bfloat16:
+        chosen = torch.float32
+    elif device == "cpu":
         chosen = fastest_dtype(_skeleton(config, 1).model.layers[0], info.num_layers, config.dtype, threads)
     logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
     return chosen

@@ -110,7 +110,7 @@ def test_tracing():
 
 def test_endurance():
     faults, seed = int(os.environ.get("PPD_FAULTS", "2")), random.randrange(2**32)
-    options = f"--model random:64x4 --k 1 --requests 12 --tokens 20 --fault-every-s 2 --faults {faults} --seed {seed}"
+    options = f"--model random:64x4 --k 2 --requests 12 --tokens 20 --fault-every-s 2 --faults {faults} --seed {seed}"
     found = figures(endurance, f"{options} --stop-share 0.5")  # which prints its seed
     print(found)
     assert found["texts equal"] == found["requests"] >= 12

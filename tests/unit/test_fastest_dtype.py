@@ -61,6 +61,15 @@ def test_every_way_of_decoding_gets_the_same(cache: Path, model_folder: ModelFol
         assert {spec.dtype for spec in PPDRuntime(model)._specs} == {expected}
 
 
+def test_compiled_products_of_our_own_are_in_float32(cache: Path, model_folder: ModelFolder) -> None:
+    info = describe(str(model_folder("llama", dtype="bfloat16")))
+    choose_dtype("auto", "cpu", info)
+    for ratio in (5.0, 0.5):
+        found(ratio, cache)
+        assert choose_dtype("auto", "cpu", info, compiled=True) == torch.float32
+    assert choose_dtype("bfloat16", "cpu", info, compiled=True) == torch.bfloat16
+
+
 def test_models_stored_in_float32_are_run_in_it_unmeasured(cache: Path, model_folder: ModelFolder) -> None:
     assert choose_dtype("auto", "cpu", describe(str(model_folder("llama")))) == torch.float32
     assert not cache.exists()
