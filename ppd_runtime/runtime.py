@@ -360,7 +360,7 @@ def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) 
         progress("compiling, unless an earlier run has")
         passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
         code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
-        specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings, HEAD} & set(code)}) for spec in specs]
+        specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings} | ({HEAD} & set(code))}) for spec in specs]
     if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
         kind = str(specs[MAIN].dtype).removeprefix("torch.")
         logger.warning(

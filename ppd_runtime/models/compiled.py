@@ -48,9 +48,9 @@ class CompiledHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
-        if hidden.shape[1] > MOST_ROWS:
+        if hidden.shape[0] != 1 or hidden.shape[1] > MOST_ROWS or hidden.dtype != torch.float32:
             return self._library(hidden)
-        return self._part.code.run([hidden, *self._part.weights])[0]
+        return self._part.code.run([hidden.contiguous(), *self._part.weights])[0]
 
 
 class CompiledLayers:
@@ -68,7 +68,7 @@ class CompiledLayers:
         _check_embedding(model)
         self._model = model
         self._loaded: dict[Path, Any] = {}
-        self._halves: dict[int, Tensor] = {}
+        self._halves: dict[Hashable, Tensor] = {}
         self._layers: dict[int, list[_Part]] = {}
         self.head: CompiledHead | None = None
         """The final norm and the head, where they are compiled."""
@@ -102,17 +102,17 @@ class CompiledLayers:
         """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
         halves = set(json.loads(code.get_metadata().get(READ_BY_PRODUCTS, "[]")))
         weights = weights_of(piece).items()
-        return _Part(code, [self._halved(weight) if name in halves else weight for name, weight in weights])
+        return _Part(code, [self._halved(w) if name in halves else w.contiguous() for name, w in weights])
 
     @cached_property
     def _pages(self) -> LargePages:
         return LargePages(sum(2 * weight.numel() for weight in self._model.parameters()))
 
     def _halved(self, weight: Tensor) -> Tensor:
-        place = weight.data_ptr()
+        place = (weight.data_ptr(), weight.shape, weight.stride())
         if place not in self._halves:
             half = in_half_the_memory(weight)
-            self._halves[place] = weight if half is None else self._pages.copy(half)
+            self._halves[place] = weight.contiguous() if half is None else self._pages.copy(half)
         return self._halves[place]
 
     @staticmethod

@@ -44,6 +44,7 @@ from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT
 from ppd_runtime.models.products import (
     MOST_ROWS,
     SHIM,
+    cpp_compiler,
     few_rows_linear,
     has_own_products,
     product_operator,
@@ -304,7 +305,7 @@ def _compile(
     passes: int,
     path: Path,
 ) -> None:
-    _check_compiler()
+    cpp_compiler()  # or one clear line
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
     what = "the head" if passes == HEAD else f"layer {index}, for passes over {tokens},"
     logger.info("compiling %s", what.rstrip(","))
@@ -320,15 +321,6 @@ def _compile(
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"compile: {what} of this model cannot be: {reason}") from error
-
-
-def _check_compiler() -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import, only compiling needs it
-
-    try:
-        get_cpp_compiler()
-    except RuntimeError as error:
-        raise ValueError("compile: no C++ compiler here; install g++, set CXX, or leave compile out") from error
 
 
 def _export(

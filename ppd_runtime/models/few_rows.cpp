@@ -49,6 +49,15 @@ inline float value(BFloat16 weight) {
   return number;
 }
 
+// sum + weight * state in the rounding of the sums above it, whatever becomes of the loop around.
+inline float added(float weight, float state, float sum) {
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(weight, state, sum);
+#else
+  return sum + weight * state;
+#endif
+}
+
 inline Vec load(const float* from) {
   Vec numbers;
   std::memcpy(&numbers, from, sizeof numbers);
@@ -102,7 +111,7 @@ inline void block(const Product& product, int64_t row, int64_t token) {
   for (int t = 0; t < NUM_TOKENS; ++t)
     for (int r = 0; r < NUM_ROWS; ++r) {
       float sum = sum_of<WIDTH>(sums[r][t]);
-      for (int64_t i = whole; i < inputs; ++i) sum += value(weight[r * inputs + i]) * states[t * inputs + i];
+      for (int64_t i = whole; i < inputs; ++i) sum = added(value(weight[r * inputs + i]), states[t * inputs + i], sum);
       product.result[(token + t) * product.outputs + row + r] = sum;
     }
 }
@@ -159,12 +168,15 @@ extern "C" AOTITorchError aoti_torch_cpu_few_rows_linear(
     AtenTensorHandle states, AtenTensorHandle weight, AtenTensorHandle* result) {
   int64_t *of_states, *of_weight;
   void *states_at, *weight_at, *result_at;
-  int32_t dtype;
+  int32_t dtype, of_states_dtype;
   aoti_torch_get_sizes(states, &of_states);
   aoti_torch_get_sizes(weight, &of_weight);
   aoti_torch_get_data_ptr(states, &states_at);
   aoti_torch_get_data_ptr(weight, &weight_at);
   aoti_torch_get_dtype(weight, &dtype);
+  aoti_torch_get_dtype(states, &of_states_dtype);
+  const bool known = dtype == aoti_torch_dtype_float32() || dtype == aoti_torch_dtype_bfloat16();
+  if (!known || of_states_dtype != aoti_torch_dtype_float32()) return AOTI_TORCH_FAILURE;
   const int64_t sizes[] = {of_states[0], of_weight[0]}, strides[] = {of_weight[0], 1};
   const AOTITorchError error = aoti_torch_empty_strided(
       2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);

@@ -204,11 +204,14 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
         return getattr(torch, dtype)
     config = _config(info.folder)
     chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    own_products = compiled and has_own_products(torch.device(device), torch.float32)
-    if own_products and config.dtype == torch.bfloat16:
-        chosen = torch.float32
-    elif device == "cpu":
-        chosen = fastest_dtype(_skeleton(config, 1).model.layers[0], info.num_layers, config.dtype, threads)
+    if device == "cpu":
+        layer = _skeleton(config, 1).model.layers[0]
+        own_products = compiled and has_own_products(torch.device(device), torch.float32)
+        matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # experts are stacked, and not ours
+        if own_products and matrices and config.dtype == torch.bfloat16:
+            chosen = torch.float32
+        else:
+            chosen = fastest_dtype(layer, info.num_layers, config.dtype, threads)
     logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
     return chosen
 

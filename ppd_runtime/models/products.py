@@ -11,6 +11,7 @@ import mmap
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,10 @@ SHIM = "AOTITorchError aoti_torch_cpu_few_rows_linear(AtenTensorHandle, AtenTens
 """What compiled code calls, in C."""
 _LARGE_PAGE, _LINE = 2**21, 64
 _SOURCE = Path(__file__).with_name("few_rows.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
+_FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")
+"""How compilers are told, in the order in which it is tried."""
+_OF_A_CPU = {"model name", "flags", "CPU implementer", "CPU part", "Features"}
 _FIRST_WITH_SHIMS = (2, 8)  # the version of PyTorch whose compiled code can call an operator of ours directly
 
 
@@ -45,38 +49,51 @@ def few_rows_linear(
     bias: Tensor | None = None,
     multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """As `linear` in float32, up to rounding; `weight`, contiguous, may be in bfloat16.
+    """As `linear` in float32, up to rounding; `weight` may be in bfloat16.
 
     `multiply` makes the product of `[tokens, inputs]` and `[outputs, inputs]`; None is `product`.
     """
     rows = states.numel() // states.shape[-1]
     if isinstance(rows, int) and rows > MOST_ROWS:
         return linear(states, weight.to(states.dtype), bias)
-    found = (multiply or product)(states.reshape(rows, states.shape[-1]).contiguous(), weight)
+    flat = states.reshape(rows, states.shape[-1]).contiguous()
+    found = (multiply or product)(flat, weight.contiguous())
     found = found.reshape(*states.shape[:-1], weight.shape[0])
     return found if bias is None else found + bias
 
 
 def product(states: Tensor, weight: Tensor) -> Tensor:
-    """`[tokens, outputs]` of states, `[tokens, inputs]` in float32, and a weight, `[outputs, inputs]`."""
-    found = torch.empty(states.shape[0], weight.shape[0])
+    """`[tokens, outputs]` of states, `[tokens, inputs]` in float32, and a weight, `[outputs, inputs]`; both contiguous.
+
+    Raises:
+        TypeError: for dtypes that it is not made for.
+    """
+    if states.dtype != torch.float32 or weight.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"states in {states.dtype} and weights in {weight.dtype}: give float32, weights also bfloat16")
+    found = states.new_empty(states.shape[0], weight.shape[0])
     places = (weight.data_ptr(), weight.dtype == torch.bfloat16, states.data_ptr(), found.data_ptr())
     kernel().ppd_few_rows_product(*places, weight.shape[1], weight.shape[0], states.shape[0])
     return found
 
 
-@cache
 def product_operator() -> Any:
     """`product` as an operator of PyTorch's, for graphs."""
     kernel()
-    library = torch.library.Library("ppd_runtime", "DEF")
-    library.define("few_rows_linear(Tensor states, Tensor weight) -> Tensor")
-    library.impl("few_rows_linear", product, "CPU")
-    library.impl("few_rows_linear", lambda states, weight: states.new_empty(states.shape[0], weight.shape[0]), "Meta")
-    _LIBRARIES.append(library)
+    with _DEFINING:
+        if not _LIBRARIES:
+            library = torch.library.Library("ppd_runtime", "FRAGMENT")
+            library.define("few_rows_linear(Tensor states, Tensor weight) -> Tensor")
+            library.impl("few_rows_linear", product, "CPU")
+            library.impl("few_rows_linear", _like_product, "Meta")
+            _LIBRARIES.append(library)
     return torch.ops.ppd_runtime.few_rows_linear.default
 
 
+def _like_product(states: Tensor, weight: Tensor) -> Tensor:
+    return states.new_empty(states.shape[0], weight.shape[0])
+
+
+_DEFINING = threading.Lock()
 _LIBRARIES: list[torch.library.Library] = []  # what one of them has defined goes with it
 
 
@@ -90,7 +107,7 @@ def kernel() -> ctypes.CDLL:
     ingredients = {
         "source": hashlib.sha256(_SOURCE.read_bytes()).hexdigest(),
         "flags": _FLAGS,
-        "machine": [platform.machine(), cpu_model(), *capabilities(torch.device("cpu"))],
+        "machine": [platform.machine(), cpu_description(), *capabilities(torch.device("cpu"))],
         "versions": [torch.__version__],
     }
     path = artifact(ingredients, _build, ".so")
@@ -118,17 +135,18 @@ class LargePages:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        memory = mmap.mmap(-1, most_bytes + 2 * _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
+        with contextlib.suppress(OSError):  # no room to reserve, or a kernel without them
+            memory = mmap.mmap(-1, most_bytes + 2 * _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+            self._used = -self._memory.data_ptr() % _LARGE_PAGE
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-        self._used = -self._memory.data_ptr() % _LARGE_PAGE
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, in this memory; the tensor itself where there is no room."""
         end = self._used + tensor.numel() * tensor.element_size()
         if end > len(self._memory):
-            return tensor
+            return tensor.contiguous()
         place = self._memory[self._used : end].view(tensor.dtype).view(tensor.shape)
         self._used = -(-end // _LINE) * _LINE
         return place.copy_(tensor)
@@ -139,20 +157,33 @@ def product_weights(piece: nn.Module) -> set[str]:
     return {f"{name}.weight" for name, module in piece.named_modules() if type(module) is nn.Linear}
 
 
-def cpu_model() -> str:
-    """The CPU's own name, as Linux tells it; empty where it does not."""
+def cpu_description() -> list[str]:
+    """What Linux tells of the first core's make and abilities; empty where it tells nothing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        return []
+    return sorted(line for line in first.splitlines() if line.split("\t")[0].strip(" :") in _OF_A_CPU)
 
 
 def _build(path: Path) -> None:
+    root = Path(torch.__file__).parent
+    command = [cpp_compiler(), *_FLAGS, f"-I{root / 'include'}", str(_SOURCE), f"-L{root / 'lib'}", "-ltorch_cpu"]
+    errors = []
+    for cpu in _FOR_THIS_CPU:
+        arguments = [*command, *([cpu] if cpu else []), "-o", str(path)]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return
+        errors.append(" ".join(done.stderr.split())[:300])
+    raise ValueError(f"compile: {_SOURCE.name} cannot be: {errors[0]}")
+
+
+def cpp_compiler() -> str:
+    """The compiler's command; ValueError where there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import, only compiling needs it
 
-    root = Path(torch.__file__).parent
-    command = [get_cpp_compiler(), *_FLAGS, f"-I{root / 'include'}", str(_SOURCE), f"-L{root / 'lib'}", "-ltorch_cpu"]
-    done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"compile: {_SOURCE.name} cannot be: {' '.join(done.stderr.split())[:300]}")
+    try:
+        return get_cpp_compiler()
+    except RuntimeError as error:
+        raise ValueError("compile: no C++ compiler here; install g++, set CXX, or leave compile out") from error

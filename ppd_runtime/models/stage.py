@@ -55,7 +55,8 @@ class Stage:
         self._positions = torch.arange(0, device=model.device)[None]
         self.head = (compiled and compiled.head) or FinalHead(model)
         embedding = model.model.embed_tokens
-        self._table = embedding.weight.detach() if type(embedding) is nn.Embedding else None
+        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+        self._table = embedding.weight.detach() if plain else None
         self.cache = StageCache(model.config, 0)
 
     def compile_for(self, *passes: int) -> None:
@@ -193,7 +194,9 @@ class Stage:
         return self._run_library(first, last, inputs, position)
 
     def _embed(self, token_ids: list[int]) -> Tensor:
-        if self._table is not None and len(token_ids) == 1:  # a view: an operator less, in between two passes
+        if (
+            self._table is not None and len(token_ids) == 1 and token_ids[0] >= 0
+        ):  # a view: an operator less, in between two passes
             return self._table[token_ids[0]].view(1, 1, -1)
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 

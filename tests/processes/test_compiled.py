@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.adapter import new_adapter
 from ppd_runtime.models.artifacts import artifact, cache_folder
-from ppd_runtime.models.compiled import CompiledLayers
+from ppd_runtime.models.compiled import CompiledHead, CompiledLayers
 from ppd_runtime.models.compiling import compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
 from ppd_runtime.models.loading import (
@@ -296,3 +296,18 @@ def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monke
     monkeypatch.setattr("ppd_runtime.models.compiling._compile", lambda *args: args[-1].write_bytes(b"no zip"))
     with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
         compiled_layers(load_eager(model_folder("llama")).model)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_compiled_head_takes_any_states(model_folder: ModelFolder, kept: Path, family: str) -> None:
+    info = describe(str(model_folder(family)))
+    compiled = load_stage(info, 1, torch.float32, "cpu", compile_ahead(info, torch.float32, "cpu"))
+    library = load_stage(info, 1, torch.float32, "cpu")
+    assert isinstance(compiled.head, CompiledHead)
+    states = torch.randn(30, compiled.model.config.hidden_size, generator=torch.manual_seed(0))
+    with torch.inference_mode():
+        singly = torch.cat([compiled.head(state[None, None]) for state in states], dim=1)
+        for given in (states[None], states[None, :7], states[:, None], states[None, ::5]):
+            assert torch.allclose(compiled.head(given), library.head(given), atol=1e-5)
+        assert torch.equal(compiled.head(states[None, :7]), singly[:, :7])

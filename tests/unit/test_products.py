@@ -1,6 +1,7 @@
 """Products of a few tokens' states: the numbers that the plain product gives, in bits that depend on nothing beside."""
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from ppd_runtime.models.products import (
 
 pytestmark = needs_compiler
 CPU = torch.device("cpu")
-SHAPES = [(1, 1), (7, 16), (24, 19), (5, 3), (96, 256), (2048, 130)]
+SHAPES = [(1, 1), (7, 16), (24, 19), (5, 3), (9, 20), (6, 31), (4, 100), (96, 256), (2048, 130)]
 """Outputs and inputs."""
 
 
@@ -77,6 +78,25 @@ def test_half_the_memory_gives_the_same_bits(shape: tuple[int, int]) -> None:
     assert torch.equal(product(states, half), product(states, weight))
 
 
+def test_strides_do_not_matter() -> None:
+    states, weight = numbers(3, 40)[:, ::2], numbers(20, 24).t()
+    found = few_rows_linear(states, weight)
+    assert torch.allclose(found, torch.nn.functional.linear(states, weight), atol=1e-5)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError, match="states in torch.bfloat16 and weights in torch.float32: give float32"):
+        product(numbers(2, 16).bfloat16(), numbers(4, 16))
+    with pytest.raises(TypeError, match="weights in torch.float16"):
+        product(numbers(2, 16), numbers(4, 16).half())
+
+
+def test_threads_that_ask_at_once_get_the_same_operator() -> None:
+    products._LIBRARIES.clear()
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: product_operator(), range(4)))) == 1
+
+
 def test_a_weight_that_would_change_stays() -> None:
     weight = torch.ones(4, 4)
     weight[2, 3] += 2**-10
@@ -119,6 +139,8 @@ def test_large_pages_hold_what_they_are_given() -> None:
     assert all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(copies, tensors, strict=True))
     assert copies[0].data_ptr() % 2**21 == 0
     assert all(copy.data_ptr() % 64 == 0 and copy is not tensor for copy, tensor in zip(copies, tensors, strict=True))
-    assert torch.equal(pages.copy(tensors[0].t()), tensors[0].t())
+    strided = pages.copy(tensors[0].t())
+    assert torch.equal(strided, tensors[0].t())
+    assert strided.is_contiguous()
     large = numbers(2**11, 2**11)
     assert pages.copy(large) is large, "there is no room for it"
