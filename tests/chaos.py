@@ -34,11 +34,14 @@ class Fate:
     death: float = 0.0
     """Of a sub-process, at any time that it sends or looks for a message."""
     main_death: float = 0.0
+    all_death: float = 0.0
+    """Of all sub-processes, each at its next such time."""
     raised: float = 0.0
     """By anybody, at any such time: a MemoryError whose words are its own, see `words`."""
     stopped: float = 0.0
     """Anybody, at any such time, for up to `LONGEST_STOP_S`, as by SIGSTOP and then SIGCONT."""
     happened: Counter = field(default_factory=Counter)
+    deaths_of_all: int = 0
     words: list[str] = field(default_factory=list)
     """What the exceptions said that were raised."""
 
@@ -51,6 +54,13 @@ class Fate:
             hit = self._random.random() < getattr(self, name)
             self.happened[name] += hit
             return hit
+
+    def strikes_all(self) -> int:
+        """How often all sub-processes have been told to die, this time included."""
+        struck = self.strikes("all_death")
+        with self._lock:
+            self.deaths_of_all += struck
+            return self.deaths_of_all
 
     def error(self) -> MemoryError:
         """One that nobody has raised before."""
@@ -78,7 +88,7 @@ class ChaosEndpoint:
     def __init__(self, endpoint, fate: Fate, address: int, post: Post) -> None:
         self._endpoint, self._fate, self._address = endpoint, fate, address
         self._held, self._past = post.held, post.past
-        self._speaks_its_last = False
+        self._speaks_its_last, self._survived = False, fate.deaths_of_all
 
     def send(self, address: int, message: Message) -> None:
         """Deliver, or not."""
@@ -124,6 +134,8 @@ class ChaosEndpoint:
         if self._fate.strikes("stopped"):
             time.sleep(LONGEST_STOP_S * self._fate.pick(1000) / 1000)
         if self._fate.strikes("main_death" if self._address == MAIN else "death"):
+            raise Killed
+        if self._address != MAIN and self._fate.strikes_all() > self._survived:
             raise Killed
         if self._fate.strikes("raised"):
             self._speaks_its_last = True

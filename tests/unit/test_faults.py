@@ -26,6 +26,7 @@ MISHAPS = {
     "out of order": {"late": 0.2},
     "cut": {"cut": 0.03},
     "sub-processes die": {"death": 0.004},
+    "all sub-processes die": {"all_death": 0.001},
     "everybody dies": {"death": 0.002, "main_death": 0.002},
     "some stop": {"stopped": 0.003},
     "workers raise": {"raised": 0.003},
