@@ -1,7 +1,6 @@
 """Products of a few tokens' states with a weight matrix, in code of our own; `few_rows.cpp` says how it works.
 
-A core reads weights with it at nearly the memory's speed for one token and for six alike, on any maker's CPU, where
-libraries take a third to twice more; and a token's bits do not depend on the tokens beside it.
+A core reads each weight once for up to six tokens, and a token's bits do not depend on the tokens beside it.
 """
 
 import contextlib
