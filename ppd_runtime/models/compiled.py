@@ -5,10 +5,10 @@ Code is made by `compiling`, a file for each kind of layer and pass.
 """
 
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,32 +25,27 @@ from ppd_runtime.models.compiling import (
     layer_for,
     weights_of,
 )
-from ppd_runtime.models.cuda_graphs import Launch, Recordings
 from ppd_runtime.models.kv_cache import PreallocatedLayer
+from ppd_runtime.models.launched import LaunchedPasses
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.products import MOST_ROWS, LargePages, has_own_products, in_half_the_memory, kernel
+from ppd_runtime.models.native.layers import NativePasses
+from ppd_runtime.models.native.library import is_available
+from ppd_runtime.models.native.products import MOST_ROWS, LargePages, in_half_the_memory
 from ppd_runtime.models.stage import FinalHead, Piece, layer_range
 from ppd_runtime.models.trees import TokenTree
-
-
-class _Part(NamedTuple):
-    """A layer, or the head."""
-
-    code: Any
-    weights: list[Tensor]
 
 
 class CompiledHead:
     """Final norm and head in compiled code; passes over many tokens, such as a prompt's, are the library's."""
 
-    def __init__(self, part: _Part, library: FinalHead) -> None:
-        self._part, self._library = part, library
+    def __init__(self, head: Callable[[Tensor], Tensor], library: FinalHead) -> None:
+        self._head, self._library = head, library
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
         if hidden.shape[0] != 1 or hidden.shape[1] > MOST_ROWS or hidden.dtype != torch.float32:
             return self._library(hidden)
-        return self._part.code.run([hidden.contiguous(), *self._part.weights])[0]
+        return self._head(hidden)
 
 
 class CompiledLayers:
@@ -67,15 +62,15 @@ class CompiledLayers:
     def __init__(self, model: PreTrainedModel, files: Mapping[int, Sequence[Path]]) -> None:
         _check_embedding(model)
         self._model = model
+        native = is_available(model.device, model.dtype)
+        self._passes: Any = NativePasses() if native else LaunchedPasses(model.device)
         self._loaded: dict[Path, Any] = {}
         self._halves: dict[Hashable, Tensor] = {}
-        self._layers: dict[int, list[_Part]] = {}
+        self._layers: dict[int, list[Any]] = {}
         self.head: CompiledHead | None = None
         """The final norm and the head, where they are compiled."""
         for kind, paths in files.items():
             self._load(kind, paths)
-        self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self._recordings = Recordings() if model.device.type == "cuda" else None
 
     def add(self, *passes: int) -> None:
         """Have code for these passes too, such as `SEVERAL`; makes what no earlier run has made."""
@@ -85,24 +80,23 @@ class CompiledLayers:
                 self._load(kind, compile_layers(model.config, model.dtype, model.device, kind))
 
     def _load(self, kind: int, paths: Sequence[Path]) -> None:
-        if has_own_products(self._model.device, self._model.dtype):
-            kernel()  # the code is going to ask for it
         for path in set(paths) - set(self._loaded):
-            self._loaded[path] = _load(path, self._model.device)
+            self._loaded[path] = self._passes.load(path)
         if kind == HEAD:
             (path,), final = paths, FinalHead(self._model)
-            self.head = CompiledHead(self._part(self._loaded[path], final.module), final)
+            part, size = self._part(self._loaded[path], final.module), self._model.lm_head.weight.shape[0]
+            self.head = CompiledHead(lambda hidden: self._passes.head(part, hidden, size), final)
             return
         self._layers[kind] = [
             self._part(self._loaded[path], layer_for(self._model, i, kind))
             for i, path in enumerate(paths[: self._model.config.num_hidden_layers])
         ]
 
-    def _part(self, code: Any, piece: nn.Module) -> "_Part":
+    def _part(self, code: Any, piece: nn.Module) -> Any:
         """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
-        halves = set(json.loads(code.get_metadata().get(READ_BY_PRODUCTS, "[]")))
+        halves = set(json.loads(code.metadata.get(READ_BY_PRODUCTS, "[]")))
         weights = weights_of(piece).items()
-        return _Part(code, [self._halved(w) if name in halves else w.contiguous() for name, w in weights])
+        return self._passes.part(code, [self._halved(w) if name in halves else w.contiguous() for name, w in weights])
 
     @cached_property
     def _pages(self) -> LargePages:
@@ -137,18 +131,14 @@ class CompiledLayers:
 
         `caches` are all layers' caches; those of the range have been written before.
         """
-        position = caches[first].length
-        rows = [caches[i].next_rows() for i in range(first, last)]
-        launch = partial(self._launch, self._layers[1][first:last], rows)
-        return self._run(launch, hidden, position, rows, (first, last))
+        return self._passes.run((1, first, last), self._layers[1][first:last], range(first, last), hidden, caches)
 
     def run_piece(self, piece: Piece, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
         """Run one token, `[1, 1, hidden_size]`, through the layers of a piece; append to the attending ones' caches."""
-        position, kinds = caches[piece.attending[0]].length, _kinds(piece)
+        kinds = _kinds(piece)
         layers = [self._layers[kind][i] for kind, i in zip(kinds, piece.numbers, strict=True)]
-        rows = [caches[i].next_rows() if i in piece.attending else () for i in piece.numbers]
-        launch = partial(self._launch, layers, rows)
-        return self._run(launch, hidden, position, rows, (piece.numbers, tuple(kinds)))
+        numbers = [i if i in piece.attending else None for i in piece.numbers]
+        return self._passes.run((piece.numbers, tuple(kinds)), layers, numbers, hidden, caches)
 
     def run_tree(
         self, first: int, last: int, hidden: Tensor, tree: TokenTree, caches: Sequence[PreallocatedLayer]
@@ -157,16 +147,12 @@ class CompiledLayers:
 
         `caches` are as in `run`.
         """
-        start, states = caches[first].length, []
-        comes_again = tree.is_chain or set(tree.parents) == {-1}
+        states = []
         for own in self._parts(hidden.shape[1]):
             size = own.stop - own.start
-            layers = self._layers.get(size) or self._layers[SEVERAL]
-            rows = [caches[i].next_rows(size) for i in range(first, last)]
-            windows = [caches[i].sliding_window for i in range(first, last)]
-            launch = partial(self._launch_several, layers[first:last], rows, windows, tree, own)
-            key = (first, last, tree, own.start) if comes_again else None  # a recording reads what the tree holds
-            states.append(self._run(launch, hidden[:, own], start, rows, key))
+            kind = size if size in self._layers else SEVERAL
+            layers, numbers = self._layers[kind][first:last], range(first, last)
+            states.append(self._passes.run((kind, first, last), layers, numbers, hidden[:, own], caches, tree, own))
         return torch.cat(states, dim=1) if len(states) > 1 else states[0]
 
     def _parts(self, tokens: int) -> Iterator[slice]:
@@ -176,47 +162,6 @@ class CompiledLayers:
         for size in sizes:
             yield slice(start, start + size)
             start += size
-
-    def _run(
-        self,
-        launch: Launch,
-        hidden: Tensor,
-        position: int,
-        rows: Sequence[tuple[Tensor, ...]],
-        key: tuple[Hashable, ...] | None,
-    ) -> Tensor:
-        """On GPUs from a recording, unless there is no use in a `key` for it."""
-        if self._recordings and key is not None:
-            tensors = [tensor for pair in rows for tensor in pair]
-            places = tuple(tensor.data_ptr() for tensor in tensors)
-            return self._recordings.run((*key, tensors[0].shape[0], places), hidden, position, launch)
-        return launch(hidden, self._position.fill_(position))
-
-    @staticmethod
-    def _launch(
-        layers: Sequence[_Part], rows: Sequence[tuple[Tensor, ...]], hidden: Tensor, position: Tensor
-    ) -> Tensor:
-        for layer, of_layer in zip(layers, rows, strict=True):
-            attends = (position, *of_layer) if of_layer else ()
-            (hidden,) = layer.code.run([hidden, *attends, *layer.weights])
-        return hidden
-
-    @staticmethod
-    def _launch_several(
-        layers: Sequence[_Part],
-        rows: Sequence[tuple[Tensor, ...]],
-        windows: Sequence[int | None],
-        tree: TokenTree,
-        own: slice,
-        hidden: Tensor,
-        position: Tensor,
-    ) -> Tensor:
-        """`own` are the tokens of the tree that `hidden` has; its roots stand at `position`."""
-        places, first_row = (tree.depths[own] + position)[None], position + own.start if own.start else position
-        masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype, own) for w in set(windows)}
-        for layer, of_layer, window in zip(layers, rows, windows, strict=True):
-            (hidden,) = layer.code.run([hidden, first_row, *of_layer, places, masks[window], *layer.weights])
-        return hidden
 
 
 def _sizes(tokens: int) -> list[int]:
@@ -242,16 +187,3 @@ def _check_embedding(model: PreTrainedModel) -> None:
         embedded = layer_range(model, 0, 0)(input_ids=token, use_cache=False).last_hidden_state
         if not torch.equal(embedded, model.model.embed_tokens(token)):
             raise ValueError(f"compile: a {model.config.model_type} model changes its embeddings; leave compile out")
-
-
-def _load(path: Path, device: torch.device) -> Any:
-    """Compiled code, without what `torch._inductor` would take seconds to import."""
-    from torch._C._aoti import AOTIModelPackageLoader
-
-    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    try:
-        can_be_recorded = device.type == "cuda"  # without locks of its own, which a recording cannot hold
-        return AOTIModelPackageLoader(str(path), "model", can_be_recorded, 1, -1 if index is None else index)
-    except (RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made anew") from error

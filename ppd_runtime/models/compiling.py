@@ -37,19 +37,13 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ppd_runtime.models import kv_cache, products, skipping
+from ppd_runtime.models import kv_cache, skipping
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.products import (
-    MOST_ROWS,
-    SHIM,
-    cpp_compiler,
-    few_rows_linear,
-    has_own_products,
-    product_operator,
-    product_weights,
-)
+from ppd_runtime.models.native import library as native
+from ppd_runtime.models.native.attention import few_tokens_attention
+from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
 from ppd_runtime.models.skipping import without
 from ppd_runtime.models.stage import FinalHead, decoder_of
 
@@ -61,7 +55,7 @@ AT_ONCE = 5
 are faster than those over any number."""
 READ_BY_PRODUCTS = "read_by_products"
 """What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
-_GROUPED_ATTENTION = "ppd_grouped_sdpa"
+_GROUPED_ATTENTION, _FEW_TOKENS_ATTENTION = "ppd_grouped_sdpa", "ppd_few_tokens"
 _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
 _NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
@@ -109,7 +103,7 @@ def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     Raises:
         ValueError: as `compile_layers`.
     """
-    if not has_own_products(device, dtype):
+    if not native.is_available(device, dtype):
         return None
     with torch.device("meta"):
         skeleton = _model(config, dtype)
@@ -118,7 +112,7 @@ def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 def compile_part_head(part: PreTrainedModel) -> Path | None:
     """As `compile_head`, for a model that is there already."""
-    if not has_own_products(part.device, part.dtype):
+    if not native.is_available(part.device, part.dtype):
         return None
     twin = copy.deepcopy(FinalHead(part).module)
     return _compiled_head(part, lambda: twin, part.device)
@@ -277,6 +271,25 @@ def grouped_attention(
     return output.reshape(1, heads, tokens, -1).transpose(1, 2), None
 
 
+def own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The same in code of our own, where there is a plain mask, of one head."""
+    unusual = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if unusual or attention_mask is None or attention_mask.shape[:3] != (1, 1, query.shape[2]):
+        return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    if attention_mask.dtype == torch.bool:
+        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return few_tokens_attention.in_graphs()(query, key, value, attention_mask, scale), None
+
+
 def _compiled_file(
     model: PreTrainedModel, index: int, make: Callable[[], nn.Module], device: torch.device, passes: int
 ) -> Path:
@@ -305,7 +318,7 @@ def _compile(
     passes: int,
     path: Path,
 ) -> None:
-    cpp_compiler()  # or one clear line
+    native.cpp_compiler()  # or one clear line
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
     what = "the head" if passes == HEAD else f"layer {index}, for passes over {tokens},"
     logger.info("compiling %s", what.rstrip(","))
@@ -314,8 +327,9 @@ def _compile(
             warnings.simplefilter("ignore")
             program = _export(make, index, window, dtype, device, passes)
             options: dict[str, Any] = dict(_INDUCTOR)  # a copy: it is written to
-            if has_own_products(device, dtype):
-                options["aot_inductor.custom_ops_to_c_shims"] = {product_operator(): [SHIM]}
+            if native.is_available(device, dtype):
+                shims = {operator.in_graphs(): [operator.shim] for operator in (product, few_tokens_attention)}
+                options["aot_inductor.custom_ops_to_c_shims"] = shims
                 options["aot_inductor.metadata"] = {READ_BY_PRODUCTS: json.dumps(_read_by_products(make(), program))}
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
@@ -334,10 +348,11 @@ def _export(
     """The pass of a layer as a graph; everything is made of fake tensors."""
     with FakeTensorMode(), torch.device(device):
         piece = make()
-        _use_grouped_attention(piece)
+        own = native.is_available(device, dtype)
+        _choose_attention(piece, _FEW_TOKENS_ATTENTION if own else _GROUPED_ATTENTION)
         weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
         layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes)
-    with _FewRows() if has_own_products(device, dtype) else contextlib.nullcontext():
+    with _FewRows() if own else contextlib.nullcontext():
         return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
 
 
@@ -374,7 +389,7 @@ class _FewRows(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is nn.functional.linear:
-            function = partial(few_rows_linear, multiply=product_operator())
+            function = partial(few_rows_linear, multiply=product.in_graphs())
         return function(*args, **(kwargs or {}))
 
 
@@ -385,7 +400,7 @@ def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -
     return [
         name
         for name in sorted(product_weights(piece) & set(names))
-        if all(user.target is product_operator() for user in readers[name].users)
+        if all(user.target is product.in_graphs() for user in readers[name].users)
     ]
 
 
@@ -403,13 +418,14 @@ def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype).eval()
 
 
-def _use_grouped_attention(piece: nn.Module) -> None:
+def _choose_attention(piece: nn.Module, name: str) -> None:
     for module in piece.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == "sdpa":
             AttentionInterface.register(_GROUPED_ATTENTION, grouped_attention)
-            AttentionMaskInterface.register(_GROUPED_ATTENTION, sdpa_mask)
-            config._attn_implementation = _GROUPED_ATTENTION
+            AttentionInterface.register(_FEW_TOKENS_ATTENTION, own_attention)
+            AttentionMaskInterface.register(name, sdpa_mask)
+            config._attn_implementation = name
 
 
 def _kind(model: PreTrainedModel, index: int, passes: int) -> dict[str, Any]:
@@ -433,12 +449,13 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    sources = [__file__, kv_cache.__file__, products.__file__, skipping.__file__, inspect.getfile(model_class)]
+    files = [__file__, kv_cache.__file__, skipping.__file__, inspect.getfile(model_class)]
+    sources = [*map(Path, files), *native.sources()]
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],
-        "own_products": has_own_products(device, dtype),
-        "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
+        "native": native.is_available(device, dtype),
+        "sources": [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources],
         "versions": [torch.__version__, transformers.__version__, platform.python_version()],
         "inductor": _INDUCTOR,
     }

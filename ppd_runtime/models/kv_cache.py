@@ -43,7 +43,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the shapes, dtype and device of the first entries."""
-        size = _whole_rows(self.capacity)
+        size = whole_rows(self.capacity)
         self.rows = self._memory.part(self._index, size, key_states, value_states)
         self.keys, self.values = (rows[: self.capacity].transpose(0, 1)[None] for rows in self.rows)
         self.is_initialized = True
@@ -71,13 +71,17 @@ class PreallocatedLayer(CacheLayerMixin):
 
         There are as many as the next multiple of `ATTENDED_ROWS`: that depends on the newest token's position alone.
         """
-        self.check_room(self.length + tokens)
-        self.length += tokens
-        size = _whole_rows(self.length)
+        self.count(tokens)
+        size = whole_rows(self.length)
         if self._first_rows is None or self._first_rows[0].shape[0] != size:
             keys, values = self.rows
             self._first_rows = keys[:size], values[:size]
         return self._first_rows
+
+    def count(self, tokens: int) -> None:
+        """Count more tokens, whose entries the caller writes; IndexError where they do not fit."""
+        self.check_room(self.length + tokens)
+        self.length += tokens
 
     def check_room(self, tokens: int) -> None:
         """Raise IndexError where so many tokens do not fit."""
@@ -203,7 +207,8 @@ class StageCache:
         self._memory.whole[: len(layers), :, first:end] = torch.stack(list(entries), dim=2)
 
 
-def _whole_rows(length: int) -> int:
+def whole_rows(length: int) -> int:
+    """The rows of a cache that a compiled pass attends to, where so many hold a token."""
     return -(-length // ATTENDED_ROWS) * ATTENDED_ROWS
 
 

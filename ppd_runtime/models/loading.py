@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.fastest_dtype import fastest_dtype
 from ppd_runtime.models.hub import find_model, one_line
-from ppd_runtime.models.products import has_own_products
+from ppd_runtime.models.native import library as native
 from ppd_runtime.models.stage import Stage, layer_range
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
     chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     if device == "cpu":
         layer = _skeleton(config, 1).model.layers[0]
-        own_products = compiled and has_own_products(torch.device(device), torch.float32)
+        own_products = compiled and native.is_available(torch.device(device), torch.float32)
         matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # experts are stacked, and not ours
         if own_products and matrices and config.dtype == torch.bfloat16:
             chosen = torch.float32

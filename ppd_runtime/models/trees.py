@@ -20,10 +20,13 @@ class TokenTree:
         sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
         for node, path in enumerate(behind):
             sees[node, path] = True
-        self.parents, self._sees = tuple(parents), sees.to(device)
+        self.parents, self.sees = tuple(parents), sees.to(device)
+        """`sees`, `[tokens, tokens]`: whether one (row) sees another."""
         self.depths = torch.tensor([len(path) - 1 for path in behind], device=device)
         """`[tokens]`: tokens between each and the text before the tree."""
         self.is_chain = self.parents == tuple(range(-1, len(parents) - 1))
+        self.memory = self.depths.data_ptr(), self.sees.data_ptr(), len(self.parents)
+        """Where `depths` and `sees` are, and how many tokens there are."""
         self._ahead: dict[tuple[int, int, int], Tensor] = {}
         self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
@@ -67,7 +70,7 @@ class TokenTree:
         place, depths = torch.arange(rows, device=start.device) - start, self.depths[own, None]
         node = place.clamp(0, len(self.parents) - 1)
         within = place == node
-        hidden = torch.where(within, ~self._sees[own][:, node], place > 0)
+        hidden = torch.where(within, ~self.sees[own][:, node], place > 0)
         if window is None:
             return hidden
         return hidden | (torch.where(within, self.depths[node], place) <= depths - window)

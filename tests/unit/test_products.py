@@ -9,16 +9,8 @@ import torch
 from compilers import needs_compiler
 from torch import Tensor
 
-from ppd_runtime.models import products
-from ppd_runtime.models.products import (
-    MOST_ROWS,
-    LargePages,
-    few_rows_linear,
-    has_own_products,
-    in_half_the_memory,
-    product,
-    product_operator,
-)
+from ppd_runtime.models.native import library
+from ppd_runtime.models.native.products import MOST_ROWS, LargePages, few_rows_linear, in_half_the_memory, product
 
 pytestmark = needs_compiler
 CPU = torch.device("cpu")
@@ -37,7 +29,7 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize("multiply", ["at once", "in a graph"])
 def test_as_linear(shape: tuple[int, ...], biased: bool, multiply: str) -> None:
     states, weight, bias = numbers(*shape), numbers(24, 16), numbers(24) if biased else None
-    found = few_rows_linear(states, weight, bias, product_operator() if multiply == "in a graph" else None)
+    found = few_rows_linear(states, weight, bias, product.in_graphs() if multiply == "in a graph" else None)
     expected = torch.nn.functional.linear(states, weight, bias)
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, atol=1e-5)
@@ -85,16 +77,26 @@ def test_strides_do_not_matter() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(TypeError, match="states in torch.bfloat16 and weights in torch.float32: give float32"):
+    with pytest.raises(ValueError, match=r"few_rows_linear: not made for states \[2, 16\] torch.bfloat16, weight"):
         product(numbers(2, 16).bfloat16(), numbers(4, 16))
-    with pytest.raises(TypeError, match="weights in torch.float16"):
+    with pytest.raises(ValueError, match=r"weight \[4, 16\] torch.float16"):
         product(numbers(2, 16), numbers(4, 16).half())
 
 
+def test_other_shapes_are_refused() -> None:
+    for states, weight in (
+        (numbers(2, 16), numbers(4, 15)),
+        (numbers(2, 32)[:, ::2], numbers(4, 16)),
+        (numbers(16),) * 2,
+    ):
+        with pytest.raises(ValueError, match="few_rows_linear: not made for"):
+            product(states, weight)
+
+
 def test_threads_that_ask_at_once_get_the_same_operator() -> None:
-    products._LIBRARIES.clear()
+    product._library = None
     with ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(lambda _: product_operator(), range(4)))) == 1
+        assert len(set(pool.map(lambda _: product.in_graphs(), range(4)))) == 1
 
 
 def test_a_weight_that_would_change_stays() -> None:
@@ -104,8 +106,8 @@ def test_a_weight_that_would_change_stays() -> None:
 
 
 def test_not_where_it_does_not_belong() -> None:
-    assert not has_own_products(torch.device("cuda"), torch.float32)
-    assert not has_own_products(CPU, torch.bfloat16)
+    assert not library.is_available(torch.device("cuda"), torch.float32)
+    assert not library.is_available(CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("damage", ["no such source", "no code"])
@@ -113,18 +115,17 @@ def test_what_cannot_be_made_or_loaded_is_one_line(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    products.kernel.cache_clear()
-    source = tmp_path / "few_rows.cpp"
-    source.write_text("int main( {")
+    library.load.cache_clear()
     if damage == "no such source":
-        monkeypatch.setattr(products, "_SOURCE", source)
-        words = "compile: few_rows.cpp cannot be: .*error"
+        monkeypatch.setattr(library, "_FOLDER", tmp_path)
+        (tmp_path / "broken.cpp").write_text("int main( {")
+        words = "compile: our C.. code cannot be: .*error"
     else:
         monkeypatch.setattr(subprocess, "run", lambda command, **_: _spoiled(Path(command[-1])))
         words = "compile: .*cannot be loaded .*; remove it to have it made anew"
     with pytest.raises(ValueError, match=words):
-        products.kernel()
-    products.kernel.cache_clear()
+        library.load()
+    library.load.cache_clear()
 
 
 def _spoiled(path: Path) -> "subprocess.CompletedProcess[str]":

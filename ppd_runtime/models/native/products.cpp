@@ -5,36 +5,16 @@
 // The weights are read a few blocks ahead, since a core that waits for each line reaches half of the memory's speed.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
-// PyTorch's threads, where this version has them to share.
-extern "C" __attribute__((weak)) AOTITorchError torch_parallel_for(
-    int64_t begin, int64_t end, int64_t grain_size, void (*part)(int64_t, int64_t, void*), void* context);
+#include "tensors.h"
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16;
-#elif defined(__AVX__)
-constexpr int WIDTH = 8;
-#else
-constexpr int WIDTH = 4;
-#endif
 constexpr int ROWS = 4;         // of the weights, at a time
 constexpr int MOST_TOKENS = 6;  // at a time: ROWS * MOST_TOKENS sums stay in registers
 constexpr int AHEAD = 4;        // blocks of ROWS that are fetched before they are needed
 constexpr int64_t GRAIN = 1 << 16;  // weights, for which a thread of its own pays
-
-template <int LANES>
-struct Floats {
-  typedef float type __attribute__((vector_size(LANES * 4)));
-};
-typedef Floats<WIDTH>::type Vec;
-typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
-typedef uint16_t Halves __attribute__((vector_size(WIDTH * 2)));
 
 struct BFloat16 {
   uint16_t bits;
@@ -49,37 +29,10 @@ inline float value(BFloat16 weight) {
   return number;
 }
 
-// sum + weight * state in the rounding of the sums above it, whatever becomes of the loop around.
-inline float added(float weight, float state, float sum) {
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
-  return __builtin_fmaf(weight, state, sum);
-#else
-  return sum + weight * state;
-#endif
-}
-
-inline Vec load(const float* from) {
-  Vec numbers;
-  std::memcpy(&numbers, from, sizeof numbers);
-  return numbers;
-}
-
 inline Vec load(const BFloat16* from) {
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
   return reinterpret_cast<Vec>(__builtin_convertvector(halves, Words) << 16);
-}
-
-template <int LANES>
-inline float sum_of(typename Floats<LANES>::type numbers) {
-  if constexpr (LANES == 2) {
-    return numbers[0] + numbers[1];
-  } else {
-    typename Floats<LANES / 2>::type low, high;
-    std::memcpy(&low, &numbers, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&numbers) + sizeof low, sizeof high);
-    return sum_of<LANES / 2>(low + high);
-  }
 }
 
 struct Product {
@@ -148,42 +101,27 @@ void some_rows(int64_t row, int64_t end, void* context) {
 template <typename Weight>
 void all_rows(Product& product) {
   const int64_t grain = std::max<int64_t>(ROWS, GRAIN / std::max<int64_t>(product.inputs, 1));
-  if (torch_parallel_for == nullptr || product.outputs <= grain ||
-      torch_parallel_for(0, product.outputs, grain, some_rows<Weight>, &product) != AOTI_TORCH_SUCCESS)
-    some_rows<Weight>(0, product.outputs, &product);
+  for_all(product.outputs, grain, some_rows<Weight>, &product);
 }
 
 }  // namespace
 
-// result[token][output] of states[token][input] and weight[output][input], float32 or bfloat16.
-extern "C" void ppd_few_rows_product(
-    const void* weight, int in_bfloat16, const float* states, float* result, int64_t inputs, int64_t outputs,
-    int64_t tokens) {
-  Product product{weight, states, result, inputs, outputs, tokens};
-  in_bfloat16 ? all_rows<BFloat16>(product) : all_rows<float>(product);
-}
-
-// The same as compiled code calls it: states [tokens, inputs] and weight [outputs, inputs], both contiguous.
+// result [tokens, outputs] of states [tokens, inputs] in float32 and weight [outputs, inputs] in float32 or bfloat16, both
+// contiguous.
 extern "C" AOTITorchError aoti_torch_cpu_few_rows_linear(
     AtenTensorHandle states, AtenTensorHandle weight, AtenTensorHandle* result) {
-  int64_t *of_states, *of_weight;
-  void *states_at, *weight_at, *result_at;
-  int32_t dtype, of_states_dtype;
-  aoti_torch_get_sizes(states, &of_states);
-  aoti_torch_get_sizes(weight, &of_weight);
-  aoti_torch_get_data_ptr(states, &states_at);
-  aoti_torch_get_data_ptr(weight, &weight_at);
-  aoti_torch_get_dtype(weight, &dtype);
-  aoti_torch_get_dtype(states, &of_states_dtype);
-  const bool known = dtype == aoti_torch_dtype_float32() || dtype == aoti_torch_dtype_bfloat16();
-  if (!known || of_states_dtype != aoti_torch_dtype_float32()) return AOTI_TORCH_FAILURE;
-  const int64_t sizes[] = {of_states[0], of_weight[0]}, strides[] = {of_weight[0], 1};
+  const Seen of_states(states), of_weight(weight);
+  const bool fit = of_states.is_matrix() && of_weight.is_matrix() && of_states.sizes[1] == of_weight.sizes[1] &&
+      of_states.dtype == aoti_torch_dtype_float32() &&
+      (of_weight.dtype == aoti_torch_dtype_float32() || of_weight.dtype == aoti_torch_dtype_bfloat16());
+  if (!fit) return AOTI_TORCH_FAILURE;
+  const int64_t sizes[] = {of_states.sizes[0], of_weight.sizes[0]}, strides[] = {of_weight.sizes[0], 1};
   const AOTITorchError error = aoti_torch_empty_strided(
       2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
-  aoti_torch_get_data_ptr(*result, &result_at);
-  ppd_few_rows_product(
-      weight_at, dtype == aoti_torch_dtype_bfloat16(), static_cast<const float*>(states_at),
-      static_cast<float*>(result_at), of_weight[1], of_weight[0], of_states[0]);
+  Product product{
+      of_weight.at, of_states.floats(), Seen(*result).floats(), of_weight.sizes[1], of_weight.sizes[0],
+      of_states.sizes[0]};
+  of_weight.dtype == aoti_torch_dtype_bfloat16() ? all_rows<BFloat16>(product) : all_rows<float>(product);
   return AOTI_TORCH_SUCCESS;
 }

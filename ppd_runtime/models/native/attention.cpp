@@ -1,0 +1,188 @@
+// Attention of a few tokens' queries to the rows of a cache, with a mask that is added to the scores.
+//
+// Every sum runs over the rows, or over the numbers of a head, in their order: the bits of a token depend neither on the
+// tokens beside it nor on how many rows are hidden behind the last one that it sees. Rows that no token sees are not
+// read.
+
+#include <algorithm>
+#include <vector>
+
+#include "tensors.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int MOST_QUERIES = 4;                // at a time: each key and value is read once for so many
+constexpr int MOST_PARTS = WIDTH == 16 ? 4 : 2;  // of a value, at a time: the sums stay in registers
+constexpr float HIDDEN = -1e38f;               // what is masked adds less
+constexpr int64_t GRAIN = 1 << 15;             // numbers of keys, for which a thread of its own pays
+
+struct Heads {
+  const float* at;
+  int64_t of_head, of_row;  // strides
+  const float* row(int64_t head, int64_t number) const { return at + head * of_head + number * of_row; }
+};
+
+struct Attention {
+  Heads queries, keys, values;
+  const float* mask;  // [tokens, rows]
+  int64_t of_mask;    // its stride
+  float* result;      // [tokens, heads, value_dim]
+  float scale;
+  int64_t heads, groups, tokens, dim, value_dim, rows;  // `groups` of heads share keys and values
+  int64_t begin, end;                                   // rows that some token sees, from a multiple of WIDTH on
+};
+
+// e to the power of numbers that are not positive; exactly 0 below -87.
+inline Vec exponential(Vec x) {
+  const Vec magic = Vec{} + 12582912.0f;
+  const Vec shifted = x * 1.44269504f + magic, whole = shifted - magic;
+  const Vec rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Vec power = Vec{} + 1.9875691500e-4f;
+  power = power * rest + 1.3981999507e-3f;
+  power = power * rest + 8.3334519073e-3f;
+  power = power * rest + 4.1665795894e-2f;
+  power = power * rest + 1.6666665459e-1f;
+  power = power * rest + 5.0000001201e-1f;
+  power = power * rest * rest + rest + 1.0f;
+  const Ints exponent = (reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(magic)) << 23;
+  const Vec result = reinterpret_cast<Vec>(reinterpret_cast<Ints>(power) + exponent);
+  return reinterpret_cast<Vec>((x >= -87.0f) & reinterpret_cast<Ints>(result));
+}
+
+// Scores into what their softmax is before it is divided by the sum, which is given back; they have room for a Vec more.
+__attribute__((noinline)) float unscaled_softmax(const Attention& a, const float* mask, float* scores) {
+  const int64_t whole = a.end - a.end % WIDTH, padded = a.end % WIDTH ? whole + WIDTH : whole;
+  Vec highest = Vec{} + 2 * HIDDEN, sum = {};
+  for (int64_t i = a.begin; i < padded; i += WIDTH) {
+    Vec hides = Vec{} + 2 * HIDDEN;
+    std::memcpy(&hides, mask + i, sizeof(float) * std::min<int64_t>(WIDTH, a.end - i));
+    const Vec score = load(scores + i) * a.scale + hides;
+    store(score, scores + i);
+    highest = score > highest ? score : highest;
+  }
+  float most = highest[0];
+  for (int lane = 1; lane < WIDTH; ++lane) most = std::max(most, highest[lane]);
+  for (int64_t i = a.begin; i < padded; i += WIDTH) {
+    const Vec share = exponential(load(scores + i) - most);
+    store(share, scores + i);
+    sum += share;
+  }
+  return sum_of<WIDTH>(sum);
+}
+
+template <int QUERIES, int PARTS>
+inline void value_parts(
+    const Attention& a, int64_t key_head, int64_t first, float* const* scores, const float* sums, float* const* results) {
+  Vec found[QUERIES][PARTS] = {};
+  for (int64_t row = a.begin; row < a.end; ++row) {
+    const float* value = a.values.row(key_head, row) + first;
+    Vec parts[PARTS];
+#pragma GCC unroll 8
+    for (int p = 0; p < PARTS; ++p) parts[p] = load(value + p * WIDTH);
+#pragma GCC unroll 8
+    for (int q = 0; q < QUERIES; ++q)
+#pragma GCC unroll 8
+      for (int p = 0; p < PARTS; ++p) found[q][p] += scores[q][row] * parts[p];
+  }
+  for (int q = 0; q < QUERIES; ++q)
+    for (int p = 0; p < PARTS; ++p) store(found[q][p] / sums[q], results[q] + first + p * WIDTH);
+}
+
+// Queries `first` and those after it of the heads that share key_head; query q is of head q / tokens, token q % tokens.
+template <int QUERIES>
+void some_queries(const Attention& a, int64_t key_head, int64_t first, std::vector<float>& memory) {
+  const int64_t whole = a.dim - a.dim % WIDTH, room = a.rows + WIDTH;
+  const float* queries[QUERIES];
+  float *scores[QUERIES], *results[QUERIES], sums[QUERIES];
+  for (int q = 0; q < QUERIES; ++q) {
+    const int64_t head = key_head * a.groups + (first + q) / a.tokens, token = (first + q) % a.tokens;
+    queries[q] = a.queries.row(head, token);
+    results[q] = a.result + (token * a.heads + head) * a.value_dim;
+    scores[q] = memory.data() + q * room;
+  }
+  for (int64_t row = a.begin; row < a.end; ++row) {
+    const float* key = a.keys.row(key_head, row);
+    Vec found[QUERIES] = {};
+    for (int64_t i = 0; i < whole; i += WIDTH) {
+      const Vec part = load(key + i);
+#pragma GCC unroll 8
+      for (int q = 0; q < QUERIES; ++q) found[q] += part * load(queries[q] + i);
+    }
+#pragma GCC unroll 8
+    for (int q = 0; q < QUERIES; ++q) {
+      float score = sum_of<WIDTH>(found[q]);
+      for (int64_t i = whole; i < a.dim; ++i) score = added(key[i], queries[q][i], score);
+      scores[q][row] = score;
+    }
+  }
+  for (int q = 0; q < QUERIES; ++q)
+    sums[q] = unscaled_softmax(a, a.mask + ((first + q) % a.tokens) * a.of_mask, scores[q]);
+  int64_t done = 0;
+  for (; done + MOST_PARTS * WIDTH <= a.value_dim; done += MOST_PARTS * WIDTH)
+    value_parts<QUERIES, MOST_PARTS>(a, key_head, done, scores, sums, results);
+  for (; done + WIDTH <= a.value_dim; done += WIDTH)
+    value_parts<QUERIES, 1>(a, key_head, done, scores, sums, results);
+  for (; done < a.value_dim; ++done)
+    for (int q = 0; q < QUERIES; ++q) {
+      float found = 0;
+      for (int64_t row = a.begin; row < a.end; ++row)
+        found = added(scores[q][row], a.values.row(key_head, row)[done], found);
+      results[q][done] = found / sums[q];
+    }
+}
+
+void some_heads(int64_t key_head, int64_t end, void* context) {
+  const Attention& a = *static_cast<const Attention*>(context);
+  static thread_local std::vector<float> memory;
+  memory.resize(std::max<size_t>(memory.size(), MOST_QUERIES * (a.rows + WIDTH)));
+  for (; key_head < end; ++key_head)
+    for (int64_t first = 0, all = a.groups * a.tokens; first < all; first += MOST_QUERIES)
+      switch (std::min<int64_t>(MOST_QUERIES, all - first)) {
+        case 1: some_queries<1>(a, key_head, first, memory); break;
+        case 2: some_queries<2>(a, key_head, first, memory); break;
+        case 3: some_queries<3>(a, key_head, first, memory); break;
+        case 4: some_queries<4>(a, key_head, first, memory); break;
+      }
+}
+
+bool is_seen(const Attention& a, int64_t row) {
+  for (int64_t token = 0; token < a.tokens; ++token)
+    if (a.mask[token * a.of_mask + row] > HIDDEN) return true;
+  return false;
+}
+
+void attend(Attention& a) {
+  while (a.end > 1 && !is_seen(a, a.end - 1)) --a.end;
+  while (a.begin < a.end - 1 && !is_seen(a, a.begin)) ++a.begin;
+  a.begin -= a.begin % WIDTH;
+  const int64_t numbers = (a.end - a.begin) * (a.dim + a.value_dim) * a.groups * a.tokens;
+  for_all(a.heads / a.groups, std::max<int64_t>(1, GRAIN / std::max<int64_t>(numbers, 1)), some_heads, &a);
+}
+
+}  // namespace
+
+// result [1, tokens, heads, value_dim] of queries [1, heads, tokens, dim], keys [1, key_heads, rows, dim], values
+// [1, key_heads, rows, value_dim] and a mask [1, 1, tokens, rows], in float32.
+extern "C" AOTITorchError aoti_torch_cpu_few_tokens_attention(
+    AtenTensorHandle queries, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle mask, double scale,
+    AtenTensorHandle* result) {
+  const Seen q(queries), k(keys), v(values), m(mask);
+  if (!(q.has_rows() && k.has_rows() && v.has_rows() && m.has_rows())) return AOTI_TORCH_FAILURE;
+  const int64_t heads = q.sizes[1], tokens = q.sizes[2], key_heads = k.sizes[1], rows = k.sizes[2];
+  const bool fits = key_heads > 0 && heads % key_heads == 0 && v.sizes[1] == key_heads && v.sizes[2] == rows &&
+      k.sizes[3] == q.sizes[3] && m.sizes[1] == 1 && m.sizes[2] == tokens && m.sizes[3] == rows && rows > 0;
+  if (!fits) return AOTI_TORCH_FAILURE;
+  const int64_t sizes[] = {1, tokens, heads, v.sizes[3]};
+  const int64_t strides[] = {tokens * heads * v.sizes[3], heads * v.sizes[3], v.sizes[3], 1};
+  const AOTITorchError error = aoti_torch_empty_strided(
+      4, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
+  if (error != AOTI_TORCH_SUCCESS) return error;
+  Attention attention{
+      {q.floats(), q.strides[1], q.strides[2]}, {k.floats(), k.strides[1], k.strides[2]},
+      {v.floats(), v.strides[1], v.strides[2]}, m.floats(), m.strides[2], Seen(*result).floats(),
+      static_cast<float>(scale),
+      heads, heads / key_heads, tokens, q.sizes[3], v.sizes[3], rows, 0, rows};
+  attend(attention);
+  return AOTI_TORCH_SUCCESS;
+}

@@ -1,0 +1,192 @@
+"""Passes through layers that were compiled one by one, each pass in one call; `layers.cpp` says how it works."""
+
+import ctypes
+import json
+import weakref
+import zipfile
+from array import array
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.models.kv_cache import PreallocatedLayer, whole_rows
+from ppd_runtime.models.native.library import load
+from ppd_runtime.models.trees import TokenTree
+
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ppd_code": (_P, [ctypes.c_char_p]),
+    "ppd_delete_code": (None, [_P]),
+    "ppd_layer": (_P, [_P, _N, _P, _P, _P]),
+    "ppd_delete_layer": (None, [_P]),
+    "ppd_cache": (_P, [_P, _P, _N, _N, _N, _N]),
+    "ppd_delete_cache": (None, [_P]),
+    "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _N, _N, _P, _N]),
+}
+
+
+class Code:
+    """Compiled code out of a file in PyTorch's package format, for one thread at a time.
+
+    Raises:
+        ValueError: where there is none in the file, or it cannot be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.metadata, library = _unpacked(path)
+        except (OSError, ValueError, KeyError, StopIteration, zipfile.BadZipFile) as error:
+            raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
+        self.handle = _function("ppd_code")(bytes(library))
+        if not self.handle:
+            raise ValueError(_cannot_be_loaded(path, f"{library.name} beside it is no library of compiled code"))
+        _delete_with(self, "ppd_delete_code")
+
+
+class Layer:
+    """A layer's code with its weights, contiguous and in float32 or bfloat16; a head is one, too."""
+
+    def __init__(self, code: Code, weights: Sequence[Tensor]) -> None:
+        self._kept = code, list(weights)
+        places = array("q", [weight.data_ptr() for weight in weights])
+        shapes = array("q", [number for weight in weights for number in (weight.dim(), *weight.shape)])
+        halves = array("b", [weight.dtype == torch.bfloat16 for weight in weights])
+        addresses = (numbers.buffer_info()[0] for numbers in (places, shapes, halves))
+        self.handle = _function("ppd_layer")(code.handle, len(weights), *addresses)
+        _delete_with(self, "ppd_delete_layer")
+
+
+class NativePasses:
+    """Passes of one stage, in float32 on CPUs."""
+
+    def __init__(self) -> None:
+        self._routes: dict[Hashable, _Route] = {}
+
+    def load(self, path: Path) -> Code:
+        """The code of a file; ValueError where it cannot be loaded."""
+        return Code(path)
+
+    def part(self, code: Code, weights: Sequence[Tensor]) -> Layer:
+        """A layer or a head."""
+        return Layer(code, weights)
+
+    def head(self, part: Layer, hidden: Tensor, vocab_size: int) -> Tensor:
+        """`[1, tokens, vocab_size]` logits of hidden states `[1, tokens, hidden_size]`."""
+        return self._route("head", [part], [None]).run(hidden, (), None, slice(0, 1), vocab_size)
+
+    def run(
+        self,
+        key: Hashable,
+        parts: Sequence[Layer],
+        numbers: Sequence[int | None],
+        hidden: Tensor,
+        caches: Sequence[PreallocatedLayer],
+        tree: TokenTree | None = None,
+        own: slice = slice(0, 1),
+    ) -> Tensor:
+        """The states behind layers of states `[1, tokens, hidden_size]`: of one token, or of a tree's tokens `own`.
+
+        `numbers` are those of the layers' caches, None where there is no attention; `key` stands for parts and numbers.
+        The caches count the tokens.
+        """
+        return self._route(key, parts, numbers).run(hidden, caches, tree, own, hidden.shape[-1])
+
+    def _route(self, key: Hashable, parts: Sequence[Layer], numbers: Sequence[int | None]) -> "_Route":
+        route = self._routes.get(key)
+        if route is None:
+            route = self._routes[key] = _Route(parts, numbers)
+        return route
+
+
+class _Route:
+    """Layers one after the other, over the caches of one sequence of tokens after the other."""
+
+    def __init__(self, parts: Sequence[Layer], numbers: Sequence[int | None]) -> None:
+        self._parts, self._numbers = list(parts), list(numbers)
+        self._layers = array("Q", [part.handle for part in parts])
+        self._at_layers = self._layers.buffer_info()[0]
+        self._pass = _function("ppd_pass")
+        self._sequence: object = None
+        self._attending: list[PreallocatedLayer] = []
+        self._caches: list[_Cache] = []
+        self._at_caches: int | None = None
+
+    def run(
+        self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, own: slice, width: int
+    ) -> Tensor:
+        if caches is not self._sequence:
+            self._take(caches)
+        hidden, tokens = hidden.contiguous(), hidden.shape[1]
+        position = attended = 0
+        if self._attending:
+            position = self._attending[0].length - own.start
+            for cache in self._attending:
+                cache.count(tokens)
+            attended = whole_rows(self._attending[0].length)
+        result = torch.empty(1, tokens, width)
+        failed = self._pass(
+            self._at_layers,
+            self._at_caches,
+            len(self._parts),
+            hidden.data_ptr(),
+            tokens,
+            hidden.shape[2],
+            position,
+            attended,
+            *((None, None, 0) if tree is None else tree.memory),
+            own.start,
+            result.data_ptr(),
+            width,
+        )
+        if failed:
+            raise RuntimeError(f"compiled code failed ({failed}) at position {position}, over {tokens} tokens")
+        return result
+
+    def _take(self, caches: Sequence[PreallocatedLayer]) -> None:
+        of_layers = [None if number is None else _Cache(caches[number]) for number in self._numbers]
+        self._caches = [cache for cache in of_layers if cache]
+        self._attending = [caches[number] for number in self._numbers if number is not None]
+        self._handles = array("Q", [cache.handle if cache else 0 for cache in of_layers])
+        self._at_caches = self._handles.buffer_info()[0] if self._caches else None
+        self._sequence = caches
+
+
+class _Cache:
+    """A layer's cache as the passes see it."""
+
+    def __init__(self, layer: PreallocatedLayer) -> None:
+        self._kept = keys, values = layer.rows
+        _, heads, dim = keys.shape
+        places = keys.data_ptr(), values.data_ptr()
+        self.handle = _function("ppd_cache")(*places, heads, dim, values.shape[2], layer.sliding_window or 0)
+        _delete_with(self, "ppd_delete_cache")
+
+
+def _function(name: str) -> Any:
+    function = getattr(load(), name)
+    function.restype, function.argtypes = _SIGNATURES[name]
+    return function
+
+
+def _delete_with(owner: Any, name: str) -> None:
+    weakref.finalize(owner, _function(name), owner.handle).atexit = False
+
+
+def _unpacked(path: Path) -> tuple[dict[str, str], Path]:
+    """What a package says of itself, and its library: a file beside it, which all processes share."""
+    with zipfile.ZipFile(path) as package:
+        library = next(name for name in package.namelist() if name.endswith(".so"))
+        metadata = json.loads(package.read(f"{library.removesuffix('.so')}_metadata.json"))
+        beside = path.with_suffix(".so")
+        if not beside.exists():
+            with whole_file(beside) as unfinished:
+                unfinished.write_bytes(package.read(library))
+    return metadata, beside
+
+
+def _cannot_be_loaded(path: Path, reason: str) -> str:
+    return f"compile: {path} cannot be loaded ({' '.join(reason.split())[:200]}); remove it to have it made anew"

@@ -1,0 +1,160 @@
+"""The C++ code of this folder: built for this very CPU, loaded, and called by compiled code or with tensors."""
+
+import ctypes
+import hashlib
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppd_runtime.models.artifacts import artifact, capabilities
+
+_FOLDER = Path(__file__).parent
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
+_FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")
+"""How compilers are told, in the order in which it is tried."""
+_OF_A_CPU = {"model name", "flags", "CPU implementer", "CPU part", "Features"}
+_FIRST_WITH_SHIMS = (2, 8)  # the version of PyTorch whose compiled code can call an operator of ours directly
+_HANDLE = "AtenTensorHandle"
+
+
+def is_available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled code uses ours: in float32, on CPUs, on Linux."""
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    return device.type == "cpu" and dtype == torch.float32 and sys.platform == "linux" and version >= _FIRST_WITH_SHIMS
+
+
+class Operator:
+    """A function of the C++ code that takes tensors, then numbers, and gives a new tensor.
+
+    Args:
+        name: the C++ function is `aoti_torch_cpu_NAME`, PyTorch's operator `ppd_runtime::NAME`.
+        tensors: names of its tensors.
+        numbers: names of its numbers, float64.
+        alike: from what goes in, a tensor of the shape and the strides that come out, on any device.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[str], numbers: Sequence[str], alike: Callable[..., Tensor]) -> None:
+        self._name, self._tensors, self._numbers, self._alike = name, tuple(tensors), tuple(numbers), alike
+        self._defining = threading.Lock()
+        self._library: torch.library.Library | None = None  # what it has defined goes with it
+
+    @property
+    def shim(self) -> str:
+        """What compiled code calls, in C."""
+        arguments = [_HANDLE] * len(self._tensors) + ["double"] * len(self._numbers) + [f"{_HANDLE}*"]
+        return f"AOTITorchError {self._function}({', '.join(arguments)})"
+
+    @property
+    def _function(self) -> str:
+        return f"aoti_torch_cpu_{self._name}"
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Its result for tensors and numbers.
+
+        Raises:
+            ValueError: for dtypes and shapes that it is not made for.
+        """
+        from torch._C import _aoti
+
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        handles = [_pointer(capsule) for capsule in _aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+        numbers = [ctypes.c_double(a) for a in arguments[len(tensors) :]]
+        result = ctypes.c_void_p()
+        failed = getattr(load(), self._function)(*handles, *numbers, ctypes.byref(result))
+        for handle in handles:
+            load().aoti_torch_delete_tensor_object(handle)
+        if failed:
+            given = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(self._tensors, tensors, strict=True))
+            raise ValueError(f"{self._name}: not made for {given}")
+        return _aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(result))
+
+    def in_graphs(self) -> Any:
+        """The same as an operator of PyTorch's, for graphs."""
+        load()
+        with self._defining:
+            if self._library is None:
+                of_tensors, of_numbers = (f"Tensor {n}" for n in self._tensors), (f"float {n}" for n in self._numbers)
+                library = torch.library.Library("ppd_runtime", "FRAGMENT")
+                library.define(f"{self._name}({', '.join([*of_tensors, *of_numbers])}) -> Tensor")
+                library.impl(self._name, self, "CPU")
+                library.impl(self._name, self._alike, "Meta")
+                self._library = library
+        return getattr(torch.ops.ppd_runtime, self._name).default
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The code, loaded so that other compiled code finds it; the first time on a machine it is compiled.
+
+    Raises:
+        ValueError: where it cannot be.
+    """
+    files = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
+    ingredients = {
+        "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
+        "flags": _FLAGS,
+        "machine": [platform.machine(), cpu_description(), *capabilities(torch.device("cpu"))],
+        "versions": [torch.__version__],
+    }
+    path = artifact(ingredients, _build, ".so")
+    try:
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise ValueError(f"compile: {path} cannot be loaded ({error}); remove it to have it made anew") from error
+
+
+def sources() -> list[Path]:
+    """All files that decide what the code does."""
+    return sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h", ".py"))
+
+
+def cpu_description() -> list[str]:
+    """What Linux tells of the first core's make and abilities; empty where it tells nothing."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return []
+    return sorted(line for line in first.splitlines() if line.split("\t")[0].strip(" :") in _OF_A_CPU)
+
+
+def cpp_compiler() -> str:
+    """The compiler's command; ValueError where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import, only compiling needs it
+
+    try:
+        return get_cpp_compiler()
+    except RuntimeError as error:
+        raise ValueError("compile: no C++ compiler here; install g++, set CXX, or leave compile out") from error
+
+
+def _build(path: Path) -> None:
+    root, units = Path(torch.__file__).parent, sorted(map(str, _FOLDER.glob("*.cpp")))
+    command = [cpp_compiler(), *_FLAGS, f"-I{root / 'include'}", *units, f"-L{root / 'lib'}", "-ltorch_cpu"]
+    errors = []
+    for cpu in _FOR_THIS_CPU:
+        arguments = [*command, *([cpu] if cpu else []), "-o", str(path)]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return
+        errors.append(" ".join(done.stderr.split())[:300])
+    raise ValueError(f"compile: our C++ code cannot be: {errors[0]}")
+
+
+def _pointer(capsule: object) -> ctypes.c_void_p:
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.argtypes, pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+    return ctypes.c_void_p(pointer(capsule, None))
+
+
+def _capsule(pointer: ctypes.c_void_p) -> Any:
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.argtypes, capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object
+    return capsule(pointer, None, None)

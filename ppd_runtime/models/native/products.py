@@ -1,0 +1,82 @@
+"""Products of a few tokens' states with a weight matrix, in code of our own; `products.cpp` says how it works.
+
+A core reads each weight once for up to six tokens, and a token's bits do not depend on the tokens beside it.
+"""
+
+import contextlib
+import mmap
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ppd_runtime.models.native.library import Operator
+
+MOST_ROWS = 24
+"""Tokens up to which a product is made this way: the library makes larger ones faster."""
+_LARGE_PAGE, _LINE = 2**21, 64
+
+
+def _like_product(states: Tensor, weight: Tensor) -> Tensor:
+    return states.new_empty(states.shape[0], weight.shape[0])
+
+
+product = Operator("few_rows_linear", ("states", "weight"), (), _like_product)
+"""`[tokens, outputs]` of states, `[tokens, inputs]` in float32, and a weight, `[outputs, inputs]` in float32 or
+bfloat16; both contiguous."""
+
+
+def few_rows_linear(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """As `linear` in float32, up to rounding; `weight` may be in bfloat16.
+
+    `multiply` makes the product of `[tokens, inputs]` and `[outputs, inputs]`; None is `product`.
+    """
+    rows = states.numel() // states.shape[-1]
+    if isinstance(rows, int) and rows > MOST_ROWS:
+        return linear(states, weight.to(states.dtype), bias)
+    flat = states.reshape(rows, states.shape[-1]).contiguous()
+    found = (multiply or product)(flat, weight.contiguous())
+    found = found.reshape(*states.shape[:-1], weight.shape[0])
+    return found if bias is None else found + bias
+
+
+def in_half_the_memory(weight: Tensor) -> Tensor | None:
+    """A weight in bfloat16, whose products are the same to the last bit; None where one of its numbers would change."""
+    half = weight.to(torch.bfloat16)
+    return half if torch.equal(half.to(weight.dtype), weight) else None
+
+
+class LargePages:
+    """Memory in pages of 2 MB, where Linux gives them: reading weights in pages of 4 KB takes up to 1.4 times as long.
+
+    Args:
+        most_bytes: that tensors may take; only what they do take is used.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
+        with contextlib.suppress(OSError):  # no room to reserve, or a kernel without them
+            memory = mmap.mmap(-1, most_bytes + 2 * _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+            self._used = -self._memory.data_ptr() % _LARGE_PAGE
+            memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous, in this memory; the tensor itself where there is no room."""
+        end = self._used + tensor.numel() * tensor.element_size()
+        if end > len(self._memory):
+            return tensor.contiguous()
+        place = self._memory[self._used : end].view(tensor.dtype).view(tensor.shape)
+        self._used = -(-end // _LINE) * _LINE
+        return place.copy_(tensor)
+
+
+def product_weights(piece: nn.Module) -> set[str]:
+    """The names of a piece's weights that linear layers alone are known to read."""
+    return {f"{name}.weight" for name, module in piece.named_modules() if type(module) is nn.Linear}

@@ -1,0 +1,124 @@
+"""Attention of a few tokens: the numbers that the plain formula gives, in bits that depend on nothing beside."""
+
+import pytest
+import torch
+from compilers import needs_compiler
+from torch import Tensor
+
+from ppd_runtime.models.native.attention import few_tokens_attention
+
+pytestmark = needs_compiler
+LOWEST = torch.finfo(torch.float32).min
+SHAPES = [
+    (1, 1, 16, 16),
+    (4, 2, 64, 64),
+    (6, 1, 32, 32),
+    (8, 8, 24, 40),
+    (3, 3, 7, 5),
+    (10, 2, 128, 128),
+    (2, 1, 65, 66),
+]
+"""Heads, heads of keys, and sizes of their keys and values."""
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def inputs(shape: tuple[int, int, int, int], tokens: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values as a cache holds them: a token's heads together."""
+    heads, key_heads, dim, value_dim = shape
+    keys, values = numbers(rows, key_heads, dim), numbers(rows, key_heads, value_dim)
+    return 3 * numbers(1, heads, tokens, dim), keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+
+def causal(tokens: int, position: int, rows: int, window: int | None = None) -> Tensor:
+    row, token = torch.arange(rows), position + torch.arange(tokens)[:, None]
+    seen = (row <= token) if window is None else (row <= token) & (row > token - window)
+    return torch.where(seen, 0.0, LOWEST)[None, None]
+
+
+def by_the_formula(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    q, k, v = (tensor.double() for tensor in (queries, keys, values))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    return ((q @ k.transpose(-1, -2) * scale + mask.double()).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 13, 64, 192, 700])
+@pytest.mark.parametrize("window", [None, 9, 50])
+def test_as_the_formula(shape: tuple[int, int, int, int], rows: int, window: int | None) -> None:
+    for tokens in {1, min(rows, 2), min(rows, 5)}:
+        position = max(rows - tokens - 7, 0)
+        given = (*inputs(shape, tokens, rows), causal(tokens, position, rows, window), 0.2)
+        found = few_tokens_attention(*given)
+        assert found.shape == (1, tokens, shape[0], shape[3])
+        assert torch.allclose(found.double(), by_the_formula(*given), atol=1e-5)
+        assert torch.equal(few_tokens_attention.in_graphs()(*given), found)
+
+
+def test_of_a_tree() -> None:
+    mask = causal(3, 20, 64)
+    mask[..., 1, 20:23] = torch.tensor([0.0, 0.0, LOWEST])
+    mask[..., 2, 20:23] = torch.tensor([0.0, LOWEST, 0.0])
+    given = (*inputs(SHAPES[1], 3, 64), mask, 0.125)
+    assert torch.allclose(few_tokens_attention(*given).double(), by_the_formula(*given), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 9, 100])
+def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int, int, int], window: int | None) -> None:
+    queries, keys, values = inputs(shape, 7, 384)
+    for position in (0, 5, 130, 300):
+        for tokens in (2, 3, 5, 7):
+            together = few_tokens_attention(
+                queries[:, :, :tokens], keys, values, causal(tokens, position, 384, window), 0.125
+            )
+            for token in range(tokens):
+                rows = -(-(position + token + 1) // 64) * 64  # fewer hidden ones behind it
+                alone = few_tokens_attention(
+                    queries[:, :, token : token + 1],
+                    keys[:, :, :rows],
+                    values[:, :, :rows],
+                    causal(1, position + token, rows, window),
+                    0.125,
+                )
+                assert torch.equal(together[:, token : token + 1], alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    given, before = (*inputs((8, 8, 64, 64), 3, 1024), causal(3, 1000, 1024), 0.125), torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = few_tokens_attention(*given)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(few_tokens_attention(*given), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_extreme_scores() -> None:
+    queries, keys, values = inputs(SHAPES[1], 1, 64)
+    mask = causal(1, 40, 64)
+    for factor in (0.0, 1e-30, 1e3, 1e18):
+        given = (queries * factor, keys, values, mask, 0.125)
+        assert torch.allclose(few_tokens_attention(*given).double(), by_the_formula(*given), atol=1e-4)
+    hidden = torch.where(mask < 0, -torch.inf, 0.0)
+    given = (queries, keys, values, hidden, 0.125)
+    assert torch.equal(few_tokens_attention(*given), few_tokens_attention(queries, keys, values, mask, 0.125))
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    queries, keys, values = inputs(SHAPES[1], 2, 64)
+    mask = causal(2, 40, 64)
+    for given in (
+        (queries.bfloat16(), keys, values, mask),
+        (queries[:, :3], keys, values, mask),
+        (queries, keys[:, :, :63], values, mask),
+        (queries, keys, values, mask[:, :, :1]),
+        (queries, keys, values[..., ::2], mask),
+        (queries[0], keys, values, mask),
+    ):
+        with pytest.raises(ValueError, match="few_tokens_attention: not made for queries"):
+            few_tokens_attention(*given, 0.125)
