@@ -41,6 +41,7 @@ from ppd_runtime.models import kv_cache, skipping
 from ppd_runtime.models.artifacts import artifact, capabilities
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
+from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
@@ -449,13 +450,13 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    files = [__file__, kv_cache.__file__, skipping.__file__, inspect.getfile(model_class)]
-    sources = [*map(Path, files), *native.sources()]
+    sources = [__file__, kv_cache.__file__, skipping.__file__, inspect.getfile(model_class)]
+    sources += [native.__file__, attention.__file__, products.__file__]
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],
         "native": native.is_available(device, dtype),
-        "sources": [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources],
+        "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
         "versions": [torch.__version__, transformers.__version__, platform.python_version()],
         "inductor": _INDUCTOR,
     }

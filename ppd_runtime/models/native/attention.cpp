@@ -89,10 +89,38 @@ inline void value_parts(
     for (int p = 0; p < PARTS; ++p) store(found[q][p] / sums[q], results[q] + first + p * WIDTH);
 }
 
+// The scores of NUM_ROWS rows from `row` on, of each query; their sums over a head are made together.
+template <int QUERIES, int NUM_ROWS>
+inline void row_scores(
+    const Attention& a, int64_t key_head, int64_t row, const float* const* queries, float* const* scores) {
+  const int64_t whole = a.dim - a.dim % WIDTH;
+  Vec found[WIDTH] = {};
+  for (int64_t i = 0; i < whole; i += WIDTH) {
+    Vec parts[NUM_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < NUM_ROWS; ++r) parts[r] = load(a.keys.row(key_head, row + r) + i);
+#pragma GCC unroll 8
+    for (int q = 0; q < QUERIES; ++q) {
+      const Vec query = load(queries[q] + i);
+#pragma GCC unroll 16
+      for (int r = 0; r < NUM_ROWS; ++r) found[q * NUM_ROWS + r] += parts[r] * query;
+    }
+  }
+  float sums[WIDTH];
+  store(sums_of(found), sums);
+  for (int q = 0; q < QUERIES; ++q)
+    for (int r = 0; r < NUM_ROWS; ++r) {
+      float score = sums[q * NUM_ROWS + r];
+      for (int64_t i = whole; i < a.dim; ++i) score = added(a.keys.row(key_head, row + r)[i], queries[q][i], score);
+      scores[q][row + r] = score;
+    }
+}
+
 // Queries `first` and those after it of the heads that share key_head; query q is of head q / tokens, token q % tokens.
 template <int QUERIES>
 void some_queries(const Attention& a, int64_t key_head, int64_t first, std::vector<float>& memory) {
-  const int64_t whole = a.dim - a.dim % WIDTH, room = a.rows + WIDTH;
+  constexpr int NUM_ROWS = WIDTH / (QUERIES == 3 ? 4 : QUERIES);
+  const int64_t room = a.rows + WIDTH;
   const float* queries[QUERIES];
   float *scores[QUERIES], *results[QUERIES], sums[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
@@ -101,21 +129,9 @@ void some_queries(const Attention& a, int64_t key_head, int64_t first, std::vect
     results[q] = a.result + (token * a.heads + head) * a.value_dim;
     scores[q] = memory.data() + q * room;
   }
-  for (int64_t row = a.begin; row < a.end; ++row) {
-    const float* key = a.keys.row(key_head, row);
-    Vec found[QUERIES] = {};
-    for (int64_t i = 0; i < whole; i += WIDTH) {
-      const Vec part = load(key + i);
-#pragma GCC unroll 8
-      for (int q = 0; q < QUERIES; ++q) found[q] += part * load(queries[q] + i);
-    }
-#pragma GCC unroll 8
-    for (int q = 0; q < QUERIES; ++q) {
-      float score = sum_of<WIDTH>(found[q]);
-      for (int64_t i = whole; i < a.dim; ++i) score = added(key[i], queries[q][i], score);
-      scores[q][row] = score;
-    }
-  }
+  int64_t row = a.begin;
+  for (; row + NUM_ROWS <= a.end; row += NUM_ROWS) row_scores<QUERIES, NUM_ROWS>(a, key_head, row, queries, scores);
+  for (; row < a.end; ++row) row_scores<QUERIES, 1>(a, key_head, row, queries, scores);
   for (int q = 0; q < QUERIES; ++q)
     sums[q] = unscaled_softmax(a, a.mask + ((first + q) % a.tokens) * a.of_mask, scores[q]);
   int64_t done = 0;

@@ -111,11 +111,6 @@ def load() -> ctypes.CDLL:
         raise ValueError(f"compile: {path} cannot be loaded ({error}); remove it to have it made anew") from error
 
 
-def sources() -> list[Path]:
-    """All files that decide what the code does."""
-    return sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h", ".py"))
-
-
 def cpu_description() -> list[str]:
     """What Linux tells of the first core's make and abilities; empty where it tells nothing."""
     try:

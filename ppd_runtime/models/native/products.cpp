@@ -1,19 +1,25 @@
 // Products of a few tokens' states with a weight matrix: each weight is read once, whatever the number of tokens.
 //
-// One sum for each token and row, over the columns in their order: the bits of a token's product depend neither on the
-// tokens beside it nor on how rows are shared out, and weights in bfloat16 give the bits of the same ones in float32.
-// The weights are read a few blocks ahead, since a core that waits for each line reaches half of the memory's speed.
+// One sum for each token and row, in an order that only the number of columns and the weights' dtype decide: the bits of a
+// token's product depend neither on the tokens beside it nor on how rows are shared out. Weights are read a few blocks
+// ahead, since a core that waits for each line reaches half of the memory's speed.
+//
+// Two neighbours in bfloat16 are the halves of one 32-bit number, and become floats by a shift and a mask. So these weights
+// come as even and odd columns, and the states are put in that order before.
 
 #include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "tensors.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int ROWS = 4;         // of the weights, at a time
-constexpr int MOST_TOKENS = 6;  // at a time: ROWS * MOST_TOKENS sums stay in registers
-constexpr int AHEAD = 4;        // blocks of ROWS that are fetched before they are needed
+constexpr int ROWS = 4;             // of the weights, at a time
+constexpr int MOST_TOKENS = 6;      // at a time: ROWS * MOST_TOKENS sums stay in registers
+constexpr int AHEAD = 4;            // blocks of ROWS that are fetched before they are needed
+constexpr int COLUMNS = 2 * WIDTH;  // at a time
 constexpr int64_t GRAIN = 1 << 16;  // weights, for which a thread of its own pays
 
 struct BFloat16 {
@@ -29,37 +35,47 @@ inline float value(BFloat16 weight) {
   return number;
 }
 
-inline Vec load(const BFloat16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return reinterpret_cast<Vec>(__builtin_convertvector(halves, Words) << 16);
+// COLUMNS weights, as the states are in order.
+inline void load_columns(const float* from, Vec& first, Vec& second) { first = load(from), second = load(from + WIDTH); }
+
+inline void load_columns(const BFloat16* from, Vec& even, Vec& odd) {
+  Words pairs;
+  std::memcpy(&pairs, from, sizeof pairs);
+  even = reinterpret_cast<Vec>(pairs << 16), odd = reinterpret_cast<Vec>(pairs & 0xffff0000u);
 }
 
 struct Product {
   const void* weight;  // [outputs, inputs]
-  const float* states;  // [tokens, inputs]
+  const float* states;  // [tokens, inputs], in the order of the weights' columns
   float* result;  // [tokens, outputs]
   int64_t inputs, outputs, tokens;
 };
 
 template <int NUM_ROWS, int NUM_TOKENS, typename Weight>
 inline void block(const Product& product, int64_t row, int64_t token) {
-  const int64_t inputs = product.inputs, whole = inputs - inputs % WIDTH;
+  const int64_t inputs = product.inputs, whole = inputs - inputs % COLUMNS;
   const Weight* weight = static_cast<const Weight*>(product.weight) + row * inputs;
   const float* states = product.states + token * inputs;
   Vec sums[NUM_ROWS][NUM_TOKENS] = {};
-  for (int64_t i = 0; i < whole; i += WIDTH) {
-    Vec weights[NUM_ROWS];
+  for (int64_t i = 0; i < whole; i += COLUMNS) {
+    Vec first[NUM_ROWS], second[NUM_ROWS];
 #pragma GCC unroll 8
-    for (int r = 0; r < NUM_ROWS; ++r) weights[r] = load(weight + r * inputs + i);
+    for (int r = 0; r < NUM_ROWS; ++r) load_columns(weight + r * inputs + i, first[r], second[r]);
 #pragma GCC unroll 8
     for (int t = 0; t < NUM_TOKENS; ++t) {
-      const Vec state = load(states + t * inputs + i);
+      const Vec of_first = load(states + t * inputs + i), of_second = load(states + t * inputs + i + WIDTH);
 #pragma GCC unroll 8
-      for (int r = 0; r < NUM_ROWS; ++r) sums[r][t] += weights[r] * state;
+      for (int r = 0; r < NUM_ROWS; ++r) {
+        sums[r][t] += first[r] * of_first;
+        sums[r][t] += second[r] * of_second;
+      }
     }
+    const int64_t next = AHEAD * NUM_ROWS * inputs + i;
 #pragma GCC unroll 8
-    for (int r = 0; r < NUM_ROWS; ++r) __builtin_prefetch(weight + (AHEAD * NUM_ROWS + r) * inputs + i, 0, 2);
+    for (int r = 0; r < NUM_ROWS; ++r)
+#pragma GCC unroll 8
+      for (size_t line = 0; line < COLUMNS * sizeof(Weight); line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(weight + r * inputs + next) + line, 0, 3);
   }
   for (int t = 0; t < NUM_TOKENS; ++t)
     for (int r = 0; r < NUM_ROWS; ++r) {
@@ -98,9 +114,28 @@ void some_rows(int64_t row, int64_t end, void* context) {
   for (; row < end; ++row) rows_for_all<1, Weight>(product, row);
 }
 
+// Even columns, then odd ones, of each COLUMNS; what is left over stays as it is.
+inline void order(const float* __restrict states, float* __restrict ordered, int64_t inputs) {
+  int64_t i = 0;
+  for (; i + COLUMNS <= inputs; i += COLUMNS)
+    for (int pair = 0; pair < WIDTH; ++pair) {
+      ordered[i + pair] = states[i + 2 * pair];
+      ordered[i + WIDTH + pair] = states[i + 2 * pair + 1];
+    }
+  for (; i < inputs; ++i) ordered[i] = states[i];
+}
+
 template <typename Weight>
-void all_rows(Product& product) {
-  const int64_t grain = std::max<int64_t>(ROWS, GRAIN / std::max<int64_t>(product.inputs, 1));
+void all_rows(Product product) {
+  static thread_local std::vector<float> ordered;
+  const int64_t inputs = product.inputs;
+  if constexpr (std::is_same_v<Weight, BFloat16>) {
+    ordered.resize(product.tokens * inputs);
+    for (int64_t token = 0; token < product.tokens; ++token)
+      order(product.states + token * inputs, ordered.data() + token * inputs, inputs);
+    product.states = ordered.data();
+  }
+  const int64_t grain = std::max<int64_t>(ROWS, GRAIN / std::max<int64_t>(inputs, 1));
   for_all(product.outputs, grain, some_rows<Weight>, &product);
 }
 
@@ -119,7 +154,7 @@ extern "C" AOTITorchError aoti_torch_cpu_few_rows_linear(
   const AOTITorchError error = aoti_torch_empty_strided(
       2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
-  Product product{
+  const Product product{
       of_weight.at, of_states.floats(), Seen(*result).floats(), of_weight.sizes[1], of_weight.sizes[0],
       of_states.sizes[0]};
   of_weight.dtype == aoti_torch_dtype_bfloat16() ? all_rows<BFloat16>(product) : all_rows<float>(product);

@@ -53,4 +53,39 @@ inline float sum_of(typename Floats<LANES>::type numbers) {
   }
 }
 
+#if defined(__clang__)
+template <int DISTANCE>
+inline Vec merged(Vec a, Vec b) {
+  Vec result;
+  for (int lane = 0; lane < WIDTH; ++lane) {
+    const int from = lane / (2 * DISTANCE) * 2 * DISTANCE + lane % DISTANCE;
+    result[lane] = lane / DISTANCE % 2 ? b[from] + b[from + DISTANCE] : a[from] + a[from + DISTANCE];
+  }
+  return result;
+}
+#else
+// Lanes that are DISTANCE apart, added: those of a in the even groups of so many lanes, those of b in the odd ones.
+template <int DISTANCE>
+inline Vec merged(Vec a, Vec b) {
+  Ints low;
+  for (int lane = 0; lane < WIDTH; ++lane) {
+    const int from = lane / (2 * DISTANCE) * 2 * DISTANCE + lane % DISTANCE;
+    low[lane] = lane / DISTANCE % 2 ? WIDTH + from : from;
+  }
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + DISTANCE);
+}
+#endif
+
+// The sum of each of WIDTH vectors, as `sum_of` makes it.
+template <int DISTANCE = WIDTH / 2>
+inline Vec sums_of(Vec* numbers) {
+  if constexpr (DISTANCE == 0) {
+    return numbers[0];
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < DISTANCE; ++i) numbers[i] = merged<DISTANCE>(numbers[i], numbers[i + DISTANCE]);
+    return sums_of<DISTANCE / 2>(numbers);
+  }
+}
+
 }  // namespace
