@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -296,7 +296,7 @@ class Worker:
 
     def _send(self, addresses: Sequence[int], message: Message) -> None:
         if isinstance(message, _STAMPED):
-            message = replace(message, sent_at=time.perf_counter())
+            object.__setattr__(message, "sent_at", time.perf_counter())  # a copy takes ten microseconds
         for address in addresses:
             if address == CLIENT and self._hold_tokens:
                 self._hold(message)

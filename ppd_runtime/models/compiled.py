@@ -5,7 +5,7 @@ Code is made by `compiling`, a file for each kind of layer and pass.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.compiling import (
-    AT_ONCE,
     MOST_SEVERAL,
     READ_BY_PRODUCTS,
     compile_layers,
     compile_part,
     compile_part_head,
-    kinds_of,
     layer_for,
     weights_of,
 )
@@ -75,9 +73,8 @@ class CompiledLayers:
     def add(self, *passes: int) -> None:
         """Have code for these passes too, such as `SEVERAL`; makes what no earlier run has made."""
         model = self._model
-        for kind in (kind for each in passes for kind in kinds_of(each, model.device)):
-            if kind not in self._layers:
-                self._load(kind, compile_layers(model.config, model.dtype, model.device, kind))
+        for kind in set(passes) - set(self._layers):
+            self._load(kind, compile_layers(model.config, model.dtype, model.device, kind))
 
     def _load(self, kind: int, paths: Sequence[Path]) -> None:
         for path in set(paths) - set(self._loaded):
@@ -112,15 +109,13 @@ class CompiledLayers:
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":
         """A model of one layer behind another model, such as an adapter, for one token and for several."""
-        kinds, head = (1, *kinds_of(SEVERAL, part.device)), compile_part_head(part)
-        files = {kind: [compile_part(part, kind)] for kind in kinds}
+        head = compile_part_head(part)
+        files = {kind: [compile_part(part, kind)] for kind in (1, SEVERAL)}
         return CompiledLayers(part, files | {HEAD: [head]} if head else files)
 
     def runs_tree(self, tokens: int) -> bool:
         """Whether there is code for a chain or a tree of so many, or so many siblings."""
-        return tokens in self._layers or (
-            tokens <= MOST_SEVERAL and all(size in self._layers or SEVERAL in self._layers for size in _sizes(tokens))
-        )
+        return tokens in self._layers or (tokens <= MOST_SEVERAL and SEVERAL in self._layers)
 
     def runs_piece(self, piece: Piece) -> bool:
         """Whether there is code for one token's pass through a piece."""
@@ -147,27 +142,9 @@ class CompiledLayers:
 
         `caches` are as in `run`.
         """
-        states = []
-        for own in self._parts(hidden.shape[1]):
-            size = own.stop - own.start
-            kind = size if size in self._layers else SEVERAL
-            layers, numbers = self._layers[kind][first:last], range(first, last)
-            states.append(self._passes.run((kind, first, last), layers, numbers, hidden[:, own], caches, tree, own))
-        return torch.cat(states, dim=1) if len(states) > 1 else states[0]
-
-    def _parts(self, tokens: int) -> Iterator[slice]:
-        """Where a pass over so many is cut."""
-        sizes = [tokens] if tokens in self._layers or SEVERAL in self._layers else _sizes(tokens)
-        start = 0
-        for size in sizes:
-            yield slice(start, start + size)
-            start += size
-
-
-def _sizes(tokens: int) -> list[int]:
-    """Of the parts in which CPUs run so many tokens, as even as can be."""
-    parts = -(-tokens // AT_ONCE)
-    return [tokens // parts + (i < tokens % parts) for i in range(parts)]
+        kind = hidden.shape[1] if hidden.shape[1] in self._layers else SEVERAL
+        layers = self._layers[kind][first:last]
+        return self._passes.run((kind, first, last), layers, range(first, last), hidden, caches, tree)
 
 
 def _kinds(piece: Piece) -> list[int]:

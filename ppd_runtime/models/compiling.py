@@ -51,9 +51,6 @@ from ppd_runtime.models.stage import FinalHead, decoder_of
 logger = logging.getLogger(__name__)
 MOST_SEVERAL = 15
 """Tokens of a pass for which compiled code is of use; the library runs longer ones."""
-AT_ONCE = 5
-"""Tokens of a pass on CPUs, where longer ones are run in parts: each number of tokens has code of its own, whose loops
-are faster than those over any number."""
 READ_BY_PRODUCTS = "read_by_products"
 """What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
 _GROUPED_ATTENTION, _FEW_TOKENS_ATTENTION = "ppd_grouped_sdpa", "ppd_few_tokens"
@@ -66,11 +63,6 @@ _PASSES = {
     WITHOUT_ATTENTION: "one token without attention",
     WITHOUT_MLP: "one token without MLP",
 }
-
-
-def kinds_of(passes: int, device: torch.device) -> tuple[int, ...]:
-    """The passes that are compiled where some are asked for: on CPUs for `SEVERAL` tokens up to `AT_ONCE` of them."""
-    return tuple(range(2, AT_ONCE + 1)) if passes == SEVERAL and device.type == "cpu" else (passes,)
 
 
 def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, passes: int = 1) -> list[Path]:

@@ -68,25 +68,24 @@ class LaunchedPasses:
         hidden: Tensor,
         caches: Sequence[PreallocatedLayer],
         tree: TokenTree | None = None,
-        own: slice = slice(0, 1),
     ) -> Tensor:
         """As `NativePasses.run`."""
         tokens = hidden.shape[1]
         attending = [None if number is None else caches[number] for number in numbers]
-        position = next(cache.length for cache in attending if cache) - own.start
+        position = next(cache.length for cache in attending if cache)
         rows = [cache.next_rows(tokens) if cache else () for cache in attending]
         windows = [cache.sliding_window if cache else None for cache in attending]
 
         def launch(hidden: Tensor, position: Tensor) -> Tensor:
             if tree is None:
                 return _launch(parts, rows, hidden, position)
-            return _launch_several(parts, rows, windows, tree, own, hidden, position)
+            return _launch_several(parts, rows, windows, tree, hidden, position)
 
         comes_again = tree is None or tree.is_chain or set(tree.parents) == {-1}
         if self._recordings and comes_again:  # a recording reads what the tree holds
             tensors = [tensor for pair in rows for tensor in pair]
             places = tuple(tensor.data_ptr() for tensor in tensors)
-            key = (key, tree, own.start, tensors[0].shape[0], places)
+            key = (key, tree, tensors[0].shape[0], places)
             return self._recordings.run(key, hidden, position, launch)
         return launch(hidden, self._position.fill_(position))
 
@@ -103,13 +102,12 @@ def _launch_several(
     rows: Sequence[tuple[Tensor, ...]],
     windows: Sequence[int | None],
     tree: TokenTree,
-    own: slice,
     hidden: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """`own` are the tokens of the tree that `hidden` has; its roots stand at `position`."""
-    places, first_row = (tree.depths[own] + position)[None], position + own.start if own.start else position
-    masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype, own) for w in set(windows)}
+    """The tree's roots stand at `position`."""
+    places = (tree.depths + position)[None]
+    masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype) for w in set(windows)}
     for part, of_layer, window in zip(parts, rows, windows, strict=True):
-        (hidden,) = part.code.run([hidden, first_row, *of_layer, places, masks[window], *part.weights])
+        (hidden,) = part.code.run([hidden, position, *of_layer, places, masks[window], *part.weights])
     return hidden

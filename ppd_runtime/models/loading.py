@@ -154,11 +154,10 @@ def compile_ahead(
         ValueError: where the model cannot be compiled, or not on this machine.
     """
     # only compiled code needs all that it imports
-    from ppd_runtime.models.compiling import compile_head, compile_layers, kinds_of
+    from ppd_runtime.models.compiling import compile_head, compile_layers
 
     config, place = _config(info.folder), torch.device(device)
-    kinds = [kind for each in passes for kind in kinds_of(each, place)]
-    code = {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in kinds}
+    code = {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in passes}
     head = compile_head(config, dtype, place)
     return code | {HEAD: (head,)} if head else code
 

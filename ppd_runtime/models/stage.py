@@ -41,8 +41,8 @@ class Stage:
         self.device = model.device
         """Where the weights are; the library goes through all of a model's modules each time it is asked."""
         self.num_layers: int = model.config.num_hidden_layers
-        self.layers_at_once = -(-self.num_layers // 3) if compiled else self.num_layers
-        """Layers best run in one call: each call of the library's has a price of its own, a compiled one has none."""
+        self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
+        """Layers best run in one call: a call of the library's has a price of its own, a compiled one a smaller one."""
         self.layer_passes = 0
         """One-sequence layer passes run so far: a pass through one layer counts one, over siblings one for each."""
         self.layer_seconds = 0.0

@@ -25,9 +25,9 @@ class TokenTree:
         self.depths = torch.tensor([len(path) - 1 for path in behind], device=device)
         """`[tokens]`: tokens between each and the text before the tree."""
         self.is_chain = self.parents == tuple(range(-1, len(parents) - 1))
-        self.memory = self.depths.data_ptr(), self.sees.data_ptr(), len(self.parents)
-        """Where `depths` and `sees` are, and how many tokens there are."""
-        self._ahead: dict[tuple[int, int, int], Tensor] = {}
+        self.memory = self.depths.data_ptr(), self.sees.data_ptr()
+        """Where `depths` and `sees` are."""
+        self._ahead: dict[int, Tensor] = {}
         self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def masks(self, layers: Sequence[PreallocatedLayer], model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
@@ -47,30 +47,27 @@ class TokenTree:
         start = torch.tensor([layer.length], device=self.depths.device)
         return self.mask(start, layer.length + size, layer.sliding_window, dtype)[..., -attended:]
 
-    def mask(
-        self, start: Tensor, rows: int, window: int | None, dtype: torch.dtype, own: slice = slice(None)
-    ) -> Tensor:
-        """What the tokens `own` see of a cache's first rows: an additive mask, `[1, 1, tokens, rows]`.
+    def mask(self, start: Tensor, rows: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What the tokens see of a cache's first rows: an additive mask, `[1, 1, tokens, rows]`.
 
         `start`, `[1]`, is where the tree's roots stand; its tokens' entries are in the rows from there on.
         """
         hides = self._hides_of_chain if self.is_chain else self._hides
-        return torch.where(hides(start, rows, window, own), *self._scale(dtype))[None, None]
+        return torch.where(hides(start, rows, window), *self._scale(dtype))[None, None]
 
-    def _hides_of_chain(self, start: Tensor, rows: int, window: int | None, own: slice) -> Tensor:
+    def _hides_of_chain(self, start: Tensor, rows: int, window: int | None) -> Tensor:
         """As `_hides`, in one or two short operations: such a pass may take less than all those of `_hides`."""
-        key = (rows, own.start or 0, len(self.parents) if own.stop is None else own.stop)
-        if key not in self._ahead:
-            self._ahead[key] = torch.arange(rows, device=start.device) - self.depths[own, None]
-        ahead = self._ahead[key]
+        if rows not in self._ahead:
+            self._ahead[rows] = torch.arange(rows, device=start.device) - self.depths[:, None]
+        ahead = self._ahead[rows]
         return ahead > start if window is None else (ahead > start) | (ahead <= start - window)
 
-    def _hides(self, start: Tensor, rows: int, window: int | None, own: slice) -> Tensor:
+    def _hides(self, start: Tensor, rows: int, window: int | None) -> Tensor:
         """Which rows each token does not see, `[tokens, rows]`."""
-        place, depths = torch.arange(rows, device=start.device) - start, self.depths[own, None]
+        place, depths = torch.arange(rows, device=start.device) - start, self.depths[:, None]
         node = place.clamp(0, len(self.parents) - 1)
         within = place == node
-        hidden = torch.where(within, ~self.sees[own][:, node], place > 0)
+        hidden = torch.where(within, ~self.sees[:, node], place > 0)
         if window is None:
             return hidden
         return hidden | (torch.where(within, self.depths[node], place) <= depths - window)

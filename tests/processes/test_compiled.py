@@ -121,10 +121,10 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
 @needs_compiler
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFolder, kept: Path, family: str) -> None:
-    """In one part and in two, with windows that roll, on both sides of a step of the attended rows; any cut of it."""
+    """By code for so many or for several; with windows that roll, on both sides of a step of the attended rows."""
     stage = load_eager(model_folder(family))
     device, dtype = stage.model.device, stage.model.dtype
-    files = {tokens: compile_layers(stage.model.config, dtype, device, tokens) for tokens in (3, 4)}
+    files = {tokens: compile_layers(stage.model.config, dtype, device, tokens) for tokens in (4, SEVERAL)}
     twin = Stage(stage.model, CompiledLayers(stage.model, files))
     for position, length in ((3, 4), (3, 7), (ATTENDED_ROWS - 1, 3), (ATTENDED_ROWS + 5, 6)):
         states = []
@@ -139,6 +139,24 @@ def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFol
         assert torch.equal(states[1], states[2])
         assert torch.allclose(states[1], states[0], rtol=1e-3, atol=1e-3 * float(states[0].abs().max()))
         assert not torch.equal(states[1], states[0]), "the library's code ran"
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_a_chains_bits_are_those_of_its_tokens_alone(family: str, model_folder: ModelFolder, kept: Path) -> None:
+    """So one pass over drafts says what ordinary decoding would, to the last bit; windows roll here, too."""
+    model = load_eager(model_folder(family)).model
+    files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, SEVERAL)}
+    stage = Stage(model, CompiledLayers(model, files))
+    for position in (3, ATTENDED_ROWS - 2, ATTENDED_ROWS + 5):
+        stage.begin(position + 9)
+        stage.run(0, 4, list(range(40, 40 + position)), 0)
+        for tokens in ([9, 10], [9, 10, 11], list(range(9, 18))):
+            together = stage.run(0, 4, tokens, position)
+            stage.truncate(position)
+            alone = [stage.run(0, 4, [token], position + i) for i, token in enumerate(tokens)]
+            stage.truncate(position)
+            assert torch.equal(together, torch.cat(alone, dim=1))
 
 
 @needs_compiler

@@ -90,17 +90,17 @@ struct Cache {
   }
 };
 
-// Who stands behind whom among tokens that are run together, and which of them this pass runs.
+// Who stands behind whom among tokens that are run together.
 struct Tree {
   const int64_t* depths;  // [size]
   const bool* sees;       // [size, size]
-  int64_t size, first, tokens;
+  int64_t size;
 };
 
 // What tokens see of a cache's first rows, where their tree's roots stand at `position`.
 void fill_mask(float* mask, const Tree& tree, int64_t position, int64_t rows, int64_t window) {
   const float hidden = std::numeric_limits<float>::lowest();
-  for (int64_t token = tree.first; token < tree.first + tree.tokens; ++token, mask += rows) {
+  for (int64_t token = 0; token < tree.size; ++token, mask += rows) {
     const int64_t oldest = window ? position + tree.depths[token] - window + 1 : 0;  // that is near enough
     for (int64_t row = 0; row < rows; ++row) mask[row] = row < oldest || row >= position ? hidden : 0.0f;
     for (int64_t node = 0; node < tree.size && position + node < rows; ++node) {
@@ -151,16 +151,15 @@ void* ppd_cache(float* keys, float* values, int64_t heads, int64_t key_dim, int6
 void ppd_delete_cache(void* cache) { delete static_cast<Cache*>(cache); }
 
 // Run `tokens` tokens' states through layers; a layer without attention has no cache. Without `depths` it is one token, at
-// `position`; else tokens from `first` on of a tree whose roots stand there. Other than 0 where the code fails.
+// `position`; else a tree's, whose roots stand there. Other than 0 where the code fails.
 int ppd_pass(
     void* const* layers, void* const* caches, int64_t count, float* states, int64_t tokens, int64_t width,
-    int64_t position, int64_t attended, const int64_t* depths, const bool* sees, int64_t size, int64_t first,
-    float* result, int64_t result_width) {
+    int64_t position, int64_t attended, const int64_t* depths, const bool* sees, float* result, int64_t result_width) {
   const int32_t whole_numbers = aoti_torch_dtype_int64(), floats = aoti_torch_dtype_float32();
-  const Tree tree{depths, sees, size, first, tokens};
-  int64_t first_row = position + first, places[tokens];
-  for (int64_t i = 0; depths && i < tokens; ++i) places[i] = position + depths[first + i];
-  const Handle row = of_memory(&first_row, {1}, whole_numbers);
+  const Tree tree{depths, sees, tokens};
+  int64_t places[tokens];
+  for (int64_t i = 0; depths && i < tokens; ++i) places[i] = position + depths[i];
+  const Handle row = of_memory(&position, {1}, whole_numbers);
   const Handle place = depths ? of_memory(places, {1, tokens}, whole_numbers) : Handle();
   struct Mask {
     int64_t window;

@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_delete_layer": (None, [_P]),
     "ppd_cache": (_P, [_P, _P, _N, _N, _N, _N]),
     "ppd_delete_cache": (None, [_P]),
-    "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _N, _N, _P, _N]),
+    "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _P, _N]),
 }
 
 
@@ -76,7 +76,7 @@ class NativePasses:
 
     def head(self, part: Layer, hidden: Tensor, vocab_size: int) -> Tensor:
         """`[1, tokens, vocab_size]` logits of hidden states `[1, tokens, hidden_size]`."""
-        return self._route("head", [part], [None]).run(hidden, (), None, slice(0, 1), vocab_size)
+        return self._route("head", [part], [None]).run(hidden, (), None, vocab_size)
 
     def run(
         self,
@@ -86,14 +86,13 @@ class NativePasses:
         hidden: Tensor,
         caches: Sequence[PreallocatedLayer],
         tree: TokenTree | None = None,
-        own: slice = slice(0, 1),
     ) -> Tensor:
-        """The states behind layers of states `[1, tokens, hidden_size]`: of one token, or of a tree's tokens `own`.
+        """The states behind layers of states `[1, tokens, hidden_size]`: of one token, or of a tree's.
 
         `numbers` are those of the layers' caches, None where there is no attention; `key` stands for parts and numbers.
         The caches count the tokens.
         """
-        return self._route(key, parts, numbers).run(hidden, caches, tree, own, hidden.shape[-1])
+        return self._route(key, parts, numbers).run(hidden, caches, tree, hidden.shape[-1])
 
     def _route(self, key: Hashable, parts: Sequence[Layer], numbers: Sequence[int | None]) -> "_Route":
         route = self._routes.get(key)
@@ -115,15 +114,13 @@ class _Route:
         self._caches: list[_Cache] = []
         self._at_caches: int | None = None
 
-    def run(
-        self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, own: slice, width: int
-    ) -> Tensor:
+    def run(self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, width: int) -> Tensor:
         if caches is not self._sequence:
             self._take(caches)
         hidden, tokens = hidden.contiguous(), hidden.shape[1]
         position = attended = 0
         if self._attending:
-            position = self._attending[0].length - own.start
+            position = self._attending[0].length
             for cache in self._attending:
                 cache.count(tokens)
             attended = whole_rows(self._attending[0].length)
@@ -137,8 +134,7 @@ class _Route:
             hidden.shape[2],
             position,
             attended,
-            *((None, None, 0) if tree is None else tree.memory),
-            own.start,
+            *((None, None) if tree is None else tree.memory),
             result.data_ptr(),
             width,
         )
