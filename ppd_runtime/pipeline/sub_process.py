@@ -52,6 +52,9 @@ class SubProcess:
         self._entries: dict[int, Tensor] = {}
         self._owed: int | None = None  # position whose entries the others wait for
         self._ask_at = 0  # the position at which to say that tokens before it are lacking
+        self._states_come_back = False  # whether the main process asks for candidates behind this one's early starts
+        self._ahead: Tensor | None = None  # the state of the likeliest token on trial, until what follows is foreseen
+        self._foreseen: tuple[int, list[int]] | None = None  # a position, and the candidates for it behind that token
         self._over = False
 
     def serve(self) -> Machine:
@@ -64,24 +67,33 @@ class SubProcess:
             if message is not None:
                 self._take(message)
                 yield from self._take_all()
-            yield from self._work()
+            if self._over:
+                return
+            if self._exit_state is None and self._ahead is not None:
+                self._foresee(self._ahead)
+            else:
+                yield from self._work()
 
     def _take_all(self) -> Machine:
         while not self._over and (message := (yield Receive(0))) is not None:
             self._take(message)
 
     def _has_work(self) -> bool:
-        return self._exit_state is not None or self.stage.length(0) < len(self.history)
+        waiting = self._exit_state is not None or self._ahead is not None
+        return waiting or self.stage.length(0) < len(self.history)
 
     def _work(self) -> Machine:
         """Name the candidates, bring the cache up to the newest token, start the candidates."""
         state, self._exit_state = self._exit_state, None
+        (foreseen_at, ranked), self._foreseen, self._ahead = self._foreseen or (0, []), None, None
         if state is None or state.position != len(self.history) - 1:
             self._ship_entries()
             yield from self._follow()
             return
         position = state.position + 1
-        tokens = tuple(self.exit_head.candidates(state.hidden, self.history, self.k)[self._share])
+        if foreseen_at != position:
+            ranked = self.exit_head.candidates(state.hidden, self.history, self.k)
+        tokens = tuple(ranked[self._share])
         self.send((MAIN,), Candidate(self.rank, self.begin.request, position, tokens))
         self._ship_entries()
         yield from self._follow()
@@ -94,6 +106,15 @@ class SubProcess:
         self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
         self.layer_passes += len(tokens) * self.stage.num_layers
         self._trial = tokens
+        self._ahead = hidden[:, :1] if self._states_come_back else None
+
+    def _foresee(self, state: Tensor) -> None:
+        """Rank what follows the likeliest token on trial, before it is known whether that one was right.
+
+        What the main process then asks for is behind this very state: the time that its message takes is not lost.
+        """
+        text = [*self.history, self._trial[0]]
+        self._foreseen, self._ahead = (len(text), self.exit_head.candidates(state, text, self.k)), None
 
     def _follow(self) -> Machine:
         """Bring the cache up to the newest token: import the winner's entries, or compute."""
@@ -148,6 +169,7 @@ class SubProcess:
             self._settle_trial(position, tokens[0])
             self.history += tokens
             self._ask_at = 0
+            self._foreseen = self._ahead = None
         if message.entries is not None:
             self._keep(message.entries, message.position)
 
@@ -164,6 +186,10 @@ class SubProcess:
             return
         self.history.append(message.token_id)
         self._winners[message.position] = message.winner
+        won, comes_back = message.winner == self.rank, message.hidden is not None
+        self._states_come_back = comes_back if won else self._states_come_back
+        if not (won and comes_back and self._trial[:1] == (message.token_id,)):
+            self._foreseen = self._ahead = None
         if message.hidden is not None:
             self._exit_state = ExitState(message.sender, message.request, message.position, message.hidden)
         if self._settle_trial(message.position, message.token_id) and message.winner == self.rank:

@@ -210,3 +210,43 @@ def test_an_exit_state_that_comes_again_starts_its_candidates_anew():
         machine.send(message)
     assert [type(message) for message in sent] == [Candidate, HeadStart, Candidate, HeadStart, Entries]
     assert stage.length(0) == 2
+
+
+class CountingHead(VirtualExitHead):
+    """Notes the position of each ranking."""
+
+    asked: list[int]
+
+    def candidates(self, hidden, history, k):
+        self.asked.append(len(history))
+        return super().candidates(hidden, history, k)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_candidates_are_ranked_before_the_main_process_asks(right):
+    """Those behind the likeliest early start, once the main process is known to ask for such; used if it was right."""
+    begin, clock, sent = begin_message([0], GREEDY), Clock(1.0, 1.0, 0.0, random.Random(0)), []
+    head, stage, state = CountingHead(clock, 0.0, [1] * 14), VirtualStage(clock, 2), torch.zeros(1, 1, 0)
+    head.asked = []
+    sub = SubProcess(stage, head, 1, (1,), 1, lambda addresses, message: sent.append(message), begin)
+    machine = sub.serve()
+    next(machine)
+
+    def say(message):
+        wish = machine.send(message)
+        while wish.patience == 0:
+            wish = machine.send(None)
+
+    say(ExitState(MAIN, begin.request, 0, state))
+    assert head.asked == [1]
+    say(Token(MAIN, begin.request, 1, 1, 1, state))
+    assert head.asked == [1, 2, 3]
+    token, winner = (2, 1) if right else (7, MISS)
+    say(Token(MAIN, begin.request, 2, token, winner, state if right else None))
+    assert head.asked == ([1, 2, 3, 4] if right else [1, 2, 3])
+    if not right:
+        say(ExitState(MAIN, begin.request, 2, state))
+        assert head.asked == [1, 2, 3, 3, 4]
+    named = [message.position for message in sent if isinstance(message, Candidate)]
+    assert named == [1, 2, 3]
+    assert stage.length(0) == 4
