@@ -7,7 +7,7 @@
 Every process stays on a core of its own where there are enough; ordinary decoding and transformers run on the main
 process' core. Times are for a token after the first; the first round is dropped. With --emulate-layer-ms every stage
 computes its real result and then sleeps until that time per layer has passed, in ordinary decoding too: protocol and
-scheduling are real, the devices are not.
+scheduling are real, the devices are not. The cores are kept awake meanwhile, as a real device's host is.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.awake import awake_cores
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -43,11 +44,11 @@ def measure(options: argparse.Namespace) -> Figures:
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: times are for tokens after the first, give at least 2")
     torch.set_num_threads(1)  # transformers' too: a second thread would share the one core
-    device, real_time = None, False
-    if options.emulate_layer_ms is not None:
-        device = EmulatedDevice(options.emulate_layer_ms, options.emulate_head_ms)
-        real_time = wake_at_once()
+    device, real_time, awake = None, False, False
     with contextlib.ExitStack() as stack:
+        if options.emulate_layer_ms is not None:
+            device = EmulatedDevice(options.emulate_layer_ms, options.emulate_head_ms)
+            real_time, awake = wake_at_once(), stack.enter_context(awake_cores())
         model = stack.enter_context(model_folder(options.model))
         ordinary = OrdinaryDecoding(model, dtype=options.dtype, compile=options.compile, emulate=device)
         prompts = [ordinary.tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -66,7 +67,7 @@ def measure(options: argparse.Namespace) -> Figures:
         stack.enter_context(runtime)
         library = None if device else _library_model(ordinary)
         pairs, library_times = _paired_runs(options, ordinary, runtime, prompts, library)
-        return _figures(options, runtime, pairs, library_times) | {"real_time": real_time}
+        return _figures(options, runtime, pairs, library_times) | {"real_time": real_time, "awake": awake}
 
 
 def wake_at_once() -> bool:

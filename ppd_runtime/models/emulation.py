@@ -4,8 +4,10 @@ It computes its real result, then sleeps until a given time per layer has passed
 scheduling, with real messages and real candidates; figures from it are an emulation's and have to say so.
 """
 
+import contextlib
 import ctypes
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
 _PR_SET_TIMERSLACK = 29
+_MOST_PRIORITY = 40
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,17 @@ class EmulatedStage(Stage):
         logits = super()._logits(hidden)
         _wait_until(began + self._head_s)
         return logits
+
+
+def come_first(rank: int) -> None:
+    """Have this process run before those of higher ranks, where all have been given real-time priorities.
+
+    On devices of their own none would wait for another. Where they share cores, the one that waits should be the one
+    whose work is least likely to be used.
+    """
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(max(1, _MOST_PRIORITY - rank)))
 
 
 def _wait_until(moment: float) -> None:
