@@ -56,10 +56,12 @@ class LaunchedPasses:
         """A layer or a head."""
         return Part(code, list(weights))
 
+    @torch.inference_mode()
     def head(self, part: Part, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
         return part.code.run([hidden.contiguous(), *part.weights])[0]
 
+    @torch.inference_mode()
     def run(
         self,
         key: Hashable,

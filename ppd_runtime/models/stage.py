@@ -40,6 +40,7 @@ class Stage:
         self.model, self._compiled = model, compiled
         self.device = model.device
         """Where the weights are; the library goes through all of a model's modules each time it is asked."""
+        self._on_cuda = self.device.type == "cuda"
         self.num_layers: int = model.config.num_hidden_layers
         self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
         """Layers best run in one call: a call of the library's has a price of its own, a compiled one a smaller one."""
@@ -84,7 +85,7 @@ class Stage:
         must be the number of entries that these layers hold. An empty range gives back its inputs.
         """
         if first == last and isinstance(inputs, Tensor):
-            return inputs.to(self.device)
+            return self._here(inputs)
         began = time.perf_counter()
         hidden = self._run(first, last, inputs, position)
         self._wait_for_device()
@@ -180,23 +181,25 @@ class Stage:
         return logits
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden[:, -1:])[0, -1].float()
+        return self.head(hidden if hidden.shape[1] == 1 else hidden[:, -1:]).view(-1).float()
 
-    @torch.inference_mode()
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         self._check_position(first, position)
-        tokens = len(inputs if isinstance(inputs, list) else inputs[0])
+        tokens = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
         if self._compiled and position and (tokens == 1 or self._compiled.runs_tree(tokens)):
-            hidden = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
+            hidden = self._here(inputs) if isinstance(inputs, Tensor) else self._embed(inputs)
             if tokens == 1:
                 return self._compiled.run(first, last, hidden, self.cache.layers)
             return self._compiled.run_tree(first, last, hidden, chain_of(tokens, self.device), self.cache.layers)
         return self._run_library(first, last, inputs, position)
 
+    def _here(self, states: Tensor) -> Tensor:
+        """On the stage's device; on CPUs they are, and between two passes asking takes ten microseconds."""
+        return states.to(self.device) if self._on_cuda else states
+
+    @torch.inference_mode()
     def _embed(self, token_ids: list[int]) -> Tensor:
-        if (
-            self._table is not None and len(token_ids) == 1 and token_ids[0] >= 0
-        ):  # a view: an operator less, in between two passes
+        if self._table is not None and len(token_ids) == 1 and token_ids[0] >= 0:  # a view: an operator less
             return self._table[token_ids[0]].view(1, 1, -1)
         return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
@@ -223,9 +226,10 @@ class Stage:
             raise RuntimeError(f"layer {layer} holds {length} tokens, the pass starts at position {position}")
 
     def _wait_for_device(self) -> None:
-        if self.device.type == "cuda":  # whoever sends or judges the result waits for it anyway
+        if self._on_cuda:  # whoever sends or judges the result waits for it anyway
             torch.cuda.synchronize(self.device)
 
+    @torch.inference_mode()
     def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
         if (first, last) not in self._ranges:
             layers = dict(enumerate(self.model.model.layers))

@@ -121,9 +121,10 @@ class _Route:
         position = attended = 0
         if self._attending:
             position = self._attending[0].length
+            self._attending[0].check_room(position + tokens)
             for cache in self._attending:
-                cache.count(tokens)
-            attended = whole_rows(self._attending[0].length)
+                cache.length += tokens
+            attended = whole_rows(position + tokens)
         result = torch.empty(1, tokens, width)
         failed = self._pass(
             self._at_layers,
