@@ -67,6 +67,15 @@ class Sampler:
         noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
         return int((self._filters(None, scores)[0] + noise[0]).argmax())
 
+    def choices(self, logits: Tensor) -> list[int] | None:
+        """As `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`; None where what was before
+        matters."""
+        if not self.params.greedy or self.needs_history:
+            return None
+        if logits.device.type != "cpu":
+            return logits.argmax(-1).tolist()
+        return logits.numpy().argmax(-1).tolist()
+
     @torch.inference_mode()
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""

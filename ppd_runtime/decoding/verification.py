@@ -73,10 +73,12 @@ class SharedNoise:
 
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
         """Goes down while a node has a child that is the whole model's choice."""
-        path, text = [0], list(history)
+        choices = self._sampler.choices(logits)
+        path, text = [0], list(history) if choices is None else []
         while True:
-            token = self._sampler.choose(logits[path[-1]], text)
-            child = _child_with(draft, path[-1], token)
+            node = path[-1]
+            token = self._sampler.choose(logits[node], text) if choices is None else choices[node]
+            child = _child_with(draft, node, token)
             if child is None:
                 return Verdict(tuple(path), token)
             path.append(child)

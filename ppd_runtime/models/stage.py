@@ -7,7 +7,7 @@ masks, rotary tables, windows and soft caps stay the library's business.
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from ppd_runtime.spans import Kind
 
 if TYPE_CHECKING:
     from ppd_runtime.models.compiled import CompiledLayers
+
+_MOST_VIEWS = 4096  # of single tokens' rows of the embedding, kept: to make one takes two operators
 
 
 class Stage:
@@ -57,7 +59,8 @@ class Stage:
         self.head = (compiled and compiled.head) or FinalHead(model)
         embedding = model.model.embed_tokens
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        self._table = embedding.weight.detach() if plain else None
+        look_up = lru_cache(_MOST_VIEWS)(lambda token: embedding.weight.detach()[token].view(1, 1, -1))
+        self._embed_one = look_up if plain else None
         self.cache = StageCache(model.config, 0)
 
     def compile_for(self, *passes: int) -> None:
@@ -197,11 +200,11 @@ class Stage:
         """On the stage's device; on CPUs they are, and between two passes asking takes ten microseconds."""
         return states.to(self.device) if self._on_cuda else states
 
-    @torch.inference_mode()
     def _embed(self, token_ids: list[int]) -> Tensor:
-        if self._table is not None and len(token_ids) == 1 and token_ids[0] >= 0:  # a view: an operator less
-            return self._table[token_ids[0]].view(1, 1, -1)
-        return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
+        if self._embed_one is not None and len(token_ids) == 1 and token_ids[0] >= 0:
+            return self._embed_one(token_ids[0])
+        with torch.inference_mode():
+            return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 
     @torch.inference_mode()
     def _run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:

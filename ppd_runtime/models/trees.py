@@ -86,6 +86,7 @@ def token_tree(parents: tuple[int, ...], device: torch.device) -> TokenTree:
     return TokenTree(parents, device)
 
 
+@lru_cache(maxsize=256)
 def chain_of(tokens: int, device: torch.device) -> TokenTree:
     """So many tokens, one behind the other."""
     return token_tree(tuple(range(-1, tokens - 1)), device)
