@@ -4,17 +4,18 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 _SPIN = """
 import os, sys
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 os.sched_setaffinity(0, [int(sys.argv[1])])
-parent = os.getppid()
-while os.getppid() == parent:
+while os.getppid() == int(sys.argv[2]):
     for _ in range(100_000):
         pass
 """
+_START_S = 0.3
 
 
 @contextlib.contextmanager
@@ -27,9 +28,12 @@ def awake_cores() -> Iterator[bool]:
         yield False
         return
     cores = sorted(os.sched_getaffinity(0))
-    spinning = [subprocess.Popen([sys.executable, "-S", "-c", _SPIN, str(core)]) for core in cores]
+    spinning: list[subprocess.Popen[bytes]] = []
     try:
-        yield True
+        for core in cores:
+            spinning.append(subprocess.Popen([sys.executable, "-S", "-c", _SPIN, str(core), str(os.getpid())]))
+        time.sleep(_START_S)
+        yield all(process.poll() is None for process in spinning)
     finally:
         for process in spinning:
             process.kill()

@@ -5,7 +5,7 @@ Code is made by `compiling`, a file for each kind of layer and pass.
 """
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from ppd_runtime.models.compiling import (
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 from ppd_runtime.models.launched import LaunchedPasses
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.native.layers import NativePasses
-from ppd_runtime.models.native.library import is_available
+from ppd_runtime.models.native.layers import NativePasses, calls_python
+from ppd_runtime.models.native.library import is_available, load
 from ppd_runtime.models.native.products import MOST_ROWS, LargePages, in_half_the_memory
 from ppd_runtime.models.stage import FinalHead, Piece, layer_range
 from ppd_runtime.models.trees import TokenTree
@@ -60,8 +60,7 @@ class CompiledLayers:
     def __init__(self, model: PreTrainedModel, files: Mapping[int, Sequence[Path]]) -> None:
         _check_embedding(model)
         self._model = model
-        native = is_available(model.device, model.dtype)
-        self._passes: Any = NativePasses() if native else LaunchedPasses(model.device)
+        self._passes: Any = _passes(model, {path for paths in files.values() for path in paths})
         self._loaded: dict[Path, Any] = {}
         self._halves: dict[Hashable, Tensor] = {}
         self._layers: dict[int, list[Any]] = {}
@@ -82,7 +81,8 @@ class CompiledLayers:
         if kind == HEAD:
             (path,), final = paths, FinalHead(self._model)
             part, size = self._part(self._loaded[path], final.module), self._model.lm_head.weight.shape[0]
-            self.head = CompiledHead(lambda hidden: self._passes.head(part, hidden, size), final)
+            passes = self._passes
+            self.head = CompiledHead(lambda hidden: passes.head(part, hidden, size), final)
             return
         self._layers[kind] = [
             self._part(self._loaded[path], layer_for(self._model, i, kind))
@@ -112,6 +112,10 @@ class CompiledLayers:
         head = compile_part_head(part)
         files = {kind: [compile_part(part, kind)] for kind in (1, SEVERAL)}
         return CompiledLayers(part, files | {HEAD: [head]} if head else files)
+
+    def forget(self) -> None:
+        """Let go of the last sequence's caches."""
+        self._passes.forget()
 
     def runs_tree(self, tokens: int) -> bool:
         """Whether there is code for a chain or a tree of so many, or so many siblings."""
@@ -145,6 +149,13 @@ class CompiledLayers:
         kind = hidden.shape[1] if hidden.shape[1] in self._layers else SEVERAL
         layers = self._layers[kind][first:last]
         return self._passes.run((kind, first, last), layers, range(first, last), hidden, caches, tree)
+
+
+def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | LaunchedPasses:
+    if not is_available(model.device, model.dtype):
+        return LaunchedPasses(model.device)
+    load()  # the code is going to ask for it
+    return LaunchedPasses(model.device) if any(map(calls_python, files)) else NativePasses()
 
 
 def _kinds(piece: Piece) -> list[int]:

@@ -56,6 +56,9 @@ class LaunchedPasses:
         """A layer or a head."""
         return Part(code, list(weights))
 
+    def forget(self) -> None:
+        """Nothing is kept of a sequence but recordings, which hold its memory anyway."""
+
     @torch.inference_mode()
     def head(self, part: Part, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""

@@ -78,6 +78,8 @@ class Stage:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
         self.cache = StageCache(self.model.config, capacity)
         self._views.clear()
+        if self._compiled:
+            self._compiled.forget()
         if capacity > self._positions.shape[1]:
             self._positions = torch.arange(capacity, device=self.device)[None]
 

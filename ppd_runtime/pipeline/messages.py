@@ -354,7 +354,7 @@ def _numbers_in_place(tensor: Tensor) -> memoryview | None:
         numbers = tensor.numpy().data
     except (TypeError, RuntimeError):
         return None
-    return numbers if numbers.format == "f" and numbers.c_contiguous else None
+    return numbers if numbers.format == "f" and numbers.c_contiguous and numbers.nbytes else None
 
 
 def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:

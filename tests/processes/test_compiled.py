@@ -1,7 +1,10 @@
 """Compiled one-token passes: bits that do not depend on the cut, numbers that are the library's, files kept on disk."""
 
+import gc
 import itertools
 import shutil
+import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,11 +16,13 @@ from models_for_tests import load_stage as load_eager
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppd_runtime.models import compiled
 from ppd_runtime.models.adapter import new_adapter
 from ppd_runtime.models.artifacts import artifact, cache_folder
 from ppd_runtime.models.compiled import CompiledHead, CompiledLayers
 from ppd_runtime.models.compiling import compile_layers
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
+from ppd_runtime.models.launched import LaunchedPasses
 from ppd_runtime.models.loading import (
     SEVERAL,
     WITHOUT_ATTENTION,
@@ -25,6 +30,8 @@ from ppd_runtime.models.loading import (
     describe,
     load_stage,
 )
+from ppd_runtime.models.native import layers
+from ppd_runtime.models.native.layers import Code
 from ppd_runtime.models.skipping import LayerSet, sparse_piece
 from ppd_runtime.models.stage import Stage
 
@@ -251,6 +258,7 @@ def test_layers_of_one_kind_are_compiled_once_and_kept(model_folder: ModelFolder
     files = compile_ahead(describe(str(model_folder("llama"))), torch.float32, "cpu")[1]
     assert len(files) == 4
     assert len(set(files)) == 1
+    compiled_layers(load_eager(model_folder("llama")).model)  # unpacks them
     before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert all(path.suffix in (".pt2", ".so") for path in before), "nothing half-written is left"
     with without_compiler():
@@ -314,6 +322,77 @@ def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monke
     monkeypatch.setattr("ppd_runtime.models.compiling._compile", lambda *args: args[-1].write_bytes(b"no zip"))
     with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
         compiled_layers(load_eager(model_folder("llama")).model)
+
+
+@needs_compiler
+def test_a_broken_library_is_made_anew(model_folder: ModelFolder, kept: Path, tmp_path: Path) -> None:
+    model = load_eager(model_folder("llama")).model
+    (package,) = {Path(shutil.copy(path, tmp_path)) for path in compile_layers(model.config, model.dtype, model.device)}
+    Code(package)
+    (library,) = tmp_path.glob("*.so")
+    size = library.stat().st_size
+    for number, broken in enumerate((b"", b"no code".ljust(size, b"!"))):
+        other = Path(shutil.copy(package, tmp_path / f"other{number}.pt2"))
+        unpacked = other.with_name(library.name.replace(package.stem, other.stem))
+        unpacked.write_bytes(broken)
+        if len(broken) == size:
+            with pytest.raises(ValueError, match="cannot be loaded .*header.*; remove it to have it made anew"):
+                Code(other)
+        assert Code(other).metadata
+        assert unpacked.stat().st_size == size
+
+
+@needs_compiler
+def test_a_package_where_nothing_can_be_written(
+    model_folder: ModelFolder, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_eager(model_folder("llama")).model
+    (package,) = {Path(shutil.copy(path, tmp_path)) for path in compile_layers(model.config, model.dtype, model.device)}
+    monkeypatch.setattr(layers, "whole_file", lambda path: (tmp_path / "no such folder" / "file").open("wb"))
+    assert Code(package).metadata
+    assert not list(tmp_path.glob("*.so"))
+
+
+@needs_compiler
+def test_default_dtypes_are_the_users_business(model_folder: ModelFolder, kept: Path) -> None:
+    twin, states = compiled_twin(load_eager(model_folder("llama"))), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        twin.begin(LENGTH)
+        twin.run(0, 4, list(PROMPT), 0)
+        torch.set_default_dtype(dtype)
+        try:
+            states.append(twin.run(0, 4, [7], len(PROMPT)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all_equal(states[1:], states[:1] * 2)
+
+
+@needs_compiler
+def test_the_last_sequences_caches_are_let_go(model_folder: ModelFolder, kept: Path) -> None:
+    twin = compiled_twin(load_eager(model_folder("llama")))
+    forced(twin, [0, 2, 4])
+    last = weakref.ref(twin.cache.layers[0])
+    twin.begin(LENGTH)
+    gc.collect()
+    assert last() is None
+
+
+@needs_compiler
+def test_code_that_calls_python_is_launched_from_there(
+    model_folder: ModelFolder, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the products of experts; its package says so. The bits are those of passes in one call."""
+    with zipfile.ZipFile(tmp_path / "it.pt2", "w") as package:
+        package.writestr("it/model.so", b"")
+        assert not layers.calls_python(tmp_path / "it.pt2")
+        package.writestr("it/model.json", b"{}")
+    assert layers.calls_python(tmp_path / "it.pt2")
+    stage = load_eager(model_folder("llama"))
+    expected = forced(compiled_twin(stage), [0, 2, 4])
+    monkeypatch.setattr(compiled, "calls_python", lambda path: True)
+    launched = compiled_layers(stage.model)
+    assert isinstance(launched._passes, LaunchedPasses)
+    assert all_equal(forced(Stage(stage.model, launched), [0, 2, 4]), expected)
 
 
 @needs_compiler

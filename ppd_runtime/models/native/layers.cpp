@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "tensors.h"
@@ -63,6 +64,8 @@ Handle empty(std::vector<int64_t> sizes, int32_t dtype) {
   return handle;
 }
 
+thread_local std::string error;
+
 struct Code {
   void* container = nullptr;
   Delete remove = nullptr;
@@ -114,10 +117,15 @@ void fill_mask(float* mask, const Tree& tree, int64_t position, int64_t rows, in
 
 extern "C" {
 
-// Null where the library is not one of compiled code; dlerror says more where it cannot be loaded.
+// Null where the library cannot be loaded or is not one of compiled code: see ppd_error.
 void* ppd_code(const char* library) {
   void* loaded = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  if (!loaded) return nullptr;
+  if (!loaded) {
+    const char* reason = dlerror();
+    error = reason ? reason : "it cannot be loaded";
+    return nullptr;
+  }
+  error = std::string(library) + " is no library of compiled code";
   auto create = reinterpret_cast<Create>(dlsym(loaded, "AOTInductorModelContainerCreateWithDevice"));
   std::unique_ptr<Code> code(new Code);
   code->remove = reinterpret_cast<Delete>(dlsym(loaded, "AOTInductorModelContainerDelete"));
@@ -127,15 +135,17 @@ void* ppd_code(const char* library) {
   return code.release();
 }
 
+// What was wrong with the last library of this thread.
+const char* ppd_error() { return error.c_str(); }
+
 void ppd_delete_code(void* code) { delete static_cast<Code*>(code); }
 
 // Weights are contiguous, and stay where they are; rank and sizes of one after the other in `shapes`.
-void* ppd_layer(void* code, int64_t num_weights, void* const* weights, const int64_t* shapes, const bool* in_bfloat16) {
+void* ppd_layer(void* code, int64_t num_weights, void* const* weights, const int64_t* shapes, const int32_t* dtypes) {
   Layer* layer = new Layer{static_cast<Code*>(code), {}};
   for (int64_t i = 0; i < num_weights; shapes += 1 + *shapes, ++i)
     layer->weights.push_back(of_memory(
-        weights[i], std::vector<int64_t>(shapes + 1, shapes + 1 + *shapes),
-        in_bfloat16[i] ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32()));
+        weights[i], std::vector<int64_t>(shapes + 1, shapes + 1 + *shapes), dtypes[i]));
   return layer;
 }
 
@@ -178,6 +188,7 @@ int ppd_pass(
         auto mask = std::find_if(masks.begin(), masks.end(), [&](Mask& m) { return m.window == cache->window; });
         if (mask == masks.end()) {
           mask = masks.insert(mask, {cache->window, empty({1, 1, tokens, attended}, floats)});
+          if (!mask->numbers.at) return -2;
           fill_mask(Seen(mask->numbers.at).floats(), tree, position, attended, cache->window);
         }
         inputs.insert(inputs.end(), {place.another(), mask->numbers.another()});
@@ -190,7 +201,8 @@ int ppd_pass(
   }
   const Seen found(hidden.at);
   int64_t numbers = found.dtype == floats ? 1 : 0;
-  for (int64_t axis = 0; axis < found.rank; ++axis) numbers *= found.sizes[axis];
+  for (int64_t axis = found.rank; axis-- > 0; numbers *= found.sizes[axis])
+    if (found.sizes[axis] > 1 && found.strides[axis] != numbers) return -1;
   if (numbers != tokens * result_width) return -1;
   std::memcpy(result, found.at, numbers * sizeof(float));
   return 0;

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import tempfile
 import weakref
 import zipfile
 from array import array
@@ -20,6 +21,7 @@ from ppd_runtime.models.trees import TokenTree
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_code": (_P, [ctypes.c_char_p]),
+    "ppd_error": (ctypes.c_char_p, []),
     "ppd_delete_code": (None, [_P]),
     "ppd_layer": (_P, [_P, _N, _P, _P, _P]),
     "ppd_delete_layer": (None, [_P]),
@@ -27,6 +29,21 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_delete_cache": (None, [_P]),
     "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _P, _N]),
 }
+
+
+_DTYPES = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+}
+"""As PyTorch's C++ numbers them."""
 
 
 class Code:
@@ -37,26 +54,28 @@ class Code:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self.metadata, library = _unpacked(path)
-        except (OSError, ValueError, KeyError, StopIteration, zipfile.BadZipFile) as error:
-            raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
-        self.handle = _function("ppd_code")(bytes(library))
+        with tempfile.TemporaryDirectory(prefix="ppd-code-") as folder:
+            try:
+                self.metadata, library = _unpacked(path, Path(folder))
+            except (OSError, ValueError, KeyError, StopIteration, zipfile.BadZipFile) as error:
+                raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
+            self.handle: int | None = _function("ppd_code")(bytes(library))
         if not self.handle:
-            raise ValueError(_cannot_be_loaded(path, f"{library.name} beside it is no library of compiled code"))
+            library.unlink(missing_ok=True)  # it is made anew from the package, or with it
+            raise ValueError(_cannot_be_loaded(path, _function("ppd_error")().decode(errors="replace")))
         _delete_with(self, "ppd_delete_code")
 
 
 class Layer:
-    """A layer's code with its weights, contiguous and in float32 or bfloat16; a head is one, too."""
+    """A layer's code with its weights, which are contiguous; a head is one, too."""
 
     def __init__(self, code: Code, weights: Sequence[Tensor]) -> None:
         self._kept = code, list(weights)
         places = array("q", [weight.data_ptr() for weight in weights])
         shapes = array("q", [number for weight in weights for number in (weight.dim(), *weight.shape)])
-        halves = array("b", [weight.dtype == torch.bfloat16 for weight in weights])
-        addresses = (numbers.buffer_info()[0] for numbers in (places, shapes, halves))
-        self.handle = _function("ppd_layer")(code.handle, len(weights), *addresses)
+        dtypes = array("i", [_DTYPES[weight.dtype] for weight in weights])
+        addresses = (numbers.buffer_info()[0] for numbers in (places, shapes, dtypes))
+        self.handle: int = _function("ppd_layer")(code.handle, len(weights), *addresses)
         _delete_with(self, "ppd_delete_layer")
 
 
@@ -73,6 +92,11 @@ class NativePasses:
     def part(self, code: Code, weights: Sequence[Tensor]) -> Layer:
         """A layer or a head."""
         return Layer(code, weights)
+
+    def forget(self) -> None:
+        """Let go of the last sequence's caches."""
+        for route in self._routes.values():
+            route.forget()
 
     def head(self, part: Layer, hidden: Tensor, vocab_size: int) -> Tensor:
         """`[1, tokens, vocab_size]` logits of hidden states `[1, tokens, hidden_size]`."""
@@ -109,6 +133,10 @@ class _Route:
         self._layers = array("Q", [part.handle for part in parts])
         self._at_layers = self._layers.buffer_info()[0]
         self._pass = _function("ppd_pass")
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the last sequence's caches."""
         self._sequence: object = None
         self._attending: list[PreallocatedLayer] = []
         self._caches: list[_Cache] = []
@@ -125,7 +153,7 @@ class _Route:
             for cache in self._attending:
                 cache.length += tokens
             attended = whole_rows(position + tokens)
-        result = torch.empty(1, tokens, width)
+        result = torch.empty(1, tokens, width, dtype=torch.float32, device="cpu")
         failed = self._pass(
             self._at_layers,
             self._at_caches,
@@ -173,15 +201,32 @@ def _delete_with(owner: Any, name: str) -> None:
     weakref.finalize(owner, _function(name), owner.handle).atexit = False
 
 
-def _unpacked(path: Path) -> tuple[dict[str, str], Path]:
-    """What a package says of itself, and its library: a file beside it, which all processes share."""
+def calls_python(path: Path) -> bool:
+    """Whether a package's code calls operators that only Python has, which it cannot by itself; no for no package."""
+    try:
+        with zipfile.ZipFile(path) as package:
+            names = package.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False  # loading it says more
+    return any(name.removesuffix(".so") + ".json" in names for name in names if name.endswith(".so"))
+
+
+def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path]:
+    """What a package says of itself, and its library: a file beside it, which all processes share.
+
+    Where none can be written there, one in `folder`.
+    """
     with zipfile.ZipFile(path) as package:
-        library = next(name for name in package.namelist() if name.endswith(".so"))
-        metadata = json.loads(package.read(f"{library.removesuffix('.so')}_metadata.json"))
-        beside = path.with_suffix(".so")
-        if not beside.exists():
-            with whole_file(beside) as unfinished:
-                unfinished.write_bytes(package.read(library))
+        library = next(about for about in package.infolist() if about.filename.endswith(".so"))
+        metadata = json.loads(package.read(f"{library.filename.removesuffix('.so')}_metadata.json"))
+        beside = path.with_name(f"{path.stem}-{library.CRC:08x}.so")
+        if not beside.exists() or beside.stat().st_size != library.file_size:
+            try:
+                with whole_file(beside) as unfinished:
+                    unfinished.write_bytes(package.read(library))
+            except (OSError, ValueError):
+                beside = folder / beside.name
+                beside.write_bytes(package.read(library))
     return metadata, beside
 
 

@@ -26,9 +26,10 @@ _HANDLE = "AtenTensorHandle"
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled code uses ours: in float32, on CPUs, on Linux."""
+    """Whether compiled code uses ours: in float32, on CPUs whose numbers begin with their lowest byte, on Linux."""
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    return device.type == "cpu" and dtype == torch.float32 and sys.platform == "linux" and version >= _FIRST_WITH_SHIMS
+    fits = device.type == "cpu" and dtype == torch.float32 and sys.byteorder == "little"
+    return fits and sys.platform == "linux" and version >= _FIRST_WITH_SHIMS
 
 
 class Operator:

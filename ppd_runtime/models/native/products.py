@@ -47,7 +47,7 @@ def few_rows_linear(
 
 
 def in_half_the_memory(weight: Tensor) -> Tensor | None:
-    """A weight in bfloat16, whose products are the same to the last bit; None where one of its numbers would change."""
+    """A weight in bfloat16; None where one of its numbers would change."""
     half = weight.to(torch.bfloat16)
     return half if torch.equal(half.to(weight.dtype), weight) else None
 
