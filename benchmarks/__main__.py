@@ -28,6 +28,8 @@ _STARTS = "'ordinary,compiled,threads-1,ray-3,ppd --help,ppd tradeoff,ppd genera
 PLAN = (
     ("Ordinary decoding and its floor", "decode --dtype float32 --rounds 5"),
     ("", f"decode {_WIDE} --rounds 3"),
+    ("Passes over several tokens", "passes"),
+    ("", "passes --model random:512x12 --rounds 21"),
     ("What recording costs", "tracing --rounds 15"),
     ("Hops between two processes", "hop --count 100"),
     ("Start-up", f"startup --rounds 1 --layouts {_STARTS}"),

@@ -7,9 +7,10 @@ import os
 import random
 
 import pytest
+from compilers import needs_compiler
 
 from benchmarks import __main__ as everything
-from benchmarks import contention, endurance, equal_devices, hop, pipeline, recovery, siblings, startup, tracing
+from benchmarks import contention, endurance, equal_devices, hop, passes, pipeline, recovery, siblings, startup, tracing
 from ppd_runtime.launching import available_cores
 
 
@@ -98,6 +99,16 @@ def test_contention():
     slower = max(found["rows"][0]["beside_ms"][0], found["rows"][1]["beside_ms"][0])
     assert found["bounds"]["rows"][0]["ratio"] == [pytest.approx(slower / found["rows"][2]["alone_ms"][0])]
     assert found["bounds"]["theorem"] == pytest.approx(2 / 3)
+
+
+@needs_compiler
+def test_passes():
+    found = figures(passes, "--model random:64x2 --tokens 1,3 --position 70 --rounds 1")
+    assert [row["tokens"] for row in found["rows"]] == [1, 3]
+    assert all(row["same_bits"] for row in found["rows"])
+    for row in found["rows"]:
+        assert row["us"]["our own, bfloat16"] > 0
+        assert 0 < row["us"]["PyTorch's products"] < 1e6
 
 
 def test_tracing():

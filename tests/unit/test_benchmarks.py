@@ -9,7 +9,19 @@ import time
 import pytest
 from torch import nn
 
-from benchmarks import contention, decode, equal_devices, held_out, hop, pipeline, planner, siblings, startup, tracing
+from benchmarks import (
+    contention,
+    decode,
+    equal_devices,
+    held_out,
+    hop,
+    passes,
+    pipeline,
+    planner,
+    siblings,
+    startup,
+    tracing,
+)
 from benchmarks.__main__ import PLAN
 from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
@@ -20,7 +32,7 @@ from ppd_runtime.results import Ledger
 from ppd_runtime.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 
-MODULES = (contention, decode, equal_devices, hop, pipeline, planner, siblings, startup, tracing)
+MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, siblings, startup, tracing)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -64,6 +76,7 @@ def test_options_that_are_refused(module, arguments, capsys):
         (contention, ["--match-rate", "1.5"], "--match-rate 1.5: give a share from 0 to 1"),
         (contention, ["--seconds", "0"], "--seconds 0.0: give more than 0"),
         (tracing, ["--rounds", "1"], "--rounds 1: give at least 2"),
+        (passes, ["--tokens", "2,99"], "--tokens 99: compiled passes are over 15 tokens at the most"),
         (startup, ["--layouts", "ordinary,dask"], "--layouts dask: choose from "),
     ],
 )
