@@ -229,7 +229,7 @@ class Worker:
         if spec.runs_ahead:
             sub = RunAheadSubProcess(self.stage, head, spec.rank, self._send, begin)
         else:
-            sub = SubProcess(self.stage, head, spec.rank, self._subs, spec.k, self._send, begin)
+            sub = SubProcess(self.stage, head, spec.rank, self._subs, spec.k, self._send, begin, ranks_ahead=True)
         self._drive(sub.serve(), begin.request)
         report = Report(self.spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
         self._ship_spans(begin.request)

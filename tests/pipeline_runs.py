@@ -118,7 +118,7 @@ class Bench:
                 stage.layers_at_once = 1 + (seed or 0) % stage.num_layers
                 sub = RunAheadSubProcess(stage, exit_head, rank, network.send, begin)
             else:
-                sub = SubProcess(stage, exit_head, rank, ranks, k, network.send, begin)
+                sub = SubProcess(stage, exit_head, rank, ranks, k, network.send, begin, ranks_ahead=True)
             network.add(rank, sub.serve())
             subs.append(sub)
         network.add(0, main.decode(sampler, self._stop(params)))

@@ -33,10 +33,20 @@ class SubProcess:
     """Serves one request with its share of the k candidates; `subs` are all W sub-processes' ranks, 1 to W.
 
     Its candidates are those of the ranks `rank`, `rank` + W, `rank` + 2W, …: each sub-process has one of the likeliest.
+    With `ranks_ahead` it ranks what follows its likeliest early start before it is asked, which pays where a message
+    there and back takes as long as the exit head.
     """
 
     def __init__(
-        self, stage: StageLike, exit_head: ExitHead, rank: int, subs: Sequence[int], k: int, send: Send, begin: Begin
+        self,
+        stage: StageLike,
+        exit_head: ExitHead,
+        rank: int,
+        subs: Sequence[int],
+        k: int,
+        send: Send,
+        begin: Begin,
+        ranks_ahead: bool = False,
     ) -> None:
         self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
         self.k, self._share = k, slice(rank - 1, None, len(subs))
@@ -52,6 +62,8 @@ class SubProcess:
         self._entries: dict[int, Tensor] = {}
         self._owed: int | None = None  # position whose entries the others wait for
         self._ask_at = 0  # the position at which to say that tokens before it are lacking
+        self._last = len(begin.prompt_ids) + begin.max_new_tokens - 2  # position of the last token that another follows
+        self._ranks_ahead = ranks_ahead
         self._states_come_back = False  # whether the main process asks for candidates behind this one's early starts
         self._ahead: Tensor | None = None  # the state of the likeliest token on trial, until what follows is foreseen
         self._foreseen: tuple[int, list[int]] | None = None  # a position, and the candidates for it behind that token
@@ -106,7 +118,8 @@ class SubProcess:
         self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
         self.layer_passes += len(tokens) * self.stage.num_layers
         self._trial = tokens
-        self._ahead = hidden[:, :1] if self._states_come_back else None
+        wanted = self._ranks_ahead and self._states_come_back and position < self._last
+        self._ahead = hidden[:, :1] if wanted else None
 
     def _foresee(self, state: Tensor) -> None:
         """Rank what follows the likeliest token on trial, before it is known whether that one was right.

@@ -228,7 +228,7 @@ def test_candidates_are_ranked_before_the_main_process_asks(right):
     begin, clock, sent = begin_message([0], GREEDY), Clock(1.0, 1.0, 0.0, random.Random(0)), []
     head, stage, state = CountingHead(clock, 0.0, [1] * 14), VirtualStage(clock, 2), torch.zeros(1, 1, 0)
     head.asked = []
-    sub = SubProcess(stage, head, 1, (1,), 1, lambda addresses, message: sent.append(message), begin)
+    sub = SubProcess(stage, head, 1, (1,), 1, lambda _, message: sent.append(message), begin, ranks_ahead=True)
     machine = sub.serve()
     next(machine)
 
