@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.native.products import LargePages, in_half_the_memory, product
 from ppd_runtime.models.stage import Stage
 
-Multiply = Callable[[Tensor, Tensor], Tensor]
+Way = Callable[[int, int], object]
+"""Runs so many tokens at a position."""
 _CPU = torch.device("cpu")
 
 
@@ -68,28 +70,28 @@ def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
     return {"model": options.model, "layers": stage.num_layers, "position": options.position, "rows": rows}
 
 
-def _ways(stage: Stage) -> dict[str, Callable[[int, int], object]]:
+def _ways(stage: Stage) -> dict[str, Way]:
     """What is timed, of a number of tokens at a position."""
     weights = [part.weight for part in stage.model.model.modules() if isinstance(part, nn.Linear)]
-    ways: dict[str, Callable[[int, int], object]] = {"PyTorch's products": _products(weights, linear)}
+    ways = {"PyTorch's products": _products(weights, lambda states, weight: partial(linear, states, weight))}
     if is_available(_CPU, torch.float32):
-        pages, halves = (
-            LargePages(sum(2 * weight.numel() for weight in weights)),
-            [in_half_the_memory(w) for w in weights],
-        )
-        ways["our own"] = _products(weights, product)
-        if all(half is not None for half in halves):
-            ways["our own, bfloat16"] = _products([pages.copy(half) for half in halves if half is not None], product)
+        pages, halves = LargePages(sum(2 * weight.numel() for weight in weights)), map(in_half_the_memory, weights)
+        fitting = [pages.copy(half) for half in halves if half is not None]
+        ways["our own"] = _products(weights, product.bound)
+        if len(fitting) == len(weights):
+            ways["our own, bfloat16"] = _products(fitting, product.bound)
     ways["a pass"] = lambda tokens, position: stage.run(0, stage.num_layers, [7] * tokens, position)
     return ways
 
 
-def _products(weights: list[Tensor], multiply: Multiply) -> Callable[[int, int], object]:
+def _products(weights: list[Tensor], bind: Callable[[Tensor, Tensor], Callable[[], object]]) -> Way:
+    """All products, made ready before they are timed."""
     states = {size: torch.randn(MOST_SEVERAL, size) for size in {weight.shape[1] for weight in weights}}
+    ready = [[bind(states[w.shape[1]][:tokens], w) for w in weights] for tokens in range(1, MOST_SEVERAL + 1)]
 
     def all_of_them(tokens: int, position: int) -> None:
-        for weight in weights:
-            multiply(states[weight.shape[1]][:tokens], weight)
+        for one in ready[tokens - 1]:
+            one()
 
     return all_of_them
 

@@ -66,7 +66,7 @@ class Operator:
         from torch._C import _aoti
 
         tensors = [a for a in arguments if isinstance(a, Tensor)]
-        handles = [_pointer(capsule) for capsule in _aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+        handles = _handles(tensors)
         numbers = [ctypes.c_double(a) for a in arguments[len(tensors) :]]
         result = ctypes.c_void_p()
         failed = getattr(load(), self._function)(*handles, *numbers, ctypes.byref(result))
@@ -76,6 +76,17 @@ class Operator:
             given = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(self._tensors, tensors, strict=True))
             raise ValueError(f"{self._name}: not made for {given}")
         return _aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(result))
+
+    def bound(self, *tensors: Tensor) -> Callable[[], None]:
+        """Computes it for these tensors each time and drops the result, with next to nothing of Python: for timing."""
+        function, handles, result = getattr(load(), self._function), _handles(tensors), ctypes.c_void_p()
+        arguments = (*handles, ctypes.byref(result))
+
+        def compute() -> None:
+            function(*arguments)
+            load().aoti_torch_delete_tensor_object(result)
+
+        return compute
 
     def in_graphs(self) -> Any:
         """The same as an operator of PyTorch's, for graphs."""
@@ -142,6 +153,12 @@ def _build(path: Path) -> None:
             return
         errors.append(" ".join(done.stderr.split())[:300])
     raise ValueError(f"compile: our C++ code cannot be: {errors[0]}")
+
+
+def _handles(tensors: Sequence[Tensor]) -> list[ctypes.c_void_p]:
+    from torch._C import _aoti
+
+    return [_pointer(capsule) for capsule in _aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))]
 
 
 def _pointer(capsule: object) -> ctypes.c_void_p:
