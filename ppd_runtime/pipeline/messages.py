@@ -25,6 +25,7 @@ from ppd_runtime.pipeline.fields import (
     Length,
     Limit,
     NotNegative,
+    Plan,
     Position,
     Positive,
     Rank,
@@ -298,18 +299,21 @@ def encode(message: Message) -> list[bytes | memoryview]:
     Raises:
         WireError: where the header would be longer than `decode` takes.
     """
-    tensor = _tensor_of(message)
+    plan = _PLANS[type(message)]
+    values = plan.values(message)
+    tensor = values[plan.tensor - 2] if plan.tensor else None
     if tensor is None:
-        return [_header(message, None)]
+        return [_header(plan, values, None)]
     if (numbers := _numbers_in_place(tensor)) is not None:
-        return [_header(message, ["float32", numbers.shape]), numbers.cast("B")]
+        return [_header(plan, values, ["float32", numbers.shape]), numbers.cast("B")]
     header, raw = split(message)
     return [header] if raw is None else [header, raw.cpu().numpy().data]
 
 
 def has_tensor(message: Message) -> bool:
     """Whether a message holds a tensor."""
-    return _tensor_of(message) is not None
+    plan = _PLANS[type(message)]
+    return bool(plan.tensor) and plan.values(message)[plan.tensor - 2] is not None
 
 
 def split(message: Message) -> tuple[bytes, Tensor | None]:
@@ -318,30 +322,26 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
     Raises:
         WireError: where the header would be longer than `decode` takes.
     """
-    tensor = _tensor_of(message)
+    plan = _PLANS[type(message)]
+    values = plan.values(message)
+    tensor = values[plan.tensor - 2] if plan.tensor else None
     if tensor is None:
-        return _header(message, None), None
+        return _header(plan, values, None), None
     tensor = tensor.detach().contiguous()
     description = [_DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
-    return _header(message, description), tensor.flatten().view(torch.uint8)
+    return _header(plan, values, description), tensor.flatten().view(torch.uint8)
 
 
-def _tensor_of(message: Message) -> Tensor | None:
-    plan = _PLANS[type(message)]
-    return plan.values(message)[plan.tensor - 2] if plan.tensor else None
-
-
-def _header(message: Message, description: list[Any] | None) -> bytes:
-    """`description` is of its tensor: dtype and shape."""
-    plan = _PLANS[type(message)]
-    fields = [WIRE_VERSION, plan.number, *plan.values(message)]
+def _header(plan: Plan, values: Sequence[Any], description: list[Any] | None) -> bytes:
+    """`description` is of the message's tensor: dtype and shape."""
+    fields = [WIRE_VERSION, plan.number, *values]
     for place in plan.packed:
         fields[place] = pack_numbers(fields[place])
     if plan.tensor:
         fields[plan.tensor] = description
     header = msgpack.packb(fields)
     if len(header) > _MAX_HEADER_BYTES:
-        raise WireError(f"a {type(message).__name__} of {len(header)} bytes: {_MAX_HEADER_BYTES} are the most")
+        raise WireError(f"a {KIND_NAMES[plan.number]} of {len(header)} bytes: {_MAX_HEADER_BYTES} are the most")
     return header
 
 
