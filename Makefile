@@ -19,7 +19,7 @@ unit: .venv/test.stamp
 	$(BIN)/pytest -n auto tests/unit
 
 processes: .venv/test.stamp
-	$(BIN)/pytest -n auto --dist loadfile tests/processes
+	$(BIN)/pytest -n auto --dist loadfile --maxfail 5 tests/processes
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks

@@ -15,7 +15,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> Figures:
     with contextlib.ExitStack() as stack:
         if options.emulate_layer_ms is not None:
             device = EmulatedDevice(options.emulate_layer_ms, options.emulate_head_ms)
-            real_time, awake = wake_at_once(), stack.enter_context(awake_cores())
+            real_time, awake = stack.enter_context(woken_at_once()), stack.enter_context(awake_cores())
         model = stack.enter_context(model_folder(options.model))
         ordinary = OrdinaryDecoding(model, dtype=options.dtype, compile=options.compile, emulate=device)
         prompts = [ordinary.tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -70,16 +70,22 @@ def measure(options: argparse.Namespace) -> Figures:
         return _figures(options, runtime, pairs, library_times) | {"real_time": real_time, "awake": awake}
 
 
-def wake_at_once() -> bool:
-    """Ask for real-time scheduling for this process and its children; whether it was granted.
+@contextlib.contextmanager
+def woken_at_once() -> Iterator[bool]:
+    """Real-time scheduling for this thread and whatever it starts; whether it was granted.
 
     An emulated device sleeps most of the time: whoever wakes should not queue behind programs that only compute.
     """
     try:
+        before, priority = os.sched_getscheduler(0), os.sched_getparam(0)
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except (AttributeError, PermissionError):
-        return False
-    return True
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.sched_setscheduler(0, before, priority)
 
 
 def transformers_time_per_token(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> float:

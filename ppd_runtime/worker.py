@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ppd_runtime.config import SamplingParams, can_run_ahead
-from ppd_runtime.models.emulation import EmulatedDevice, come_first
+from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
 from ppd_runtime.models.loading import ModelInfo, load_stage, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, load_head
@@ -114,8 +114,6 @@ class Worker:
         self.spec = spec
         if spec.cores:
             os.sched_setaffinity(0, spec.cores)
-        if spec.emulate:
-            come_first(spec.rank)
         torch.set_num_threads(spec.threads)
         self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
         head = None if spec.rank == MAIN else spec.exit_head

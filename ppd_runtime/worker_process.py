@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ppd_runtime.models.emulation import EmulatedDevice
+from ppd_runtime.models.emulation import EmulatedDevice, come_first
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.trained_heads import HeadInfo
@@ -77,6 +77,8 @@ def open_worker(order: str, own_address: str = "", own_device: str = "") -> tupl
         network = replace(network, interface=own_address)
     if spec.device == "cuda" and own_device:
         spec = replace(spec, device=own_device)
+    if spec.emulate:
+        come_first(spec.rank)
     worker = Worker(spec)
     endpoint = open_endpoint(network, spec.rank, bool(spec.cores), spec.device)
     endpoint.introduce(CLIENT, network.client)

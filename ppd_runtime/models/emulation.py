@@ -74,10 +74,10 @@ class EmulatedStage(Stage):
 
 
 def come_first(rank: int) -> None:
-    """Have this process run before those of higher ranks, where all have been given real-time priorities.
+    """Have this worker's process run before those of higher ranks, where all have been given real-time priorities.
 
     On devices of their own none would wait for another. Where they share cores, the one that waits should be the one
-    whose work is least likely to be used.
+    whose work is least likely to be used. Not for threads of one process: they wait for each other's locks.
     """
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
         with contextlib.suppress(PermissionError):

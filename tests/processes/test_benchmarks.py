@@ -16,9 +16,16 @@ from ppd_runtime.launching import available_cores
 
 def figures(module, options):
     """What a benchmark finds; its table can be made of it."""
+    before = _scheduling()
     found = module.measure(module.parser().parse_args(options.split()))
+    assert _scheduling() == before, "what the tests after it start would run before or beside whatever else there is"
     assert module.table(found).count("\n") >= 2
     return found
+
+
+def _scheduling():
+    """This thread's cores, policy and priority, which all that it starts will have, too."""
+    return os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
 
 
 @pytest.mark.parametrize("launcher", ["processes", "ray"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ppd_runtime.processes
+from benchmarks.pipeline import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
@@ -83,6 +84,15 @@ def test_early_starts_are_used(folder, expected, rehearsed):
     assert result.stats.latency_s > result.stats.main_layer_passes * 0.010
     assert result.stats.ledger.total_s == pytest.approx(result.stats.latency_s, rel=0.03)
     _assert_one_clock(result, began, ended)
+
+
+def test_emulated_workers_come_before_those_of_higher_rank(folder):
+    with woken_at_once() as granted:
+        if not granted:
+            pytest.skip("no real-time scheduling for this user")
+        with PPDRuntime(folder, k=2, launcher="processes", emulate=EmulatedDevice(1.0)):
+            order = {w.cmdline()[-1]: os.sched_getparam(w.pid).sched_priority for w in _workers()}
+    assert order["main"] > order["sub-1"] > order["sub-2"] > 1
 
 
 def test_a_killed_sub_process_costs_no_token_and_comes_back(folder, rehearsed_at_length, caplog):

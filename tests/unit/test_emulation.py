@@ -1,12 +1,14 @@
 """An emulated device changes how long a pass takes, and nothing else."""
 
+import os
 import time
 
 import pytest
 import torch
 from models_for_tests import build_model
 
-from ppd_runtime import OrdinaryDecoding
+from benchmarks.pipeline import woken_at_once
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage import Stage
 
@@ -61,3 +63,15 @@ def test_ordinary_decoding_keeps_to_it(model_folder):
     got = OrdinaryDecoding(folder, emulate=EmulatedDevice(5.0)).generate([5, 9], max_new_tokens=6)
     assert got.token_ids == expected.token_ids
     assert got.stats.latency_s >= 6 * 4 * 0.005
+
+
+def test_workers_in_this_process_leave_its_threads_their_order(model_folder):
+    folder = str(model_folder("llama", num_layers=4))
+    before = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
+    with woken_at_once() as granted:
+        if not granted:
+            pytest.skip("no real-time scheduling for this user")
+        with PPDRuntime(folder, k=1, transport="local", emulate=EmulatedDevice(1.0)) as runtime:
+            runtime.generate([5, 9], max_new_tokens=6)
+        assert (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority) == (os.SCHED_RR, 1)
+    assert (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority) == before
