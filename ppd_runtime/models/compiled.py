@@ -23,12 +23,19 @@ from ppd_runtime.models.compiling import (
     layer_for,
     weights_of,
 )
+from ppd_runtime.models.kept_weights import in_large_pages
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 from ppd_runtime.models.launched import LaunchedPasses
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
 from ppd_runtime.models.native.layers import NativePasses, calls_python
 from ppd_runtime.models.native.library import is_available, load
-from ppd_runtime.models.native.products import MOST_ROWS, LargePages, in_half_the_memory
+from ppd_runtime.models.native.products import (
+    MOST_IN_OWN_PAGES,
+    MOST_ROWS,
+    LargePages,
+    in_half_the_memory,
+    same_numbers,
+)
 from ppd_runtime.models.stage import FinalHead, Piece, layer_range
 from ppd_runtime.models.trees import TokenTree
 
@@ -52,17 +59,23 @@ class CompiledLayers:
     Args:
         model: whose layers they are.
         files: a file for each layer, by the number of tokens that a pass is over, or by what stands for one.
+        halves: weights in bfloat16, by name, which other processes share.
 
     Raises:
         ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
     """
 
-    def __init__(self, model: PreTrainedModel, files: Mapping[int, Sequence[Path]]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, files: Mapping[int, Sequence[Path]], halves: Mapping[str, Tensor] | None = None
+    ) -> None:
         _check_embedding(model)
         self._model = model
         self._passes: Any = _passes(model, {path for paths in files.values() for path in paths})
         self._loaded: dict[Path, Any] = {}
+        named = dict(model.named_parameters()) if halves else {}
+        self._shared = {named[name].data_ptr(): half for name, half in (halves or {}).items() if name in named}
         self._halves: dict[Hashable, Tensor] = {}
+        self._sharing: bool | None = None
         self._layers: dict[int, list[Any]] = {}
         self.head: CompiledHead | None = None
         """The final norm and the head, where they are compiled."""
@@ -102,9 +115,20 @@ class CompiledLayers:
     def _halved(self, weight: Tensor) -> Tensor:
         place = (weight.data_ptr(), weight.shape, weight.stride())
         if place not in self._halves:
-            half = in_half_the_memory(weight)
-            self._halves[place] = weight.contiguous() if half is None else self._pages.copy(half)
+            shared = self._shared.get(weight.data_ptr())
+            if shared is not None and same_numbers(shared, weight) and self._shares(shared):
+                self._halves[place] = shared
+            else:
+                half = in_half_the_memory(weight)
+                self._halves[place] = weight.contiguous() if half is None else self._pages.copy(half)
         return self._halves[place]
+
+    def _shares(self, half: Tensor) -> bool:
+        """Whether to compute with what all processes share: not where the weights are few and their pages small."""
+        if self._sharing is None:
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._shared.values())
+            self._sharing = num_bytes > MOST_IN_OWN_PAGES or in_large_pages(half)
+        return self._sharing
 
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.fastest_dtype import fastest_dtype
 from ppd_runtime.models.hub import find_model, one_line
+from ppd_runtime.models.kept_weights import kept_copy, map_tensors, stored_dtypes
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.stage import Stage, layer_range
 
@@ -37,6 +39,8 @@ WITHOUT_ATTENTION, WITHOUT_MLP = -2, -3
 HEAD = -4
 """The final norm and the head, over any few tokens."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MOST_IN_LARGE_PAGES = 2**30
+"""Bytes of weights up to which compiled code gets a copy that Linux maps in large pages, however they are stored."""
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -89,12 +93,13 @@ def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
 def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """A causal language model with the embedding, layers 1 to `last` of the original, the final norm and the head.
 
-    Only these tensors are read from the files. With `last` below the model's depth this is what a sub-process
-    needs: its first layers, and norm and head for the exit.
+    Only these tensors are read from the files, mapped into memory; on CPUs in another dtype from a copy of the files
+    that is kept, so that all processes of a host share them. With `last` below the model's depth this is what a
+    sub-process needs: its first layers, and norm and head for the exit.
     """
     config = first_layers_config(_config(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    tensors = dict(_read_tensors(info, last))
+    tensors = _read_tensors(info, last, dtype if device == "cpu" else None)
     with no_progress_bar(), errors_only():
         model, report = model_class.from_pretrained(
             None,
@@ -140,8 +145,19 @@ def load_stage(
     if code:
         from ppd_runtime.models.compiled import CompiledLayers  # only compiled code needs all that it imports
 
-        compiled = CompiledLayers(model, code)
+        shares_halves = dtype == torch.float32 and device == "cpu"
+        compiled = CompiledLayers(model, code, _halves(info, last) if shares_halves else {})
     return EmulatedStage(model, compiled, emulate) if emulate else Stage(model, compiled)
+
+
+def _halves(info: ModelInfo, last: int) -> dict[str, Tensor]:
+    """The first layers' tensors in bfloat16 as all processes share them, where they are stored that way."""
+    halves = dict[str, Tensor]()
+    for path in weight_files(info.folder):
+        if stored_dtypes(path) == {torch.bfloat16}:
+            copy = kept_copy(path, torch.bfloat16, partial(_names, info), _MOST_IN_LARGE_PAGES)
+            halves |= _first_layers(path, copy, last)
+    return halves
 
 
 def compile_ahead(
@@ -314,15 +330,32 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_tensors(info: ModelInfo, last: int) -> Iterator[tuple[str, Tensor]]:
+def _read_tensors(info: ModelInfo, last: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of the first layers; in `dtype` where a copy is kept, else as they are stored."""
+    tensors = dict[str, Tensor]()
     for path in weight_files(info.folder):
         try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                    if _layer_number(name) < last:
-                        yield name, file.get_tensor(name)
+            copy = kept_copy(path, dtype, partial(_names, info)) if dtype and stored_dtypes(path) != {dtype} else None
+            tensors |= _first_layers(path, copy, last)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
+    return tensors
+
+
+def _names(info: ModelInfo) -> list[str]:
+    """The model's tensors in the order in which a pass reads them."""
+    return list(_skeleton(_config(info.folder), info.num_layers).state_dict())
+
+
+def _first_layers(path: Path, copy: Path | None, last: int) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors up to layer `last`, mapped into memory: the copy's where there is one."""
+    if copy:
+        yield from ((name, tensor) for name, tensor in map_tensors(copy) if _layer_number(name) < last)
+        return
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+            if _layer_number(name) < last:
+                yield name, file.get_tensor(name)
 
 
 @contextlib.contextmanager

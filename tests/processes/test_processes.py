@@ -15,6 +15,7 @@ import torch
 import ppd_runtime.processes
 from benchmarks.pipeline import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.artifacts import cache_folder
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import RehearsedHead
 from ppd_runtime.models.loading import describe
@@ -71,6 +72,17 @@ def test_tokens_are_ordinary_decodings(folder, transport, dtype):
         for length in (1, 2, 40):
             expected = ordinary.generate(PROMPT, max_new_tokens=length).token_ids
             assert runtime.generate(PROMPT, max_new_tokens=length).token_ids == expected
+
+
+def test_workers_share_their_weights():
+    with PPDRuntime("demo", k=2, launcher="processes", dtype="float32") as runtime:
+        runtime.generate(PROMPT, max_new_tokens=3)
+        maps = {w.cmdline()[-1]: [m for m in w.memory_maps() if m.path.endswith(".safetensors")] for w in _workers()}
+    for name in ("sub-1", "sub-2"):
+        (weights,) = maps[name]
+        assert weights.path.startswith(str(cache_folder())), "in another dtype than the model's file"
+        assert weights.rss > 10 * 2**20
+        assert weights.shared_clean + weights.shared_dirty > 0.9 * weights.rss
 
 
 def test_early_starts_are_used(folder, expected, rehearsed):

@@ -15,6 +15,8 @@ from ppd_runtime.models.native.library import Operator
 
 MOST_ROWS = 24
 """Tokens up to which a product is made this way: the library makes larger ones faster."""
+MOST_IN_OWN_PAGES = 2**26
+"""Bytes of a model's halved weights up to which a process has its own copy where shared ones are in small pages."""
 _LARGE_PAGE, _LINE = 2**21, 64
 
 
@@ -49,7 +51,13 @@ def few_rows_linear(
 def in_half_the_memory(weight: Tensor) -> Tensor | None:
     """A weight in bfloat16; None where one of its numbers would change."""
     half = weight.to(torch.bfloat16)
-    return half if torch.equal(half.to(weight.dtype), weight) else None
+    return half if same_numbers(half, weight) else None
+
+
+def same_numbers(half: Tensor, weight: Tensor) -> bool:
+    """Whether a matrix in another dtype holds just what `weight` does, laid out in the same way."""
+    alike = half.stride() == weight.stride() and half.device == weight.device
+    return alike and torch.equal(half.to(weight.dtype), weight)
 
 
 class LargePages:
