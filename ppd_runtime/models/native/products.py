@@ -17,7 +17,7 @@ MOST_ROWS = 24
 """Tokens up to which a product is made this way: the library makes larger ones faster."""
 MOST_IN_OWN_PAGES = 2**26
 """Bytes of a model's halved weights up to which a process has its own copy where shared ones are in small pages."""
-_LARGE_PAGE, _LINE = 2**21, 64
+_LARGE_PAGE, _LINE, _COMPARED_AT_ONCE = 2**21, 64, 2**18
 
 
 def _like_product(states: Tensor, weight: Tensor) -> Tensor:
@@ -56,8 +56,10 @@ def in_half_the_memory(weight: Tensor) -> Tensor | None:
 
 def same_numbers(half: Tensor, weight: Tensor) -> bool:
     """Whether a matrix in another dtype holds just what `weight` does, laid out in the same way."""
-    alike = half.stride() == weight.stride() and half.device == weight.device
-    return alike and torch.equal(half.to(weight.dtype), weight)
+    if half.shape != weight.shape or half.stride() != weight.stride():
+        return False
+    rows = max(1, _COMPARED_AT_ONCE // max(1, weight[:1].numel()))  # what a whole copy took the process would keep
+    return all(torch.equal(h.to(w.dtype), w) for h, w in zip(half.split(rows), weight.split(rows), strict=True))
 
 
 class LargePages:
