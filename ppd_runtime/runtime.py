@@ -26,6 +26,7 @@ from ppd_runtime.models.loading import (
     compile_ahead,
     describe,
     load_tokenizer,
+    share_weights,
 )
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
@@ -356,6 +357,8 @@ def _transport_here(transport: str, specs: list[WorkerSpec]) -> str:
 
 
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
+    progress("converting weights, where that has to be and no earlier run has")
+    share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
     if config.compile:
         progress("compiling, unless an earlier run has")
         passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run

@@ -116,7 +116,8 @@ class CompiledLayers:
         place = (weight.data_ptr(), weight.shape, weight.stride())
         if place not in self._halves:
             shared = self._shared.get(weight.data_ptr())
-            if shared is not None and same_numbers(shared, weight) and self._shares(shared):
+            alike = shared is not None and shared.stride() == weight.stride() and same_numbers(shared, weight)
+            if shared is not None and alike and self._shares(shared):
                 self._halves[place] = shared
             else:
                 half = in_half_the_memory(weight)

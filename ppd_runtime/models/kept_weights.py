@@ -11,70 +11,86 @@ import logging
 import math
 import mmap
 import os
+import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ppd_runtime.models.artifacts import artifact, cache_folder, ingredients_name
+from ppd_runtime.models.artifacts import cache_folder, ingredients_name
 
 logger = logging.getLogger(__name__)
 SMALLEST_BYTES = 2**24
-"""Smaller copies are not kept: each process may have its own."""
-_SUFFIX = ".safetensors"
+"""Of a model's copies: smaller ones are not kept, each process may have its own."""
+SETTLED_S = 2.0
+"""Files that were written more recently are not copied: another write could bear the same time."""
+_UNUSED_S = 14 * 24 * 3600.0
+_ORPHANED_S = 600.0
+"""Copies that nobody has asked for in this time, or in that where the model is gone, go when another is made."""
+_MAKING_S = 120.0
+"""Longest wait for another process that makes the same copy."""
+_FORMAT = 1
+_SUFFIX, _UNFINISHED = ".safetensors", ".safetensors.unfinished"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-Shapes = dict[str, list[int]]
-"""Tensors' shapes, by name."""
 _CHUNK = 2**23
 """Bytes that are written at once: Linux keeps them in memory in as large pages as it writes."""
 _LENGTH, _LINE, _LARGE_PAGE = 8, 64, 2**21
-_MAKING_S = 240.0
-"""Longest wait for another process that makes the same copy."""
+_MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
+_Stored = dict[str, tuple[torch.dtype | None, list[int]]]
+"""Dtype and shape by name; None is any other than a floating-point number."""
 
 
-def kept_copy(
-    path: Path, dtype: torch.dtype, order: Callable[[], Iterable[str]] = tuple, most_bytes: float = math.inf
-) -> Path | None:
-    """A copy of a safetensors file with all its numbers in `dtype`, made where nobody has made it yet.
+def kept_copies(
+    files: Sequence[Path],
+    dtype: torch.dtype,
+    order: Callable[[], Iterable[str]] = tuple,
+    most_bytes: float = math.inf,
+    even_as_stored: bool = False,
+    may_round: Callable[[], bool] = lambda: False,
+) -> dict[Path, Path]:
+    """Copies of a model's safetensors files with all numbers in `dtype`, by original; made where nobody has made them.
 
-    `order` gives the tensors' names in the order in which they are read: one after the other they come faster.
-    None where a reader had better convert for itself: the copy would be smaller than `SMALLEST_BYTES` or larger than
-    `most_bytes`, there are other than floating-point numbers, no room, or no folder to keep it in.
+    None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES` or larger
+    than `most_bytes`, `dtype` cannot hold every number, a file cannot be read, there is no room, or no folder to keep
+    them in.
+
+    Args:
+        order: gives the tensors' names in the order in which they are read: one after the other they come faster.
+        even_as_stored: copies are of use even where the files have that dtype themselves.
+        may_round: whether numbers that `dtype` cannot hold may be rounded to it, whichever tensor they are in.
     """
-    stored = _stored(path)
-    if None in {kind for kind, _ in stored.values()} or dtype not in _NAMES:
-        return None
-    shapes = {name: shape for name, (_, shape) in stored.items()}
-    if not SMALLEST_BYTES <= _num_bytes(shapes, dtype) <= most_bytes:
-        return None
-    about = path.stat()
-    version = [about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
-    ingredients = {"weights": str(path.resolve()), "version": version, "dtype": str(dtype)}
     try:
-        kept = cache_folder() / f"{ingredients_name(ingredients)}{_SUFFIX}"
-        with contextlib.nullcontext() if kept.exists() else FileLock(kept.with_suffix(".lock"), timeout=_MAKING_S):
-            return artifact(ingredients, partial(_make, path, shapes, dtype, order), _SUFFIX)
-    except (OSError, ValueError, Timeout) as error:
-        logger.warning("%s is converted to %s in each process, for no copy can be kept: %s", path, dtype, error)
-        return None
-
-
-def stored_dtypes(path: Path) -> set[torch.dtype | None]:
-    """Those of a safetensors file's tensors; None stands for all that are not floating-point numbers of these kinds."""
-    return {kind for kind, _ in _stored(path).values()}
-
-
-def _stored(path: Path) -> dict[str, tuple[torch.dtype | None, list[int]]]:
-    with safe_open(path, "pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no mapping)
-        return {name: (_DTYPES.get(part.get_dtype()), list(part.get_shape())) for name, part in slices.items()}
+        versions = {path: _version(path) for path in files}
+        stored = {path: _stored(path) for path in files}
+    except (OSError, SafetensorError):
+        return {}  # whoever reads them says more
+    kinds = {kind for of_file in stored.values() for kind, _ in of_file.values()}
+    num_bytes = sum(_num_bytes(of_file, dtype) for of_file in stored.values())
+    if not (kinds | {dtype} <= set(_NAMES) and SMALLEST_BYTES <= num_bytes <= most_bytes):
+        return {}
+    if not (even_as_stored if kinds == {dtype} else dtype == torch.float32 or may_round()):
+        return {}
+    try:
+        names = {path: cache_folder() / f"{_name(path, versions[path], dtype)}{_SUFFIX}" for path in files}
+        missing = [path for path in files if not _in_use(names[path])]
+        if not _settled(missing):
+            return {}
+        _check_room(sum(_num_bytes(stored[path], dtype) for path in missing))
+        for path in missing:
+            with FileLock(names[path].with_suffix(".lock"), timeout=_MAKING_S):
+                if not names[path].exists():
+                    _make(path, versions[path], dtype, order, names[path])
+    except (OSError, ValueError, Timeout, SafetensorError) as error:
+        logger.warning("each process reads %s for itself, for no copy can be kept: %s", files[0].parent, error)
+        return {}
+    return names
 
 
 def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -82,29 +98,32 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         ValueError: for a file that is none.
+        OSError: where it cannot be mapped.
     """
+    with path.open("rb") as file:
+        if not (size := os.fstat(file.fileno()).st_size):
+            raise ValueError(f"{path} is damaged, remove it to have it made anew: it is empty")
+        memory = mmap.mmap(file.fileno(), 0, **_MAP) if _MAP else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)  # before anything is read, so that it is read that way
     try:
-        with path.open("rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)  # before anything is read, so that it is read that way
         data_at = _LENGTH + int.from_bytes(memory[:_LENGTH], "little")
         header = json.loads(memory[_LENGTH:data_at])
         header.pop("__metadata__", None)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        for name, field in header.items():
-            first, end = (data_at + offset for offset in field["data_offsets"])
-            yield name, flat[first:end].view(_DTYPES[field["dtype"]]).view(field["shape"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        if data_at + max(field["data_offsets"][1] for field in header.values()) != size:
+            raise ValueError(f"it has {size} bytes")
+        tensors = {name: _tensor(memory, data_at, field) for name, field in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
+    yield from tensors.items()
 
 
 def in_large_pages(tensor: Tensor) -> bool:
     """Whether most of the mapped file that a tensor lies in, as far as it has been read, is in pages of 2 MB."""
     place, counts = tensor.data_ptr(), dict[str, int]()
     try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
+        lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
     except OSError:
         return False
     inside = False
@@ -118,33 +137,89 @@ def in_large_pages(tensor: Tensor) -> bool:
     return counts.get("FilePmdMapped:", 0) > counts.get("Rss:", 0) / 2
 
 
-def _num_bytes(shapes: Shapes, dtype: torch.dtype) -> int:
-    return sum(map(math.prod, shapes.values())) * dtype.itemsize
+def _stored(path: Path) -> _Stored:
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no mapping)
+        return {name: (_DTYPES.get(part.get_dtype()), list(part.get_shape())) for name, part in slices.items()}
 
 
-def _make(path: Path, shapes: Shapes, dtype: torch.dtype, order: Callable[[], Iterable[str]], copy: Path) -> None:
-    shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
-    source, num_bytes, free = str(path.resolve()), _num_bytes(shapes, dtype), shutil.disk_usage(copy.parent).free
+def _num_bytes(stored: _Stored, dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for _, shape in stored.values()) * dtype.itemsize
+
+
+def _version(path: Path) -> list[int]:
+    about = path.stat()
+    return [about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+
+
+def _name(path: Path, version: list[int], dtype: torch.dtype) -> str:
+    return ingredients_name({"of": str(path.resolve()), "version": version, "dtype": str(dtype), "format": _FORMAT})
+
+
+def _in_use(copy: Path) -> bool:
+    """Whether it is there; it counts as used now."""
+    if not copy.exists():
+        return False
+    with contextlib.suppress(OSError):  # a cache that can be read only
+        os.utime(copy)
+    return True
+
+
+def _settled(files: Iterable[Path]) -> bool:
+    return all(abs(time.time() - path.stat().st_mtime) > SETTLED_S for path in files)
+
+
+def _check_room(num_bytes: int) -> None:
+    """Remove what nobody uses; raise ValueError where the copies would take more than half of what is free."""
+    if not num_bytes:
+        return
+    for old in [path for path in cache_folder().iterdir() if path.name.endswith((_SUFFIX, _UNFINISHED))]:
+        with contextlib.suppress(OSError):  # somebody else's turn
+            if time.time() - old.stat().st_mtime > (_UNUSED_S if _is_of_use(old) else _ORPHANED_S):
+                old.unlink()  # whoever has mapped it keeps it
+    free = shutil.disk_usage(cache_folder()).free
     if free < 2 * num_bytes:
         raise ValueError(f"{num_bytes / 1e9:.1f} GB would leave too little of the {free / 1e9:.1f} GB that are free")
-    for old in cache_folder().glob(f"*{_SUFFIX}"):
-        if _made_of(old) == (source, str(dtype)):
-            old.unlink(missing_ok=True)  # of an earlier version of the file; whoever has mapped it keeps it
+
+
+def _is_of_use(copy: Path) -> bool:
+    """Whether what a copy was made of is still there, as far as this host can say."""
+    try:
+        with safe_open(copy, "pt") as file:
+            about = file.metadata() or {}
+    except (OSError, SafetensorError):
+        return True
+    return about.get("host") != platform.node() or Path(about.get("made_of", "")).exists()
+
+
+def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], copy: Path) -> None:
     logger.info("keeping a copy of %s in %s", path, dtype)
-    with safe_open(path, "pt") as file, copy.open("wb") as out:
-        pending = bytearray(_header(shapes, dtype, source))
-        for name in shapes:
-            pending += memoryview(file.get_tensor(name).to(dtype).contiguous().view(-1).view(torch.uint8).numpy())
-            while len(pending) >= _CHUNK:
-                out.write(pending[:_CHUNK])
-                del pending[:_CHUNK]
-        out.write(pending)
-        out.flush()
-        os.fsync(out.fileno())  # a file that a crash has left half empty would be taken for whole
+    unfinished = copy.with_suffix(_UNFINISHED)  # whoever is killed here leaves it to the next
+    try:
+        with safe_open(path, "pt") as file, unfinished.open("wb") as out:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
+            pending = bytearray(_header(shapes, dtype, path))
+            for name, shape in shapes.items():
+                tensor = file.get_tensor(name).to(dtype).contiguous()
+                assert list(tensor.shape) == shape
+                pending += memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                while len(pending) >= _CHUNK:
+                    out.write(pending[:_CHUNK])
+                    del pending[:_CHUNK]
+            out.write(pending)
+            out.flush()
+            os.fsync(out.fileno())  # a file that a crash has left half empty would be taken for whole
+        if _version(path) != version:
+            raise ValueError(f"{path} has changed meanwhile")
+        unfinished.replace(copy)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def _header(shapes: Shapes, dtype: torch.dtype, source: str) -> bytes:
-    fields: dict[str, Any] = {"__metadata__": {"made_of": source, "dtype": str(dtype)}}
+def _header(shapes: dict[str, list[int]], dtype: torch.dtype, path: Path) -> bytes:
+    about = {"made_of": str(path.resolve()), "dtype": str(dtype), "host": platform.node()}
+    fields: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -155,10 +230,8 @@ def _header(shapes: Shapes, dtype: torch.dtype, source: str) -> bytes:
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
-def _made_of(copy: Path) -> tuple[str, str]:
-    try:
-        with safe_open(copy, "pt") as file:
-            metadata = file.metadata() or {}
-    except Exception:  # noqa: BLE001 (whatever is wrong with it, it is nobody's copy)
-        return "", ""
-    return metadata.get("made_of", ""), metadata.get("dtype", "")
+def _tensor(memory: mmap.mmap, data_at: int, field: dict[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[field["dtype"]], field["shape"]
+    if not (count := math.prod(shape)):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=data_at + field["data_offsets"][0]).view(shape)

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.fastest_dtype import fastest_dtype
 from ppd_runtime.models.hub import find_model, one_line
-from ppd_runtime.models.kept_weights import kept_copy, map_tensors, stored_dtypes
+from ppd_runtime.models.kept_weights import kept_copies, map_tensors
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.stage import Stage, layer_range
 
@@ -150,14 +150,38 @@ def load_stage(
     return EmulatedStage(model, compiled, emulate) if emulate else Stage(model, compiled)
 
 
+def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:
+    """Make the copies of weights that `load_stage` maps into memory, before processes with deadlines do so."""
+    if device == "cpu":
+        _kept_copies(info, dtype)
+        if compiled and dtype == torch.float32:
+            _kept_halves(info)
+
+
+def _kept_copies(info: ModelInfo, dtype: torch.dtype) -> dict[Path, Path]:
+    """Of the model's files in another dtype than they have."""
+    may_round = partial(_rounds_everything, info, dtype)
+    return kept_copies(weight_files(info.folder), dtype, partial(_names, info), may_round=may_round)
+
+
+def _rounds_everything(info: ModelInfo, dtype: torch.dtype) -> bool:
+    """Whether the library loads each of the model's tensors in `dtype`; some architectures keep a few in float32."""
+    skeleton = _skeleton(_config(info.folder), info.num_layers, dtype)
+    kept = (getattr(skeleton, f"_keep_in_fp32_modules{kind}", "a name of other versions") for kind in ("", "_strict"))
+    return not any(kept) and all(t.dtype == dtype for t in skeleton.state_dict().values() if t.is_floating_point())
+
+
+def _kept_halves(info: ModelInfo) -> dict[Path, Path]:
+    """Of files that are in bfloat16 anyway, for compiled code to read in large pages."""
+    files, order = weight_files(info.folder), partial(_names, info)
+    return kept_copies(files, torch.bfloat16, order, _MOST_IN_LARGE_PAGES, even_as_stored=True)
+
+
 def _halves(info: ModelInfo, last: int) -> dict[str, Tensor]:
     """The first layers' tensors in bfloat16 as all processes share them, where they are stored that way."""
-    halves = dict[str, Tensor]()
-    for path in weight_files(info.folder):
-        if stored_dtypes(path) == {torch.bfloat16}:
-            copy = kept_copy(path, torch.bfloat16, partial(_names, info), _MOST_IN_LARGE_PAGES)
-            halves |= _first_layers(path, copy, last)
-    return halves
+    copies = _kept_halves(info)
+    tensors = [pair for path in weight_files(info.folder) for pair in _first_layers(path, copies.get(path), last)]
+    return {name: tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
 
 
 def compile_ahead(
@@ -279,10 +303,11 @@ def _check_architecture(model: str, config: PretrainedConfig) -> None:
         raise ValueError(f"{refuse}what a layer computes depends on how many there are, so they cannot be cut")
 
 
-def _skeleton(config: PretrainedConfig, num_layers: int) -> PreTrainedModel:
+def _skeleton(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The first layers without their weights."""
     with torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(first_layers_config(config, num_layers))
+        cut = first_layers_config(config, num_layers)
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(cut, **({"dtype": dtype} if dtype else {}))
 
 
 def _constants(layer: nn.Module) -> dict[tuple[str, str], float]:
@@ -331,12 +356,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(info: ModelInfo, last: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of the first layers; in `dtype` where a copy is kept, else as they are stored."""
+    """The tensors of the first layers; in `dtype` where copies are kept, else as they are stored."""
     tensors = dict[str, Tensor]()
+    copies = _kept_copies(info, dtype) if dtype else {}
     for path in weight_files(info.folder):
         try:
-            copy = kept_copy(path, dtype, partial(_names, info)) if dtype and stored_dtypes(path) != {dtype} else None
-            tensors |= _first_layers(path, copy, last)
+            tensors |= _first_layers(path, copies.get(path), last)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
     return tensors
@@ -350,8 +375,13 @@ def _names(info: ModelInfo) -> list[str]:
 def _first_layers(path: Path, copy: Path | None, last: int) -> Iterator[tuple[str, Tensor]]:
     """A file's tensors up to layer `last`, mapped into memory: the copy's where there is one."""
     if copy:
-        yield from ((name, tensor) for name, tensor in map_tensors(copy) if _layer_number(name) < last)
-        return
+        try:
+            mapped = dict(map_tensors(copy))
+        except OSError as error:
+            logger.warning("reading %s itself, for its copy cannot be: %s", path, one_line(error))
+        else:
+            yield from ((name, tensor) for name, tensor in mapped.items() if _layer_number(name) < last)
+            return
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
             if _layer_number(name) < last:

@@ -1,9 +1,9 @@
 """A copy of weights in another dtype holds the same numbers, is made once, and is what every process computes with."""
 
-import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,102 +11,227 @@ import psutil
 import pytest
 import torch
 from compilers import needs_compiler
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ppd_runtime.models import kept_weights
 from ppd_runtime.models.artifacts import cache_folder
-from ppd_runtime.models.kept_weights import in_large_pages, kept_copy, map_tensors
+from ppd_runtime.models.kept_weights import in_large_pages, kept_copies, map_tensors
 from ppd_runtime.models.loading import HEAD, compile_ahead, describe, load_layers, load_stage
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 
+WIDE, NARROW = torch.float32, torch.bfloat16
+
+
 @pytest.fixture(autouse=True)
 def _everything_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(kept_weights, "SETTLED_S", -1.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(path: Path, **changes: float) -> dict[str, torch.Tensor]:
+    """A file with odd sizes, one of its tensors larger than what is written at once, and one empty."""
+    torch.manual_seed(0)
+    shapes = {"b": (3, 5), "large": (3000, 2000), "a": (7,), "none": (0, 4)}
+    tensors = {name: torch.randn(shape) + changes.get(name, 0) for name, shape in shapes.items()}
+    kinds = {"b": torch.float16, "large": NARROW, "a": WIDE}
+    tensors = {name: tensor.to(kinds.get(name, NARROW)) for name, tensor in tensors.items()}
+    save_file(tensors, path)
+    return tensors
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with odd sizes, one of its tensors larger than what is written at once, and one empty."""
-    torch.manual_seed(0)
-    shapes = {"b": (3, 5), "large": (1500, 2000), "a": (7,), "none": (0, 4)}
-    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    """A file in three dtypes, see `write`."""
+    write(tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_copy_holds_the_same_numbers(path: Path, dtype: torch.dtype) -> None:
-    original, copy = load_file(path), kept_copy(path, dtype)
+def copy_of(path: Path, dtype: torch.dtype = WIDE, **settings: object) -> Path | None:
+    return kept_copies([path], dtype, **settings).get(path)
+
+
+def test_a_copy_holds_the_same_numbers(path: Path) -> None:
+    original, copy = load_file(path), copy_of(path)
     mapped = dict(map_tensors(copy))
     assert mapped.keys() == original.keys()
     for name, tensor in load_file(copy).items():  # any reader of such files reads it
-        assert tensor.dtype == dtype
-        assert torch.equal(tensor, original[name].to(dtype))
+        assert tensor.dtype == WIDE
+        assert torch.equal(tensor.to(original[name].dtype), original[name])
         assert torch.equal(mapped[name], tensor)
     first = min(tensor.data_ptr() for tensor in mapped.values() if tensor.numel())
     assert first % 64 == 0
     mapped["a"].zero_()  # training writes to its weights: to its own
-    assert torch.equal(dict(map_tensors(copy))["a"], original["a"].to(dtype))
+    assert torch.equal(dict(map_tensors(copy))["a"], original["a"])
+
+
+def test_a_copy_in_the_dtype_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "halves.safetensors"
+    save_file({"a": torch.ones(2**20, dtype=NARROW)}, path)
+    assert copy_of(path, NARROW) is None
+    copy = copy_of(path, NARROW, even_as_stored=True)
+    assert torch.equal(load_file(copy)["a"], load_file(path)["a"])
+    assert copy.stat().st_size % 2**21 == 0, "whole pages"
+
+
+def test_nothing_is_rounded_unasked(path: Path, tmp_path: Path) -> None:
+    for dtype in (NARROW, torch.float16, torch.float64):
+        assert not kept_copies([path], dtype)
+    save_file({"a": torch.arange(9)}, tmp_path / "numbers.safetensors")
+    assert not kept_copies([tmp_path / "numbers.safetensors"], WIDE)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_rounded_copies(path: Path) -> None:
+    copy = copy_of(path, NARROW, may_round=lambda: True)
+    assert torch.equal(dict(map_tensors(copy))["a"], load_file(path)["a"].to(NARROW))
+    assert copy != copy_of(path)
+
+
+@pytest.mark.parametrize("dtype", [NARROW, torch.float16, WIDE])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "glm4_moe", "gpt_oss"])
+def test_a_model_has_the_numbers_that_the_library_gives_it(
+    family: str, stored: str, dtype: torch.dtype, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Some architectures want a few of their tensors in float32 whatever the dtype."""
+    usual = family in ("llama", "gemma2")
+    path = model_folder(family, dtype=stored) if usual else _unusual(family, stored, tmp_path / "model")
+    info = describe(str(path))
+    loaded = load_layers(info, info.num_layers, dtype, "cpu").state_dict()
+    given = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
+    assert loaded.keys() == given.keys()
+    for name, tensor in given.items():
+        assert loaded[name].dtype == tensor.dtype, name
+        assert torch.equal(loaded[name], tensor), name
+    kept = list(cache_folder().glob("*.safetensors"))
+    if usual:
+        assert len(kept) == (str(dtype) != f"torch.{stored}")
+
+
+def _unusual(family: str, stored: str, folder: Path) -> Path:
+    """A small model of an architecture that the other tests do not have, a few of its tensors in float32."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4}
+    others = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 300, "first_k_dense_replace": 1}
+    config = CONFIG_MAPPING[family](**sizes, **heads, **others, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored))
+    model.save_pretrained(folder)
+    file = next(folder.glob("*.safetensors"))
+    tensors = {n: t.float() if t.dim() == 1 else t for n, t in load_file(file).items()}
+    save_file({name: torch.randn_like(t) for name, t in tensors.items()}, file, metadata={"format": "pt"})
+    return folder
 
 
 def test_a_copy_is_made_once_however_many_ask(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, make = [], kept_weights._make
     monkeypatch.setattr(kept_weights, "_make", lambda *arguments: (made.append(1), make(*arguments)))
     with ThreadPoolExecutor(8) as pool:
-        copies = set(pool.map(lambda _: kept_copy(path, torch.bfloat16), range(16)))
+        copies = set(pool.map(lambda _: copy_of(path), range(16)))
     assert len(copies) == len(made) == 1
 
 
-def test_another_version_of_a_file_has_another_copy_and_the_old_one_goes(path: Path) -> None:
-    old, other_dtype = kept_copy(path, torch.bfloat16), kept_copy(path, torch.float16)
+def test_another_version_of_a_file_has_another_copy(path: Path) -> None:
+    old = copy_of(path)
     tensors = dict(map_tensors(old))
-    before = tensors["a"].clone()
     times = path.stat()
-    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+    new_numbers = write(path, a=1.0)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if it had been put there with its old time
-    new = kept_copy(path, torch.bfloat16)
+    new = copy_of(path)
     assert new != old
-    assert torch.equal(dict(map_tensors(new))["a"], load_file(path)["a"].to(torch.bfloat16))
-    assert not old.exists()
-    assert other_dtype.exists()
-    assert torch.equal(tensors["a"], before), "who has mapped it keeps it"
+    assert torch.equal(dict(map_tensors(new))["a"], new_numbers["a"])
+    assert torch.equal(tensors["a"] + 1, new_numbers["a"]), "who has mapped the old one keeps it"
 
 
-def test_where_a_copy_is_of_no_use_there_is_none(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 2 * sum(tensor.numel() for tensor in load_file(path).values())
-    assert kept_copy(path, torch.bfloat16, most_bytes=size - 1) is None
-    assert kept_copy(path, torch.float64) is None
-    numbers = tmp_path / "numbers.safetensors"
-    save_file({"a": torch.arange(9)}, numbers)
-    assert kept_copy(numbers, torch.bfloat16) is None
-    monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", size + 1)
-    assert kept_copy(path, torch.bfloat16) is None
+def test_a_file_that_changes_while_it_is_copied_has_no_copy(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def order() -> list[str]:
+        write(path, a=1.0)
+        return []
+
+    assert copy_of(path, order=order) is None
+    assert "has changed meanwhile" in caplog.text
+    assert not [kept for kept in cache_folder().iterdir() if "safetensors" in kept.name]
+    monkeypatch.setattr(kept_weights, "SETTLED_S", 2.0)
+    assert copy_of(path) is None, "it was written a moment ago"
+    os.utime(path, (0, 0))
+    assert copy_of(path)
+
+
+def test_what_nobody_uses_any_more_goes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unused, used, orphan = (tmp_path / f"{name}.safetensors" for name in ("unused", "used", "orphan"))
+    copies = {}
+    for other in (unused, used, orphan):
+        write(other)
+        copies[other] = copy_of(other)
+        os.utime(copies[other], (0, 0) if other != orphan else (time.time() - 700,) * 2)
+    assert copy_of(used) == copies[used], "asking for it counts"
+    orphan.unlink()
+    (cache_folder() / "x.safetensors.unfinished").touch()
+    os.utime(cache_folder() / "x.safetensors.unfinished", (0, 0))
+    there = copy_of(path)
+    assert set(cache_folder().glob("*.safetensors*")) == {copies[used], there}
+
+
+def test_a_killed_maker_leaves_what_the_next_overwrites(path: Path) -> None:
+    left = copy_of(path)
+    left.rename(left.with_suffix(".safetensors.unfinished"))
+    left.with_suffix(".lock").touch()
+    assert copy_of(path) == left
+    assert not left.with_suffix(".safetensors.unfinished").exists()
+
+
+def test_where_copies_are_of_no_use_there_are_none(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 4 * sum(tensor.numel() for tensor in load_file(path).values())
+    other = tmp_path / "other.safetensors"
+    write(other)
+    assert not kept_copies([path, other], WIDE, most_bytes=2 * size - 1), "of all files together"
+    monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", 2 * size + 1)
+    assert not kept_copies([path, other], WIDE)
+    assert not kept_copies([path, tmp_path / "nothing"], WIDE)
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", size)
-    assert kept_copy(path, torch.bfloat16, most_bytes=size)
+    monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", 2 * size)
+    assert len(set(kept_copies([path, other], WIDE, most_bytes=2 * size).values())) == 2
 
 
 def test_without_room_each_process_converts_for_itself(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     usage = shutil.disk_usage(path)
-    monkeypatch.setattr(kept_weights.shutil, "disk_usage", lambda _: usage._replace(free=10**6))
-    assert kept_copy(path, torch.bfloat16) is None
+    monkeypatch.setattr(kept_weights.shutil, "disk_usage", lambda _: usage._replace(free=10**7))
+    assert copy_of(path) is None
     assert "0.0 GB would leave too little of the 0.0 GB that are free" in caplog.text
-    assert not list(cache_folder().glob("*.safetensors"))
+    assert not list(cache_folder().iterdir())
 
 
 def test_without_a_folder_each_process_converts_for_itself(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("in the way")
-    assert kept_copy(path, torch.bfloat16) is None
+    assert copy_of(path) is None
     assert "no copy can be kept: cache folder" in caplog.text
-    model = load_layers(describe("demo"), 1, torch.float32, "cpu")
-    assert model.dtype == torch.float32
+    model = load_layers(describe("demo"), 1, WIDE, "cpu")
+    assert model.dtype == WIDE
+
+
+def test_a_copy_that_cannot_be_mapped_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_layers(describe("demo"), 1, WIDE, "cpu")
+    (copy,) = cache_folder().glob("*.safetensors")
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(kept_weights.mmap, "mmap", no_memory)
+    assert load_layers(describe("demo"), 1, WIDE, "cpu").dtype == WIDE
+    assert "model.safetensors itself, for its copy cannot be: OSError: [Errno 12] Cannot allocate memory" in caplog.text
+    assert copy.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 100, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{"])
@@ -118,7 +243,7 @@ def test_a_damaged_copy_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_copy_that_was_cut_short_is_named(path: Path) -> None:
-    copy = kept_copy(path, torch.bfloat16)
+    copy = copy_of(path)
     os.truncate(copy, copy.stat().st_size - 100)
     with pytest.raises(ValueError, match="is damaged"):
         list(map_tensors(copy))
@@ -172,7 +297,7 @@ def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatc
 
 
 def test_tensors_stand_in_the_order_in_which_they_are_read(path: Path) -> None:
-    copy = kept_copy(path, torch.bfloat16, lambda: ["large", "none", "unknown", "a"])
+    copy = copy_of(path, order=lambda: ["large", "none", "unknown", "a"])
     assert list(dict(map_tensors(copy))) == ["large", "none", "a", "b"]
     places = [tensor.data_ptr() for tensor in dict(map_tensors(copy)).values() if tensor.numel()]
     assert places == sorted(places)
@@ -180,17 +305,9 @@ def test_tensors_stand_in_the_order_in_which_they_are_read(path: Path) -> None:
 
 @needs_maps
 def test_large_pages_are_told_from_small_ones(path: Path) -> None:
-    tensor = dict(map_tensors(kept_copy(path, torch.float32)))["large"]
+    tensor = dict(map_tensors(copy_of(path)))["large"]
     float(tensor.sum())
     counts = [m for m in psutil.Process().memory_maps(grouped=False) if m.path.startswith(str(cache_folder()))]
     assert counts
     assert isinstance(in_large_pages(tensor), bool)
     assert not in_large_pages(torch.zeros(10))
-
-
-def test_the_header_says_what_it_was_made_of(path: Path) -> None:
-    copy = kept_copy(path, torch.bfloat16)
-    with safe_open(copy, "pt") as file:
-        assert file.metadata() == {"made_of": str(path), "dtype": "torch.bfloat16"}
-    header = copy.read_bytes()[8 : 8 + int.from_bytes(copy.read_bytes()[:8], "little")]
-    assert json.loads(header)["large"]["shape"] == [1500, 2000]
