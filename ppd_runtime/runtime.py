@@ -357,13 +357,14 @@ def _transport_here(transport: str, specs: list[WorkerSpec]) -> str:
 
 
 def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
-    progress("converting weights, where that has to be and no earlier run has")
-    share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
     if config.compile:
         progress("compiling, unless an earlier run has")
         passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
         code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
         specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings} | ({HEAD} & set(code))}) for spec in specs]
+    if config.one_host or config.launcher == "processes":
+        progress("converting weights, where that has to be and no earlier run has")
+        share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
     if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
         kind = str(specs[MAIN].dtype).removeprefix("torch.")
         logger.warning(

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import platform
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -32,9 +33,10 @@ SETTLED_S = 2.0
 """Files that were written more recently are not copied: another write could bear the same time."""
 _UNUSED_S = 14 * 24 * 3600.0
 _ORPHANED_S = 600.0
-"""Copies that nobody has asked for in this time, or in that where the model is gone, go when another is made."""
-_MAKING_S = 120.0
-"""Longest wait for another process that makes the same copy."""
+"""Copies that nobody has asked for in this time, or in that where the model has gone or changed, go when another is
+made; so does what a killed maker left."""
+_MAKING_S = 60.0
+"""Longest wait for other processes that make the same copies."""
 _FORMAT = 1
 _SUFFIX, _UNFINISHED = ".safetensors", ".safetensors.unfinished"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -83,11 +85,12 @@ def kept_copies(
         if not _settled(missing):
             return {}
         _check_room(sum(_num_bytes(stored[path], dtype) for path in missing))
+        patience = time.monotonic() + _MAKING_S
         for path in missing:
-            with FileLock(names[path].with_suffix(".lock"), timeout=_MAKING_S):
+            with FileLock(names[path].with_suffix(".lock"), timeout=max(0.0, patience - time.monotonic())):
                 if not names[path].exists():
                     _make(path, versions[path], dtype, order, names[path])
-    except (OSError, ValueError, Timeout, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:  # no home, no memory, no locks
         logger.warning("each process reads %s for itself, for no copy can be kept: %s", files[0].parent, error)
         return {}
     return names
@@ -111,7 +114,7 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         data_at = _LENGTH + int.from_bytes(memory[:_LENGTH], "little")
         header = json.loads(memory[_LENGTH:data_at])
         header.pop("__metadata__", None)
-        if data_at + max(field["data_offsets"][1] for field in header.values()) != size:
+        if data_at + max((field["data_offsets"][1] for field in header.values()), default=0) != size:
             raise ValueError(f"it has {size} bytes")
         tensors = {name: _tensor(memory, data_at, field) for name, field in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -148,8 +151,9 @@ def _num_bytes(stored: _Stored, dtype: torch.dtype) -> int:
 
 
 def _version(path: Path) -> list[int]:
-    about = path.stat()
-    return [about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+    with path.open("rb") as file:  # a network's file systems look again when a file is opened
+        about = os.fstat(file.fileno())
+    return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
 def _name(path: Path, version: list[int], dtype: torch.dtype) -> str:
@@ -175,7 +179,8 @@ def _check_room(num_bytes: int) -> None:
         return
     for old in [path for path in cache_folder().iterdir() if path.name.endswith((_SUFFIX, _UNFINISHED))]:
         with contextlib.suppress(OSError):  # somebody else's turn
-            if time.time() - old.stat().st_mtime > (_UNUSED_S if _is_of_use(old) else _ORPHANED_S):
+            kept_s = _UNUSED_S if old.suffix == _SUFFIX and _is_of_use(old) else _ORPHANED_S
+            if time.time() - old.stat().st_mtime > kept_s:
                 old.unlink()  # whoever has mapped it keeps it
     free = shutil.disk_usage(cache_folder()).free
     if free < 2 * num_bytes:
@@ -183,23 +188,26 @@ def _check_room(num_bytes: int) -> None:
 
 
 def _is_of_use(copy: Path) -> bool:
-    """Whether what a copy was made of is still there, as far as this host can say."""
+    """Whether what a copy was made of is still there and still the same, as far as this host can say."""
     try:
         with safe_open(copy, "pt") as file:
             about = file.metadata() or {}
-    except (OSError, SafetensorError):
+        return about.get("host") != platform.node() or about["version"] == str(_version(Path(about["made_of"])))
+    except FileNotFoundError:
+        return False
+    except (OSError, KeyError, SafetensorError):
         return True
-    return about.get("host") != platform.node() or Path(about.get("made_of", "")).exists()
 
 
 def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], copy: Path) -> None:
     logger.info("keeping a copy of %s in %s", path, dtype)
-    unfinished = copy.with_suffix(_UNFINISHED)  # whoever is killed here leaves it to the next
+    own = f"-{os.getpid()}-{secrets.token_hex(4)}"  # not every network's file system knows locks
+    unfinished = copy.with_name(f"{copy.stem}{own}{_UNFINISHED}")
     try:
         with safe_open(path, "pt") as file, unfinished.open("wb") as out:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
-            pending = bytearray(_header(shapes, dtype, path))
+            pending = bytearray(_header(shapes, dtype, path, version))
             for name, shape in shapes.items():
                 tensor = file.get_tensor(name).to(dtype).contiguous()
                 assert list(tensor.shape) == shape
@@ -217,8 +225,8 @@ def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[]
         unfinished.unlink(missing_ok=True)
 
 
-def _header(shapes: dict[str, list[int]], dtype: torch.dtype, path: Path) -> bytes:
-    about = {"made_of": str(path.resolve()), "dtype": str(dtype), "host": platform.node()}
+def _header(shapes: dict[str, list[int]], dtype: torch.dtype, path: Path, version: list[int]) -> bytes:
+    about = {"made_of": str(path.resolve()), "version": str(version), "host": platform.node()}
     fields: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, shape in shapes.items():

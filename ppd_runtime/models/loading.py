@@ -377,7 +377,7 @@ def _first_layers(path: Path, copy: Path | None, last: int) -> Iterator[tuple[st
     if copy:
         try:
             mapped = dict(map_tensors(copy))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("reading %s itself, for its copy cannot be: %s", path, one_line(error))
         else:
             yield from ((name, tensor) for name, tensor in mapped.items() if _layer_number(name) < last)

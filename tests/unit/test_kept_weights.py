@@ -1,19 +1,23 @@
 """A copy of weights in another dtype holds the same numbers, is made once, and is what every process computes with."""
 
+import contextlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from compilers import needs_compiler
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+import ppd_runtime.runtime
+from ppd_runtime import PPDRuntime
 from ppd_runtime.models import kept_weights
 from ppd_runtime.models.artifacts import cache_folder
 from ppd_runtime.models.kept_weights import in_large_pages, kept_copies, map_tensors
@@ -164,26 +168,75 @@ def test_a_file_that_changes_while_it_is_copied_has_no_copy(
 
 
 def test_what_nobody_uses_any_more_goes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unused, used, orphan = (tmp_path / f"{name}.safetensors" for name in ("unused", "used", "orphan"))
+    names = ("unused", "used", "gone", "changed", "elsewhere")
+    files = {name: tmp_path / f"{name}.safetensors" for name in names}
     copies = {}
-    for other in (unused, used, orphan):
-        write(other)
-        copies[other] = copy_of(other)
-        os.utime(copies[other], (0, 0) if other != orphan else (time.time() - 700,) * 2)
-    assert copy_of(used) == copies[used], "asking for it counts"
-    orphan.unlink()
-    (cache_folder() / "x.safetensors.unfinished").touch()
-    os.utime(cache_folder() / "x.safetensors.unfinished", (0, 0))
+    for name, file in files.items():
+        write(file)
+        with monkeypatch.context() as patch:
+            if name == "elsewhere":
+                patch.setattr(kept_weights.platform, "node", lambda: "another host")
+            copies[name] = copy_of(file)
+    for name in names:
+        os.utime(copies[name], (time.time() - (15 * 86400 if name in ("used", "unused") else 700),) * 2)
+    assert copy_of(files["used"]) == copies["used"], "asking for it counts"
+    files["gone"].unlink()
+    files["elsewhere"].unlink()
+    write(files["changed"], a=1.0)
+    for left, age in (("killed", 700), ("at-work", 10)):
+        unfinished = cache_folder() / f"{left}.safetensors.unfinished"
+        unfinished.touch()
+        os.utime(unfinished, (time.time() - age,) * 2)
     there = copy_of(path)
-    assert set(cache_folder().glob("*.safetensors*")) == {copies[used], there}
+    assert set(cache_folder().glob("*.safetensors*")) == {
+        *(copies["used"], copies["elsewhere"], there),
+        cache_folder() / "at-work.safetensors.unfinished",
+    }
 
 
-def test_a_killed_maker_leaves_what_the_next_overwrites(path: Path) -> None:
-    left = copy_of(path)
-    left.rename(left.with_suffix(".safetensors.unfinished"))
-    left.with_suffix(".lock").touch()
-    assert copy_of(path) == left
-    assert not left.with_suffix(".safetensors.unfinished").exists()
+def test_makers_that_no_lock_keeps_apart_make_whole_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between two hosts on some networks' file systems."""
+    monkeypatch.setattr(kept_weights, "FileLock", lambda *_, **__: contextlib.nullcontext())
+    meeting = threading.Barrier(2)
+
+    def order() -> list[str]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(5)
+        return []
+
+    with ThreadPoolExecutor(2) as pool:
+        copies = list(pool.map(lambda _: copy_of(path, order=order), range(2)))
+    assert copies[0] == copies[1]
+    assert torch.equal(dict(map_tensors(copies[0]))["large"], load_file(path)["large"].to(WIDE))
+    assert list(cache_folder().glob("*.safetensors*")) == copies[:1]
+
+
+def test_a_maker_is_waited_for_but_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = copy_of(path)
+    copy.unlink()
+    monkeypatch.setattr(kept_weights, "_MAKING_S", 0.2)
+    with FileLock(copy.with_suffix(".lock")):
+        assert copy_of(path) is None
+    assert copy_of(path) == copy
+
+
+def test_a_start_without_a_home_needs_no_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert copy_of(path) is None
+
+
+def test_the_runtime_has_copies_made_before_its_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, make, workers = [], kept_weights._make, ppd_runtime.runtime.LocalWorkers
+    monkeypatch.setattr(kept_weights, "_make", lambda *given: (events.append("a copy"), make(*given)))
+    monkeypatch.setattr(ppd_runtime.runtime, "LocalWorkers", lambda *given: events.append("workers") or workers(*given))
+    with PPDRuntime("demo", k=1, transport="local", dtype="float32") as runtime:
+        runtime.generate([5], max_new_tokens=2)
+    assert events == ["a copy", "workers"]
 
 
 def test_where_copies_are_of_no_use_there_are_none(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,11 +356,13 @@ def test_tensors_stand_in_the_order_in_which_they_are_read(path: Path) -> None:
     assert places == sorted(places)
 
 
-@needs_maps
-def test_large_pages_are_told_from_small_ones(path: Path) -> None:
-    tensor = dict(map_tensors(copy_of(path)))["large"]
-    float(tensor.sum())
-    counts = [m for m in psutil.Process().memory_maps(grouped=False) if m.path.startswith(str(cache_folder()))]
-    assert counts
-    assert isinstance(in_large_pages(tensor), bool)
-    assert not in_large_pages(torch.zeros(10))
+@pytest.mark.parametrize(("mapped", "inside", "expected"), [(90, True, True), (40, True, False), (90, False, False)])
+def test_large_pages_are_told_from_small_ones(
+    mapped: int, inside: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.zeros(10)
+    first = tensor.data_ptr() - 64 if inside else tensor.data_ptr() + 4096
+    text = f"{first:x}-{first + 4096:x} rw-p 00000000 fe:00 1 /a file\nRss: 100 kB\nFilePmdMapped: {mapped} kB\n"
+    others = "1000-2000 r--p 00000000 00:00 0\nRss: 4 kB\nFilePmdMapped: {} kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: others.format(4) + text + others.format(0))
+    assert in_large_pages(tensor) is expected
