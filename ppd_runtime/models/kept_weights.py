@@ -208,9 +208,8 @@ def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[]
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
             pending = bytearray(_header(shapes, dtype, path, version))
-            for name, shape in shapes.items():
+            for name in shapes:
                 tensor = file.get_tensor(name).to(dtype).contiguous()
-                assert list(tensor.shape) == shape
                 pending += memoryview(tensor.view(-1).view(torch.uint8).numpy())
                 while len(pending) >= _CHUNK:
                     out.write(pending[:_CHUNK])
