@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from ppd_runtime.config import MOST_STOP_CHARACTERS, MOST_STOPS
 MOST_TEXT, MOST_TEXTS = MOST_STOP_CHARACTERS, MOST_STOPS
 """Characters of a text, texts of a list."""
 _MOST_RANK = 2**20
+_MOST_DESCRIPTION = 64
 _LEAST, _MOST = math.ulp(0.0), sys.float_info.max
 
 
@@ -57,6 +58,7 @@ Positive = Annotated[float, Within(_LEAST, _MOST)]
 Share = Annotated[float, Within(_LEAST, 1)]
 
 Reader = Callable[[Any], Any]
+"""From what a header holds to the value of a field; it raises WireError for all else."""
 
 
 def is_tensor(hint: object) -> bool:
@@ -74,18 +76,21 @@ def pack_numbers(numbers: list[int] | tuple[int, ...]) -> bytes:
     return array("q", numbers).tobytes()
 
 
-def reader(name: str, hint: object) -> Reader:
-    """A function from what a header holds to the value of the field `name`; it raises WireError for all else.
+def is_number(hint: object) -> bool:
+    """Whether a field of this type is one number."""
+    return get_origin(hint) is Annotated and get_args(hint)[0] in (int, float)
 
-    Of a tensor, the header holds dtype and shape, as a list of two that is still to be checked.
+
+def reader(name: str, hint: object) -> Reader:
+    """How to read the field `name`, which is no number.
+
+    Of a tensor, the header holds a description that is still to be checked; see `tensors`.
     """
     if get_origin(hint) is Annotated:
         base, within = get_args(hint)
         if is_packed(hint):
             return _packed_reader(name, within, base != list[int])
-        if base is bytes:
-            return _checked_reader(name, lambda value: type(value) is bytes and len(value) <= within.most)
-        return _number_reader(name, (int,) if base is int else (float, int), within)
+        return _checked_reader(name, lambda value: type(value) is bytes and len(value) <= within.most)
     checks: dict[object, Callable[[Any], bool]] = {
         bool: lambda value: type(value) is bool,
         str: lambda value: type(value) is str and len(value) <= MOST_TEXT,
@@ -105,43 +110,61 @@ def _checked_reader(name: str, good: Callable[[Any], bool]) -> Reader:
     return read
 
 
+class Range(NamedTuple):
+    """What a field that is one number may hold."""
+
+    place: int
+    name: str
+    types: tuple[type, ...]
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a kind of message is written and read; places are in its header."""
 
     number: int
+    num_fields: int
     values: Callable[[Any], tuple[Any, ...]]
-    readers: tuple[Reader, ...]
+    ranges: tuple[Range, ...]
+    readers: tuple[tuple[int, Reader], ...]
+    """Of fields that are no numbers."""
     packed: tuple[int, ...]
     """Places of lists of whole numbers."""
     tensor: int
     """Place of its tensor; 0 where it has none."""
+
+    def read(self, header: list[Any]) -> None:
+        """Put the message's values in the place of what a header of the right length holds; WireError for all else."""
+        for place, name, types, low, high in self.ranges:
+            if type(header[place]) not in types or not low <= header[place] <= high:
+                raise WireError(f"{name} of the wrong type or out of range")
+        for place, read in self.readers:
+            header[place] = read(header[place])
 
 
 def make_plan(number: int, kind: type) -> Plan:
     """The plan of a dataclass whose fields all have types of this module; at most one is a tensor."""
     hints = get_type_hints(kind, include_extras=True)
     names = [field.name for field in dataclasses.fields(kind)]
-    tensors = [place for place, name in enumerate(names, 2) if is_tensor(hints[name])]
+    fields = [(place, f"{kind.__name__}.{name}", hints[name]) for place, name in enumerate(names, 2)]
+    tensors = [place for place, _, hint in fields if is_tensor(hint)]
     assert len(tensors) <= 1, "a message has room for one tensor"
     return Plan(
         number=number,
+        num_fields=len(fields),
         values=attrgetter(*names),
-        readers=tuple(reader(f"{kind.__name__}.{name}", hints[name]) for name in names),
-        packed=tuple(place for place, name in enumerate(names, 2) if is_packed(hints[name])),
+        ranges=tuple(_range(place, name, hint) for place, name, hint in fields if is_number(hint)),
+        readers=tuple((place, reader(name, hint)) for place, name, hint in fields if not is_number(hint)),
+        packed=tuple(place for place, _, hint in fields if is_packed(hint)),
         tensor=tensors[0] if tensors else 0,
     )
 
 
-def _number_reader(name: str, types: tuple[type, ...], within: Within) -> Reader:
-    low, high = within.low, within.high
-
-    def read(value: Any) -> Any:
-        if type(value) in types and low <= value <= high:
-            return value
-        raise WireError(f"{name} of the wrong type or out of range")
-
-    return read
+def _range(place: int, name: str, hint: object) -> Range:
+    base, within = get_args(hint)
+    return Range(place, name, (int,) if base is int else (float, int), within.low, within.high)
 
 
 def _packed_reader(name: str, within: Within, as_tuple: bool) -> Reader:
@@ -165,4 +188,4 @@ def _are_texts(value: object) -> bool:
 
 
 def _is_description(value: object) -> bool:
-    return type(value) is list and len(value) == 2
+    return type(value) is bytes and len(value) <= _MOST_DESCRIPTION and not len(value) % 8

@@ -1,11 +1,11 @@
 """What the processes say to each other, and its form on the wire: a bounded msgpack header and raw tensor frames.
 
-A header is `[version, kind, *fields]`; a tensor field holds `[dtype, shape]` there and its bytes follow in a frame
+A header is `[version, kind, *fields]`; a tensor field holds dtype and shape there and its bytes follow in a frame
 of their own. Decoding trusts nothing: every length, type, range and shape is checked before anything is allocated, and
 whatever is wrong becomes a `WireError`.
 """
 
-import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +40,9 @@ from ppd_runtime.pipeline.fields import (
     make_plan,
     pack_numbers,
 )
+from ppd_runtime.pipeline.tensors import Frame, arriving, outgoing
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -52,10 +53,6 @@ NOT_ASKED = -1
 """`Token.winner` of the last token, whose successor nobody needs."""
 
 _MAX_HEADER_BYTES = 16 * 2**20
-_MAX_TENSOR_BYTES = 2**31
-_MAX_TENSOR_RANK = 6
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +281,14 @@ KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""
 
 
+class _Thread(threading.local):
+    """What a thread needs to write messages: to make a packer for each takes longer than to pack."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer()
+
+
+_THREAD = _Thread()
 _PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
 _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
     Begin: lambda begin: len(begin.delivered) <= begin.max_new_tokens,
@@ -293,8 +298,8 @@ _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
 """What has to hold between the fields of one message."""
 
 
-def encode(message: Message) -> list[bytes | memoryview]:
-    """The message's frames: the header, then its tensor's bytes.
+def encode(message: Message) -> list[Frame]:
+    """The message's frames: the header, then its tensor's bytes, in its own memory where they lie there in one piece.
 
     Raises:
         WireError: where the header would be longer than `decode` takes.
@@ -304,10 +309,13 @@ def encode(message: Message) -> list[bytes | memoryview]:
     tensor = values[plan.tensor - 2] if plan.tensor else None
     if tensor is None:
         return [_header(plan, values, None)]
-    if (numbers := _numbers_in_place(tensor)) is not None:
-        return [_header(plan, values, ["float32", numbers.shape]), numbers.cast("B")]
-    header, raw = split(message)
-    return [header] if raw is None else [header, raw.cpu().numpy().data]
+    form = outgoing(tensor.dtype, tensor.shape)
+    frame = form.bytes_of(tensor)
+    if frame is None:
+        tensor = tensor.detach().cpu().contiguous()
+        frame = form.bytes_of(tensor)
+        assert frame is not None
+    return [_header(plan, values, form.description), frame]
 
 
 def has_tensor(message: Message) -> bool:
@@ -327,34 +335,21 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
     tensor = values[plan.tensor - 2] if plan.tensor else None
     if tensor is None:
         return _header(plan, values, None), None
-    tensor = tensor.detach().contiguous()
-    description = [_DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
-    return _header(plan, values, description), tensor.flatten().view(torch.uint8)
+    description = outgoing(tensor.dtype, tensor.shape).description
+    return _header(plan, values, description), tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def _header(plan: Plan, values: Sequence[Any], description: list[Any] | None) -> bytes:
+def _header(plan: Plan, values: Sequence[Any], description: bytes | None) -> bytes:
     """`description` is of the message's tensor: dtype and shape."""
     fields = [WIRE_VERSION, plan.number, *values]
     for place in plan.packed:
         fields[place] = pack_numbers(fields[place])
     if plan.tensor:
         fields[plan.tensor] = description
-    header = msgpack.packb(fields)
+    header = _THREAD.packer.pack(fields)
     if len(header) > _MAX_HEADER_BYTES:
         raise WireError(f"a {KIND_NAMES[plan.number]} of {len(header)} bytes: {_MAX_HEADER_BYTES} are the most")
     return header
-
-
-def _numbers_in_place(tensor: Tensor) -> memoryview | None:
-    """A float32 tensor's numbers where they lie, if they lie together on the CPU.
-
-    Asks NumPy alone: between two passes the caches are cold, and each question to PyTorch takes three microseconds.
-    """
-    try:
-        numbers = tensor.numpy().data
-    except (TypeError, RuntimeError):
-        return None
-    return numbers if numbers.format == "f" and numbers.c_contiguous and numbers.nbytes else None
 
 
 def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
@@ -368,17 +363,16 @@ def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
     header = _unpack(frames[0])
     kind = _kind(header)
     plan = _PLANS[kind]
-    if len(header) != 2 + len(plan.readers):
+    if len(header) != 2 + plan.num_fields:
         raise WireError(f"a {kind.__name__} with the wrong number of fields")
-    values = [read(value) for read, value in zip(plan.readers, header[2:], strict=True)]
-    place = plan.tensor - 2
-    if plan.tensor and values[place] is not None:
+    plan.read(header)
+    if plan.tensor and header[plan.tensor] is not None:
         if len(frames) != 2:
             raise WireError(f"a {kind.__name__} needs one frame for its tensor")
-        values[place] = _tensor(values[place], frames[1])
+        header[plan.tensor] = arriving(header[plan.tensor]).tensor_of(frames[1])
     elif len(frames) != 1:
         raise WireError(f"a {kind.__name__} with more frames than it has tensors")
-    message = kind(*values)
+    message = kind(*header[2:])
     if kind in _RELATIONS and not _RELATIONS[kind](message):
         raise WireError(f"a {kind.__name__} whose fields contradict each other")
     return message
@@ -402,20 +396,3 @@ def _unpack(header: bytes | memoryview) -> Any:
         return msgpack.unpackb(header, max_array_len=MOST_TEXTS, max_map_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a header: {type(error).__name__}") from error
-
-
-def _tensor(description: list[Any], frame: bytes | memoryview | Tensor) -> Tensor:
-    name, shape = description
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise WireError("a tensor of an unknown dtype")
-    if not isinstance(shape, list) or len(shape) > _MAX_TENSOR_RANK:
-        raise WireError("a tensor with too many dimensions")
-    if not all(type(size) is int and 0 < size <= _MAX_TENSOR_BYTES for size in shape):
-        raise WireError("a tensor with an impossible shape")
-    dtype = _DTYPES[name]
-    size = math.prod(shape) * dtype.itemsize
-    if size > _MAX_TENSOR_BYTES or size != len(frame):
-        raise WireError("a tensor whose bytes do not fit its shape")
-    if isinstance(frame, Tensor):
-        return frame.view(dtype).view(shape)
-    return torch.frombuffer(bytearray(frame), dtype=dtype).view(shape)

@@ -11,10 +11,10 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 from ppd_runtime.pipeline.messages import Entries, Message, WireError, decode, encode
+from ppd_runtime.pipeline.tensors import Frame
 from ppd_runtime.transport.network import socket_path
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ _MOST_WAITING_BYTES = 64 * 2**20  # … or so many bytes
 _DRAIN_MS = 50  # how long a send waits for a full pipe to move: a long prompt should not stay behind a long pass
 _RETRY_S = 0.01
 _LINGER_S = 0.5
-
-Chunk = bytes | memoryview
 
 
 class UnixEndpoint:
@@ -55,7 +53,7 @@ class UnixEndpoint:
         self._outlets: dict[tuple[int, bool], _Outlet] = {}
         self._waiting: set[_Outlet] = set()
         self._arrived: deque[Message] = deque()
-        self._last: tuple[Message, list[Chunk]] | None = None
+        self._last: tuple[Message, list[Frame]] | None = None
         self.location = ""
 
     def introduce(self, address: int, location: str) -> None:
@@ -68,8 +66,9 @@ class UnixEndpoint:
     def send(self, address: int, message: Message) -> None:
         """Write the message into the peer's stream; the same message to the next address is not encoded again."""
         if self._last is None or self._last[0] is not message:
-            self._last = (message, _with_prefix(encode(message)))
-        outlet = self._outlet(address, isinstance(message, Entries))
+            self._last = (message, _with_prefix(*encode(message)))
+        bulk = type(message) is Entries
+        outlet = self._outlets.get((address, bulk)) or self._new_outlet(address, bulk)
         if not outlet.write(self._last[1]):
             logger.warning("peer %d takes no messages: dropped a %s", address, type(message).__name__)
         if outlet.waiting:
@@ -107,11 +106,8 @@ class UnixEndpoint:
             outlet.close()
         self._waiting.clear()
 
-    def _outlet(self, address: int, bulk: bool) -> "_Outlet":
-        outlet = self._outlets.get((address, bulk))
-        if outlet is None:
-            outlet = _Outlet(socket_path(self._folder, address), 0 if bulk else _DRAIN_MS)
-            self._outlets[address, bulk] = outlet
+    def _new_outlet(self, address: int, bulk: bool) -> "_Outlet":
+        outlet = self._outlets[address, bulk] = _Outlet(socket_path(self._folder, address), 0 if bulk else _DRAIN_MS)
         return outlet
 
     def _spin(self, until: float) -> None:
@@ -132,7 +128,7 @@ class UnixEndpoint:
             inlet = self._inlets.get(number)
             if inlet is None:
                 self._accept()
-            elif not inlet.read_into(self._arrived):
+            elif not inlet.read(self._arrived):
                 self._poll.unregister(number)
                 self._inlets.pop(number).close()
 
@@ -155,19 +151,19 @@ class _Inlet:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._buffer = bytearray(_FIRST_BUFFER_BYTES)
+        self._buffer = memoryview(bytearray(_FIRST_BUFFER_BYTES))
         self._begin = self._end = 0
 
-    def read_into(self, arrived: deque[Message]) -> bool:
+    def read(self, arrived: deque[Message]) -> bool:
         """Append the messages that are there; False once the stream has ended or holds what no peer writes."""
         try:
             while True:
-                size = self._connection.recv_into(memoryview(self._buffer)[self._end :])
+                size = self._connection.recv_into(self._buffer[self._end :] if self._end else self._buffer)
                 if not size:
                     return False
                 self._end += size
                 room = self._end < len(self._buffer)
-                arrived.extend(self._messages())
+                self._decode(arrived)
                 if room:
                     return True  # the kernel had no more
         except BlockingIOError:
@@ -182,7 +178,7 @@ class _Inlet:
         """Close the connection."""
         self._connection.close()
 
-    def _messages(self) -> Iterator[Message]:
+    def _decode(self, arrived: deque[Message]) -> None:
         while (held := self._end - self._begin) >= _PREFIX.size:
             magic, header_size, tensor_size = _PREFIX.unpack_from(self._buffer, self._begin)
             if magic != _MAGIC or header_size > _MOST_HEADER_BYTES or tensor_size > _MOST_TENSOR_BYTES:
@@ -192,8 +188,13 @@ class _Inlet:
                 self._make_room(size)
                 return
             header = self._begin + _PREFIX.size
+            tensor = header + header_size
             self._begin += size
-            yield from _decoded(memoryview(self._buffer)[header : self._begin], header_size)
+            frames = [self._buffer[header:tensor], self._buffer[tensor : self._begin]]
+            try:
+                arrived.append(decode(frames if tensor_size else frames[:1]))
+            except WireError as error:
+                logger.warning("dropped what arrived: %s", error)
         if self._begin == self._end:
             self._begin = self._end = 0
         else:
@@ -204,9 +205,9 @@ class _Inlet:
         num_held = self._end - self._begin
         if self._begin + size <= len(self._buffer) or 0 == self._begin < num_held < len(self._buffer):
             return
-        held = self._buffer[self._begin : self._end]
+        held = bytes(self._buffer[self._begin : self._end])
         if size > len(self._buffer) == num_held:
-            self._buffer = bytearray(min(size, 2 * num_held))
+            self._buffer = memoryview(bytearray(min(size, 2 * num_held)))
         self._buffer[:num_held] = held
         self._begin, self._end = 0, num_held
 
@@ -227,7 +228,7 @@ class _Outlet:
         """Whether something has not left yet."""
         return bool(self._queue)
 
-    def write(self, chunks: list[Chunk]) -> bool:
+    def write(self, chunks: list[Frame]) -> bool:
         """Send the chunks of a message, or queue what cannot leave; False where too much is queued already."""
         if self._queue or self._socket is None:
             self.flush()
@@ -276,7 +277,7 @@ class _Outlet:
                 return
             self.flush()
 
-    def _send(self, chunks: list[Chunk]) -> int:
+    def _send(self, chunks: list[Frame]) -> int:
         """Bytes that the kernel took; a stream that has broken is closed, and opened anew by the next flush."""
         assert self._socket is not None
         try:
@@ -314,14 +315,6 @@ class _Outlet:
         self._sent = 0
 
 
-def _with_prefix(frames: list[Chunk]) -> list[Chunk]:
-    return [_PREFIX.pack(_MAGIC, len(frames[0]), sum(map(len, frames[1:]))), *frames]
-
-
-def _decoded(frames: memoryview, header_size: int) -> Iterator[Message]:
-    """The message of a header and at most one tensor; what is none is logged and left out."""
-    header, tensor = frames[:header_size], frames[header_size:]
-    try:
-        yield decode([header, tensor] if tensor else [header])
-    except WireError as error:
-        logger.warning("dropped what arrived: %s", error)
+def _with_prefix(header: Frame, tensor: Frame = b"") -> list[Frame]:
+    prefix = _PREFIX.pack(_MAGIC, len(header), len(tensor))
+    return [prefix + header, tensor] if tensor else [prefix + header]

@@ -19,6 +19,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from ppd_runtime.pipeline.messages import Entries, Message, WireError, decode, encode
+from ppd_runtime.pipeline.tensors import Frame
 from ppd_runtime.transport.network import Keys, Network, check_interface, socket_path
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class ZmqEndpoint:
         self._inbox = self._context.socket(zmq.PULL)
         self._locations: dict[int, str] = {}
         self._peers: dict[tuple[int, bool], zmq.Socket[bytes]] = {}
-        self._last: tuple[Message, list[bytes | memoryview]] | None = None
+        self._last: tuple[Message, list[Frame]] | None = None
         try:
             self._bind()
         except BaseException:

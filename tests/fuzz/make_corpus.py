@@ -1,15 +1,18 @@
 """Writes the stored corpus: one small real message of each kind, and streams of several.
 
-After a change of the wire format: `PYTHONPATH=tests:. python -m fuzz.make_corpus`. Inputs that
-fuzzing has found, one for each reason to refuse a message, are kept.
+After a change of the wire format: `PYTHONPATH=tests:. python -m fuzz.make_corpus`. It looks for
+refused inputs, too, and keeps the shortest for each reason to refuse one.
 """
 
+import re
 import struct
 
 import torch
-from fuzz.inputs import CORPUS
+from fuzz.inputs import CORPUS, mutations
+from fuzz.targets import frames_of
 
 from ppd_runtime.pipeline.messages import (
+    KIND_NAMES,
     Begin,
     Cancel,
     Candidate,
@@ -29,10 +32,14 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Spans,
     Token,
+    WireError,
+    decode,
     encode,
     split,
 )
 
+REFUSED = "refused"
+SEEDS, TRIES = 40, 2000
 STATE = torch.linspace(-1, 1, 8).view(1, 1, 8)
 ENTRIES = torch.linspace(-1, 1, 16).bfloat16().view(1, 2, 2, 1, 4)
 MESSAGES: tuple[Message, ...] = (
@@ -73,8 +80,19 @@ def write(target: str, name: str, data: bytes) -> None:
     (folder / name).write_bytes(data)
 
 
+def refusal(data: bytes) -> str | None:
+    """Why an input is no message, whatever its kind; None where it is one."""
+    try:
+        decode(frames_of(data))
+    except WireError as error:
+        return re.sub(rf"({'|'.join(KIND_NAMES)})(\.\w+)?|\d+", "…", str(error))
+    return None
+
+
 def main() -> None:
     """Write all."""
+    for old in (CORPUS / "decoding").glob(f"{REFUSED}-*"):
+        old.unlink()
     for number, message in enumerate(MESSAGES):
         header, *rest = (bytes(frame) for frame in encode(message))
         name = f"{number:02d}-{type(message).__name__}"
@@ -85,6 +103,14 @@ def main() -> None:
         write("stream", f"all-{size}", bytes([size]) + whole)
     for number in range(8):
         write("round_trip", f"{number:02d}", bytes([number % 2, number]) + bytes(range(number, 250, number + 1)))
+    shortest: dict[str, bytes] = {}
+    for seed in range(SEEDS):
+        for data in mutations("decoding", seed, TRIES):
+            reason = refusal(data)
+            if reason and len(data) < len(shortest.get(reason, data + b"+")):
+                shortest[reason] = data
+    for number, reason in enumerate(sorted(shortest)):
+        write("decoding", f"{REFUSED}-{number:02d}", shortest[reason])
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def read_stream(pieces: list[bytes]) -> tuple[list[Message], bool]:
         for piece in filter(None, pieces):
             theirs.sendall(piece)
             sent += len(piece)
-            alive = inlet.read_into(arrived)
+            alive = inlet.read(arrived)
             assert len(inlet._buffer) <= max(_FIRST_BUFFER_BYTES, 2 * sent), "a prefix takes no memory"
             if not alive:
                 break

@@ -5,13 +5,13 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from fuzz.inputs import corpus, mutations
-from fuzz.make_corpus import MESSAGES, on_the_stream
+from fuzz.inputs import CORPUS, corpus, mutations
+from fuzz.make_corpus import MESSAGES, REFUSED, on_the_stream, refusal
 from fuzz.targets import TARGETS, decoding, frames_of, read_stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppd_runtime.pipeline import messages
+from ppd_runtime.pipeline import tensors
 from ppd_runtime.pipeline.messages import KIND_NAMES, WireError, decode
 
 BATCH, BATCHES = 20, {"decoding": 250, "stream": 175, "round_trip": 75}
@@ -57,9 +57,22 @@ def test_the_corpus_holds_every_kind_of_message_of_this_wire_version() -> None:
     assert alive
 
 
+def test_each_stored_refusal_has_a_reason_of_its_own() -> None:
+    """Of another wire version they would all be refused for that."""
+    reasons = [refusal(path.read_bytes()) for path in (CORPUS / "decoding").glob(f"{REFUSED}-*")]
+    assert len(reasons) > 12
+    assert None not in reasons
+    assert len(set(reasons)) == len(reasons)
+
+
 def test_a_broken_decoder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inputs reach deep enough to notice a check that is missing: here that a tensor's bytes fit its shape."""
-    monkeypatch.setattr(messages.math, "prod", lambda _: 8)
-    with pytest.raises(Exception, match=r"shape|size"):
-        for data in mutations("decoding", 0, 5000):
-            decoding(data)
+    tensors.arriving.cache_clear()
+    monkeypatch.setattr(tensors.math, "prod", lambda _: 8)
+    try:
+        with pytest.raises(Exception, match=r"shape|size"):
+            for data in mutations("decoding", 0, 5000):
+                decoding(data)
+    finally:
+        tensors.arriving.cache_clear()
+        tensors.outgoing.cache_clear()

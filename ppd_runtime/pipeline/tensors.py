@@ -1,0 +1,81 @@
+"""A tensor on the wire: its dtype and shape as whole numbers in the header, and the bytes of its numbers.
+
+Between two passes the caches are cold, and each question to PyTorch or NumPy takes microseconds: what follows from
+dtype and shape alone is worked out once.
+"""
+
+import ctypes
+import math
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppd_runtime.pipeline.fields import WireError, pack_numbers
+
+Frame = bytes | memoryview | ctypes.Array[ctypes.c_ubyte]
+"""A piece of a message on its way out."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""By their numbers on the wire."""
+_MOST_DIMENSIONS = 6
+_MOST_BYTES = 2**31
+_MOST_SHAPES = 1024  # kept
+
+
+class Outgoing(NamedTuple):
+    """What is known of a tensor that leaves, by its dtype and shape."""
+
+    description: bytes
+    memory: type[ctypes.Array[ctypes.c_ubyte]]
+    """So many bytes."""
+
+    def bytes_of(self, tensor: Tensor) -> Frame | None:
+        """The tensor's own memory, which lives as long as this does; None where it is not in one piece on the CPU."""
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return None
+        memory = self.memory.from_address(tensor.data_ptr())
+        memory.tensor = tensor  # type: ignore[attr-defined]
+        return memory
+
+
+class Arriving(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    def tensor_of(self, frame: bytes | memoryview | Tensor) -> Tensor:
+        """The tensor whose bytes `frame` holds: a copy, but of a `Tensor` of bytes, which becomes the tensor."""
+        if len(frame) != self.num_bytes:
+            raise WireError("a tensor whose bytes do not fit its shape")
+        if isinstance(frame, Tensor):
+            return frame.view(self.dtype).view(self.shape)
+        tensor = torch.frombuffer(bytearray(frame), dtype=self.dtype)
+        return tensor.view(*self.shape) if self.shape else tensor[0]  # one tuple of sizes would take twice as long
+
+
+@lru_cache(_MOST_SHAPES)
+def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
+    """What is known of tensors of this dtype and shape."""
+    memory = ctypes.c_ubyte * (math.prod(shape) * dtype.itemsize)
+    return Outgoing(pack_numbers([_DTYPES.index(dtype), *shape]), memory)
+
+
+@lru_cache(_MOST_SHAPES)
+def arriving(description: bytes) -> Arriving:
+    """What a description says; raises WireError for one that no `Outgoing` has."""
+    numbers = array("q", description)
+    if not numbers or not 0 <= numbers[0] < len(_DTYPES):
+        raise WireError("a tensor of an unknown dtype")
+    dtype, shape = _DTYPES[numbers[0]], tuple(numbers[1:])
+    if len(shape) > _MOST_DIMENSIONS:
+        raise WireError("a tensor with too many dimensions")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not all(size > 0 for size in shape) or num_bytes > _MOST_BYTES:
+        raise WireError("a tensor with an impossible shape")
+    return Arriving(dtype, shape, num_bytes)
