@@ -63,7 +63,6 @@ class SharedNoise:
         """Ordinary decoding's token."""
         return self._sampler.choose(logits, history)
 
-    @torch.inference_mode()
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
         """What ordinary decoding would be likeliest to choose if the model ended where the draft did."""
         scores = self._sampler.noisy_scores(logits, history)

@@ -49,7 +49,8 @@ class CompiledHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
         if hidden.shape[0] != 1 or hidden.shape[1] > MOST_ROWS or hidden.dtype != torch.float32:
-            return self._library(hidden)
+            with torch.inference_mode():
+                return self._library(hidden)
         return self._head(hidden)
 
 

@@ -35,7 +35,7 @@ class SharedHead:
 
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth would be likeliest to choose if it ended here."""
-        return self._sampler.rank(self._stage.logits(hidden.to(self._stage.device)), history, k)
+        return self._sampler.rank(self._stage.logits(hidden), history, k)
 
 
 class TrainedHead:

@@ -56,7 +56,8 @@ class Stage:
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
-        self.head = (compiled and compiled.head) or FinalHead(model)
+        compiled_head = compiled and compiled.head
+        self.head, self._head_is_compiled = compiled_head or FinalHead(model), bool(compiled_head)
         embedding = model.model.embed_tokens
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None
         look_up = lru_cache(_MOST_VIEWS)(lambda token: embedding.weight.detach()[token].view(1, 1, -1))
@@ -169,7 +170,6 @@ class Stage:
         self.cache.import_entries([entry.to(self.device) for entry in entries])
         self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, len(entries[0]))
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
         began = time.perf_counter()
@@ -177,16 +177,22 @@ class Stage:
         self.recorder.note(Kind.HEAD, began, time.perf_counter())
         return logits
 
-    @torch.inference_mode()
     def token_logits(self, hidden: Tensor) -> Tensor:
         """`[tokens, vocab_size]` float32 logits for each token of `[1, tokens, hidden_size]`, as `logits` of one."""
         began = time.perf_counter()
-        logits = self.head(hidden)[0].float()
+        logits = self._head_over(hidden)[0].float()
         self.recorder.note(Kind.HEAD, began, time.perf_counter())
         return logits
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden if hidden.shape[1] == 1 else hidden[:, -1:]).view(-1).float()
+        return self._head_over(hidden if hidden.shape[1] == 1 else hidden[:, -1:]).view(-1).float()
+
+    def _head_over(self, hidden: Tensor) -> Tensor:
+        hidden = self._here(hidden)
+        if self._head_is_compiled:
+            return self.head(hidden)
+        with torch.inference_mode():
+            return self.head(hidden)
 
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         self._check_position(first, position)

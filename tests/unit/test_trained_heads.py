@@ -117,7 +117,8 @@ def test_candidates_are_ranked_as_the_shared_heads(
     trained, shared = TrainedHead(head, sampler), SharedHead(stage, sampler)
     assert trained.candidates(states(), HISTORY, 5) == shared.candidates(states(), HISTORY, 5)
     shake(head)
-    logits = head(states())[0, -1]
+    with torch.inference_mode():
+        logits = head(states())[0, -1]
     assert trained.candidates(states(), HISTORY, 5) == sampler.rank(logits, HISTORY, 5)
     assert trained.candidates(states(), HISTORY, 9) != shared.candidates(states(), HISTORY, 9)
 

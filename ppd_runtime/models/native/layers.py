@@ -145,7 +145,7 @@ class _Route:
     def run(self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, width: int) -> Tensor:
         if caches is not self._sequence:
             self._take(caches)
-        hidden, tokens = hidden.contiguous(), hidden.shape[1]
+        hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
         position = attended = 0
         if self._attending:
             position = self._attending[0].length
@@ -160,7 +160,7 @@ class _Route:
             len(self._parts),
             hidden.data_ptr(),
             tokens,
-            hidden.shape[2],
+            size,
             position,
             attended,
             *((None, None) if tree is None else tree.memory),
