@@ -45,6 +45,7 @@ from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
+from ppd_runtime.models.shared_heads import SHARED_HEADS
 from ppd_runtime.models.skipping import without
 from ppd_runtime.models.stage import FinalHead, decoder_of
 
@@ -414,7 +415,7 @@ def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _choose_attention(piece: nn.Module, name: str) -> None:
     for module in piece.modules():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == "sdpa":
+        if getattr(config, "_attn_implementation", None) in ("sdpa", SHARED_HEADS):
             AttentionInterface.register(_GROUPED_ATTENTION, grouped_attention)
             AttentionInterface.register(_FEW_TOKENS_ATTENTION, own_attention)
             AttentionMaskInterface.register(name, sdpa_mask)

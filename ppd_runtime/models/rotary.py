@@ -1,4 +1,4 @@
-"""Rotary embeddings from a table, so that a one-token pass computes no sines."""
+"""Rotary embeddings from a table, so that a pass over few tokens computes no sines."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 _POSITIONS_AT_ONCE = 256
+_FEW_TOKENS = 16
 _CHANGING = {"dynamic", "longrope"}  # their frequencies depend on the length of the text
 
 
 class RotaryTable(nn.Module):
-    """A decoder's own rotary embedding, asked once for many positions; passes over one token get views of its answer.
+    """A decoder's own rotary embedding, asked once for many positions; passes over few tokens get parts of its answer.
 
     On GPUs, and where frequencies change with the text, every pass asks the embedding itself.
     """
@@ -24,13 +25,19 @@ class RotaryTable(nn.Module):
 
     def forward(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1, tokens, head_dim]` each, for `position_ids`, `[1, tokens]`."""
-        if position_ids.numel() != 1 or not self._fixed or position_ids.device.type != "cpu":
+        if position_ids.numel() > _FEW_TOKENS or not self._fixed or not position_ids.is_cpu:
             return self._rotary[0](hidden, position_ids, *kind, **named)
-        block, row = divmod(int(position_ids), _POSITIONS_AT_ONCE)
+        positions = position_ids[0].tolist()
+        block, row = divmod(positions[0], _POSITIONS_AT_ONCE)
+        if any(position // _POSITIONS_AT_ONCE != block for position in positions):
+            return self._rotary[0](hidden, position_ids, *kind, **named)
         key = (block, hidden.dtype, *kind, *named.values())
         if key not in self._blocks:
             first = block * _POSITIONS_AT_ONCE
-            positions = torch.arange(first, first + _POSITIONS_AT_ONCE)[None]
-            self._blocks[key] = self._rotary[0](hidden, positions, *kind, **named)
+            in_block = torch.arange(first, first + _POSITIONS_AT_ONCE)[None]
+            self._blocks[key] = self._rotary[0](hidden, in_block, *kind, **named)
         cosines, sines = self._blocks[key]
-        return cosines[:, row : row + 1], sines[:, row : row + 1]
+        if positions == list(range(positions[0], positions[0] + len(positions))):
+            return cosines[:, row : row + len(positions)], sines[:, row : row + len(positions)]
+        rows = position_ids[0] - block * _POSITIONS_AT_ONCE
+        return cosines[:, rows], sines[:, rows]

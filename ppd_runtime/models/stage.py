@@ -17,6 +17,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
 from ppd_runtime.models.rotary import RotaryTable
+from ppd_runtime.models.shared_heads import share_heads
 from ppd_runtime.models.trees import chain_of, token_tree
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind
@@ -39,6 +40,7 @@ class Stage:
     """
 
     def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None" = None) -> None:
+        share_heads(model)
         self.model, self._compiled = model, compiled
         self.device = model.device
         """Where the weights are; the library goes through all of a model's modules each time it is asked."""

@@ -1,0 +1,145 @@
+"""Attention and rotary embeddings of several tokens are the library's, to the bit, without its copies and sines."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models_for_tests import load_stage
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ppd_runtime.models import shared_heads
+from ppd_runtime.models.rotary import _FEW_TOKENS, _POSITIONS_AT_ONCE, RotaryTable
+from ppd_runtime.models.shared_heads import SHARED_HEADS, shared_heads_attention
+
+ModelFolder = Callable[..., Path]
+
+
+def states(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (8, 1)])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 13, 130])
+@pytest.mark.parametrize("rows", [7, 304, 1100])
+@pytest.mark.parametrize("kind", ["bool", "additive", "none"])
+def test_it_is_the_librarys_attention_to_the_bit(
+    dtype: torch.dtype, heads: int, groups: int, tokens: int, rows: int, kind: str
+) -> None:
+    rows += tokens
+    query = states(1, tokens, heads, 32, dtype=dtype, seed=1).transpose(1, 2)
+    key, value = (states(rows, groups, 32, dtype=dtype, seed=seed).transpose(0, 1)[None] for seed in (2, 3))
+    seen = torch.ones(1, 1, tokens, rows, dtype=torch.bool).tril(rows - tokens)
+    added = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+    mask = {"bool": seen, "additive": added, "none": None}[kind]
+    module = SimpleNamespace(num_key_value_groups=heads // groups, is_causal=True)
+    with torch.inference_mode():
+        ours, theirs = (
+            attend(module, query, key, value, mask, dropout=0.0, scaling=0.2)[0]
+            for attend in (shared_heads_attention, sdpa_attention_forward)
+        )
+    assert ours.shape == (1, tokens, heads, 32)
+    assert torch.equal(ours, theirs)
+
+
+class _Watched:
+    """Counts copies of keys and values, and calls that leave the grouping to PyTorch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies = self.grouped = 0
+
+        def repeat_kv(hidden: Tensor, times: int) -> Tensor:
+            self.copies += times > 1
+            return original(hidden, times)
+
+        def attend(*args: object, **kwargs: object) -> Tensor:
+            self.grouped += bool(kwargs.get("enable_gqa"))
+            return scaled_dot_product_attention(*args, **kwargs)
+
+        original = sdpa_attention.repeat_kv
+        monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat_kv)
+        monkeypatch.setattr(shared_heads, "scaled_dot_product_attention", attend)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_stage_copies_no_keys_for_several_tokens(
+    model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = load_stage(model_folder(family))
+    watched = _Watched(monkeypatch)
+    stage.begin(40)
+    stage.run(0, 4, list(range(20, 30)), 0)
+    for inputs in ([5, 6, 7], [8, 9]):
+        stage.run(0, 4, inputs, stage.length(0))
+    stage.run_tree([3, 4, 5], [-1, 0, 0], stage.length(0))
+    assert watched.copies == 0
+    assert watched.grouped >= 3 * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chains_are_transformers_own_to_the_bit(model_folder: ModelFolder, family: str, dtype: str) -> None:
+    folder = model_folder(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    stage, cache = load_stage(folder, dtype=dtype), None
+    stage.begin(40)
+    for inputs in (list(range(20, 30)), [5, 6, 7], [8], [9, 10, 11, 12, 13], [3, 4]):
+        ours = stage.token_logits(stage.run(0, 4, inputs, stage.length(0)))
+        with torch.inference_mode():
+            output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        assert torch.equal(ours, output.logits[0].float())
+
+
+def test_only_a_stages_own_model_uses_it(model_folder: ModelFolder) -> None:
+    stage = load_stage(model_folder("llama"))
+    assert stage.model.config._attn_implementation == SHARED_HEADS
+    other = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    assert other.config._attn_implementation == "sdpa"
+
+
+class _Counting(nn.Module):
+    """A decoder's rotary embedding that counts how often it is asked."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary, self.asked = rotary, 0
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.asked += 1
+        return self.rotary(hidden, position_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("positions", "from_table"),
+    [
+        ([0], True),
+        ([5, 6, 7], True),
+        ([9, 9, 9], True),
+        ([7, 8, 8, 9, 12], True),
+        ([300, 298, 299], True),
+        (list(range(40, 40 + _FEW_TOKENS)), True),
+        (list(range(40, 41 + _FEW_TOKENS)), False),
+        ([_POSITIONS_AT_ONCE - 1, _POSITIONS_AT_ONCE], False),
+    ],
+    ids=str,
+)
+def test_rotary_embeddings_of_few_tokens_come_from_the_table(
+    model_folder: ModelFolder, dtype: torch.dtype, positions: Sequence[int], from_table: bool
+) -> None:
+    rotary = load_stage(model_folder("llama")).model.model.rotary_emb
+    hidden, places = torch.zeros(1, len(positions), 8, dtype=dtype), torch.tensor([positions])
+    counting = _Counting(rotary)
+    table = RotaryTable(counting)
+    table(hidden, torch.tensor([[positions[0]]]))
+    asked = counting.asked
+    for ours, theirs in zip(table(hidden, places), rotary(hidden, places), strict=True):
+        assert torch.equal(ours, theirs)
+    assert counting.asked == asked + (not from_table)
