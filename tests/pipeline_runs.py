@@ -32,9 +32,15 @@ def _layers(info: ModelInfo, last: int, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class RecordingStage(Stage):
-    """A stage that keeps the hidden states which decided a token."""
+    """A stage that keeps the hidden states which decided a token, and the ranges of layers that were run."""
 
     decisive: list[Tensor]
+    ranges: list[tuple[int, int]]
+
+    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """Note the range, then do as a stage does."""
+        self.ranges.append((first, last))
+        return super().run(first, last, inputs, position)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Keep the newest hidden state, then do as a stage does."""
@@ -76,7 +82,7 @@ class Bench:
     def stage(self, last: int | None = None) -> RecordingStage:
         """The first layers of the model, all of them by default."""
         stage = RecordingStage(_layers(self.info, last or self.info.num_layers, self.dtype))
-        stage.decisive = []
+        stage.decisive, stage.ranges = [], []
         return stage
 
     def prompt_ids(self, text: str) -> list[int]:

@@ -152,11 +152,12 @@ class MainProcess:
         size = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
         newest = len(self.history) - 1
         start = newest + 1 - size
-        hidden = self.stage.run(first_layer, self.exit_layer, inputs, start)
-        if ask and self.shares_exit_states and not self.rest.now:
-            self.send(self.subs, ExitState(MAIN, self.begin.request, newest, hidden[:, -1:]))
         self.layer_passes += self.stage.num_layers - first_layer
-        return self.stage.run(self.exit_layer, self.stage.num_layers, hidden, start)
+        if ask and self.shares_exit_states and not self.rest.now:
+            inputs = self.stage.run(first_layer, self.exit_layer, inputs, start)
+            first_layer = self.exit_layer
+            self.send(self.subs, ExitState(MAIN, self.begin.request, newest, inputs[:, -1:]))
+        return self.stage.run(first_layer, self.stage.num_layers, inputs, start)
 
     def _tell_client(self, token: int, winner: int) -> None:
         self.told.append(Token(MAIN, self.begin.request, len(self.history) - 1, token, winner))

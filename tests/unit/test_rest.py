@@ -69,6 +69,10 @@ def test_nobody_works_during_a_rest(bench, k, run_ahead):
         )
     assert got.main.layer_passes == DEPTH * 40
     assert got.main.recomputed_layer_passes == 0
+    cuts = 0 if run_ahead else len(asked)
+    assert sorted(got.main.stage.ranges) == sorted([(0, EXIT), (EXIT, DEPTH)] * cuts + [(0, DEPTH)] * (40 - cuts)), (
+        "a pass is in two parts where its exit state is sent alone"
+    )
 
 
 @given(
