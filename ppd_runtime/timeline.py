@@ -21,7 +21,7 @@ HIT, MISS = "#3d9a50", "#c0392b"
 COLOURS = {
     "layers up to the exit": "#2f6fb0",
     "layers behind the exit": "#7fb0de",
-    "all layers at once": "#5791c8",
+    "layers across the exit": "#5791c8",
     "head and choice": "#17405f",
     "a candidate that was right": HIT,
     "a candidate that was wrong": "#d98a2b",
@@ -103,7 +103,7 @@ class Timeline:
         for span in process.spans:
             if span.kind == Kind.LAYERS:
                 kind = "layers behind the exit" if span.first >= behind else "layers up to the exit"
-                kind = "all layers at once" if span.first < behind < span.last else kind
+                kind = "layers across the exit" if span.first < behind < span.last else kind
                 yield self._box(process, span, kind, f"{span.first + 1}–{span.last}")
             elif span.kind in (Kind.HEAD, Kind.CHOOSE):
                 yield self._box(process, span, "head and choice")

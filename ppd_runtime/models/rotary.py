@@ -25,7 +25,8 @@ class RotaryTable(nn.Module):
 
     def forward(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1, tokens, head_dim]` each, for `position_ids`, `[1, tokens]`."""
-        if position_ids.numel() > _FEW_TOKENS or not self._fixed or not position_ids.is_cpu:
+        one_text = position_ids.dim() == 2 and position_ids.shape[0] == 1
+        if not one_text or position_ids.shape[1] > _FEW_TOKENS or not self._fixed or not position_ids.is_cpu:
             return self._rotary[0](hidden, position_ids, *kind, **named)
         positions = position_ids[0].tolist()
         block, row = divmod(positions[0], _POSITIONS_AT_ONCE)
@@ -35,7 +36,11 @@ class RotaryTable(nn.Module):
         if key not in self._blocks:
             first = block * _POSITIONS_AT_ONCE
             in_block = torch.arange(first, first + _POSITIONS_AT_ONCE)[None]
-            self._blocks[key] = self._rotary[0](hidden, in_block, *kind, **named)
+            answer = self._rotary[0](hidden, in_block, *kind, **named)
+            if not isinstance(answer, tuple):  # one tensor of complex numbers
+                self._fixed = False
+                return self._rotary[0](hidden, position_ids, *kind, **named)
+            self._blocks[key] = answer
         cosines, sines = self._blocks[key]
         if positions == list(range(positions[0], positions[0] + len(positions))):
             return cosines[:, row : row + len(positions)], sines[:, row : row + len(positions)]

@@ -68,7 +68,7 @@ def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
 
 @lru_cache(_MOST_SHAPES)
 def arriving(description: bytes) -> Arriving:
-    """What a description says; raises WireError for one that no `Outgoing` has."""
+    """What a description says; raises WireError for one that no message may have."""
     numbers = array("q", description)
     if not numbers or not 0 <= numbers[0] < len(_DTYPES):
         raise WireError("a tensor of an unknown dtype")

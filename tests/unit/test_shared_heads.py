@@ -1,8 +1,11 @@
 """Attention and rotary embeddings of several tokens are the library's, to the bit, without its copies and sines."""
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +105,76 @@ def test_only_a_stages_own_model_uses_it(model_folder: ModelFolder) -> None:
     assert stage.model.config._attn_implementation == SHARED_HEADS
     other = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_where_products_over_shared_heads_have_other_bits_it_is_not_used(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with PyTorch before 2.9, which takes another way then."""
+
+    def attend(*args: Tensor, enable_gqa: bool = False, **kwargs: object) -> Tensor:
+        return scaled_dot_product_attention(*args, enable_gqa=enable_gqa, **kwargs) * (1 + 1e-6 * enable_gqa)
+
+    monkeypatch.setattr(shared_heads, "scaled_dot_product_attention", attend)
+    shared_heads.keeps_the_bits.cache_clear()
+    try:
+        assert load_stage(model_folder("llama")).model.config._attn_implementation == "sdpa"
+    finally:
+        shared_heads.keeps_the_bits.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        ('if self.config._attn_implementation == "sdpa":', True),
+        ('if config._attn_implementation in ("eager", "sdpa"):', True),
+        ('if config._attn_implementation not in ("eager",):', True),
+        ("get_interface(self.config._attn_implementation, eager)", False),
+    ],
+)
+def test_a_model_whose_code_asks_for_the_name_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, asks: bool
+) -> None:
+    (tmp_path / "modeling_curious.py").write_text(f"# {line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "modeling_curious", raising=False)
+    importlib.import_module("modeling_curious")
+    shared_heads._asks_for_its_name.cache_clear()
+    assert shared_heads._asks_for_its_name("modeling_curious") is asks
+
+
+class _Odd(nn.Module):
+    """Rotary embeddings as some models have them: places in three dimensions, or one tensor of complex numbers."""
+
+    def __init__(self, is_complex: bool) -> None:
+        super().__init__()
+        self.is_complex = is_complex
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        angles = position_ids[..., None] * torch.ones(4)
+        return torch.polar(torch.ones_like(angles), angles) if self.is_complex else (angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize(
+    ("is_complex", "positions"),
+    [
+        (False, [[[5]], [[5]], [[6]]]),
+        (False, [[[5, 6, 7]]] * 3),
+        (False, [[1, 2], [3, 4]]),
+        (True, [[5]]),
+        (True, [[5, 6, 7]]),
+    ],
+    ids=str,
+)
+def test_odd_rotary_embeddings_are_asked_themselves(is_complex: bool, positions: list[Any]) -> None:
+    odd, places, hidden = _Odd(is_complex), torch.tensor(positions), torch.zeros(1, 1, 4)
+    table = RotaryTable(odd)
+    for _ in range(2):
+        ours, theirs = table(hidden, places), odd(hidden, places)
+        if is_complex:
+            assert torch.equal(ours, theirs)
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class _Counting(nn.Module):
