@@ -34,7 +34,7 @@ def share_heads(model: PreTrainedModel) -> None:
 
 @lru_cache
 def keeps_the_bits(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's products over shared heads give the bits of those over copies: not before 2.9 or so."""
+    """Whether PyTorch's products over shared heads give the bits of those over copies; it need not."""
     query, key, value = (
         torch.linspace(-2, end, heads * rows * 32, device="cpu").sin().to(dtype).view(1, heads, rows, 32)
         for heads, rows, end in ((4, 3, 2), (2, 70, 3), (2, 70, 50))

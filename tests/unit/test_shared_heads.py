@@ -110,7 +110,7 @@ def test_only_a_stages_own_model_uses_it(model_folder: ModelFolder) -> None:
 def test_where_products_over_shared_heads_have_other_bits_it_is_not_used(
     model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with PyTorch before 2.9, which takes another way then."""
+    """PyTorch may take another way for them."""
 
     def attend(*args: Tensor, enable_gqa: bool = False, **kwargs: object) -> Tensor:
         return scaled_dot_product_attention(*args, enable_gqa=enable_gqa, **kwargs) * (1 + 1e-6 * enable_gqa)
