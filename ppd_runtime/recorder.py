@@ -31,6 +31,11 @@ class Recorder:
         self._between = 0.0
         self._last = time.perf_counter()
 
+    @property
+    def traced(self) -> bool:
+        """Whether single spans are kept."""
+        return self._spans is not None
+
     def pause(self) -> None:
         """Stop the clock: what follows, up to `resume`, is not the request's."""
         now = time.perf_counter()

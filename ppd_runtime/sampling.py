@@ -46,7 +46,8 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.needs_history = params.repetition_penalty != 1
-        self._plain = params.greedy and not self.needs_history  # the highest of the logits as they are
+        self.plain = params.greedy and not self.needs_history
+        """Whether the choice is the highest of the logits as they are."""
         self._penalty = LogitsProcessorList()
         self._temperature = LogitsProcessorList()
         self._filters = LogitsProcessorList()
@@ -61,7 +62,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
-        return _first_highest(logits) if self._plain else self._choose(logits, history)
+        return _first_highest(logits) if self.plain else self._choose(logits, history)
 
     @torch.inference_mode()
     def _choose(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -74,7 +75,7 @@ class Sampler:
     def choices(self, logits: Tensor) -> list[int] | None:
         """As `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`; None where what was before
         matters."""
-        if not self._plain:
+        if not self.plain:
             return None
         return (logits.numpy() if logits.is_cpu else logits).argmax(-1).tolist()
 
@@ -84,7 +85,7 @@ class Sampler:
 
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
-        return logits if self._plain else self._noisy_scores(logits, history)
+        return logits if self.plain else self._noisy_scores(logits, history)
 
     @torch.inference_mode()
     def _noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:

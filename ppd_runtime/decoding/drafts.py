@@ -1,5 +1,6 @@
 """What a self-speculative method drafts: a tree of tokens behind the newest certain one; mostly a chain."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -39,6 +40,12 @@ class Draft:
         self.parents.append(parent)
         self.distributions.append(proposal.distribution)
         return len(self.tokens) - 1
+
+    def add_chain(self, tokens: Sequence[int]) -> None:
+        """Hang a chain of tokens that were named outright behind node 0, a step each."""
+        for token in tokens:
+            self.add(Proposal(token, 1.0), len(self.tokens) - 1)
+        self.steps += len(tokens)
 
     def children(self, node: int) -> list[int]:
         """The nodes behind `node`, in the order in which they were added."""

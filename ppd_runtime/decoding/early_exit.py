@@ -15,6 +15,7 @@ from torch import Tensor
 from ppd_runtime.decoding.drafts import Draft, Proposal
 from ppd_runtime.decoding.speculation import Propose
 from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
+from ppd_runtime.models.chains import GreedyChains
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.probe import Probe, describe_probe, load_probe
 from ppd_runtime.models.stage import Stage
@@ -34,7 +35,9 @@ class EarlyExitDrafting(ABC):
     def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
         self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
         self.stop_drafting = StopDrafting(stopping)
-        self._states: list[Tensor] = []
+        self._chains = self._make_chains() if probe is None else None
+        self._states: Tensor
+        """`[1, tokens, hidden_size]` behind the first layers, of the draft."""
 
     @property
     def draft_cost(self) -> float:
@@ -55,31 +58,43 @@ class EarlyExitDrafting(ABC):
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
         """A chain; its last token goes through the first layers too, for the token behind it."""
         draft, text = Draft(history[-1]), list(history)
-        self._states = [self._run_first_layers(history[-1], len(history) - 1)]
+        if self._chains and self._chains.possible and propose.is_highest_logit:
+            rule = self.stop_drafting.rule(most)
+            tokens, self._states = self._chains.draft(history[-1], len(history) - 1, rule, self.unread(rule.most))
+            draft.add_chain(tokens)
+            return draft
+        states = [self._run_first_layers(history[-1], len(history) - 1)]
         self.stop_drafting.begin_draft(most)
         while self.stop_drafting.wants_more():
-            (proposal,) = propose(self.exit_logits(self._states), text, 1)
+            (proposal,) = propose(self.exit_logits(states), text, 1)
             draft.add(proposal, len(draft.tokens) - 1)
             draft.steps += 1
-            self.stop_drafting.drafted(self._confidence(proposal, self._states[-1]))
-            self._states.append(self._run_first_layers(proposal.token, len(text)))
+            self.stop_drafting.drafted(self._confidence(proposal, states[-1]))
+            states.append(self._run_first_layers(proposal.token, len(text)))
             text.append(proposal.token)
+        self._states = torch.cat(states, dim=1) if len(states) > 1 else states[0]
         return draft
 
     def verify(self, draft: Draft, position: int) -> Tensor:
         """Run the later layers, over all tokens of the draft at once."""
-        states = torch.cat(self._states, dim=1) if len(self._states) > 1 else self._states[0]
-        return self.stage.run(self.exit_layer, self.stage.num_layers, states, position)
+        return self.stage.run(self.exit_layer, self.stage.num_layers, self._states, position)
 
     def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
         """Drop the entries of the tokens behind the path's."""
         self.stage.truncate(len(history) - 1)
-        self._states = self._states[: len(path)]
         self.stop_drafting.judged(draft.steps, len(path) - 1)
 
     @abstractmethod
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
         """`[vocab_size]` logits for the newest token from the exit states, `[1, 1, hidden_size]` each, of a draft."""
+
+    def unread(self, most: int) -> Tensor | None:  # most read no states
+        """`[1, tokens, hidden_size]` exit states that a chain of at most `most` drafts has to read first; they are read
+        then."""
+        return None
+
+    def _make_chains(self) -> GreedyChains:
+        return GreedyChains(self.stage, self.exit_layer)
 
     def saw(self, states: Tensor) -> None:  # noqa: B027 (most have no use for them)
         """The exit states of a prompt, `[1, tokens, hidden_size]`, were run."""

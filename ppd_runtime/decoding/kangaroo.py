@@ -15,6 +15,7 @@ from ppd_runtime.decoding.drafts import Draft
 from ppd_runtime.decoding.early_exit import EarlyExitDrafting, EarlyExitSettings
 from ppd_runtime.decoding.stopping import Stopping
 from ppd_runtime.models.adapter import describe_adapter, load_adapter
+from ppd_runtime.models.chains import GreedyChains
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.probe import Probe
 from ppd_runtime.models.stage import Stage
@@ -43,15 +44,15 @@ class Kangaroo(EarlyExitDrafting):
         stopping: Stopping,
         probe: Probe | None = None,
     ) -> None:
-        super().__init__(stage, exit_layer, stopping, probe)
         self.adapter = stage.behind(adapter)
-        self._unread: list[Tensor] = []
+        super().__init__(stage, exit_layer, stopping, probe)
+        self._unread: Tensor | None = None
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence."""
         super().begin(capacity)
         self.adapter.begin(capacity)
-        self._unread = []
+        self._unread = None
 
     def saw(self, states: Tensor) -> None:
         """The adapter reads a prompt's exit states."""
@@ -59,8 +60,8 @@ class Kangaroo(EarlyExitDrafting):
 
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
         """The adapter and the model's head over the exit states that the adapter has not read yet."""
-        unread = torch.cat([*self._unread, states[-1]], dim=1) if self._unread else states[-1]
-        self._unread = []
+        unread = states[-1] if self._unread is None else torch.cat([self._unread, states[-1]], dim=1)
+        self._unread = None
         return self.adapter.logits(self.adapter.run(0, 1, unread, self.adapter.length(0)))
 
     def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
@@ -68,7 +69,20 @@ class Kangaroo(EarlyExitDrafting):
         super().keep(draft, path, history)
         self.adapter.truncate(len(history) - 1)
         first = len(history) - 1 - len(path)  # where node 0 stood
-        self._unread += self._states[max(self.adapter.length(0) - first, 0) :]
+        read = max(self.adapter.length(0) - first, 0)
+        if read < len(path):
+            states = self._states[:, read : len(path)]
+            self._unread = states if self._unread is None else torch.cat([self._unread, states], dim=1)
+
+    def unread(self, most: int) -> Tensor | None:
+        """The adapter reads them with the first draft's, so only where there is one."""
+        if not most:
+            return None
+        unread, self._unread = self._unread, None
+        return unread
+
+    def _make_chains(self) -> GreedyChains:
+        return GreedyChains(self.stage, self.exit_layer, self.adapter)
 
 
 @dataclass(frozen=True)

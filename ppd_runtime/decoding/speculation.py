@@ -16,8 +16,21 @@ from ppd_runtime.results import Speculation
 from ppd_runtime.spans import Kind
 from ppd_runtime.text import StopRule
 
-Propose = Callable[[Tensor, Sequence[int], int], list[Proposal]]
-"""(`[vocab_size]` logits of a draft, the tokens before, most proposals) → proposals, best first."""
+
+class Propose:
+    """A rule's proposals for a draft's places, whose time is noted."""
+
+    def __init__(self, rule: AcceptanceRule, recorder: Recorder) -> None:
+        self._rule, self._recorder = rule, recorder
+        self.is_highest_logit = rule.proposes_highest_logit
+        """Whether a single proposal is always the highest logit, with its softmax for confidence."""
+
+    def __call__(self, logits: Tensor, history: Sequence[int], most: int) -> list[Proposal]:
+        """Up to `most` tokens for the place behind `history`, best first, from a draft's `[vocab_size]` logits."""
+        began = time.perf_counter()
+        proposals = self._rule.propose(logits, history, most)
+        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), proposals[0].token)
+        return proposals
 
 
 class SpeculativeMethod(Protocol):
@@ -127,7 +140,7 @@ def _round(
     progress: Progress,
 ) -> tuple[Draft, Verdict]:
     began = time.perf_counter()
-    draft = method.draft(history, most, _timed(rule, stage.recorder))
+    draft = method.draft(history, most, Propose(rule, stage.recorder))
     drafted = time.perf_counter()
     states = method.verify(draft, len(history) - 1)
     logits = stage.token_logits(states)
@@ -140,18 +153,6 @@ def _round(
     progress.draft_s += drafted - began
     progress.verify_s += ended - drafted
     return draft, verdict
-
-
-def _timed(rule: AcceptanceRule, recorder: Recorder) -> Propose:
-    """Proposals whose time is noted."""
-
-    def propose(logits: Tensor, history: Sequence[int], most: int) -> list[Proposal]:
-        began = time.perf_counter()
-        proposals = rule.propose(logits, history, most)
-        recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), proposals[0].token)
-        return proposals
-
-    return propose
 
 
 def _outcome(draft: Draft, verdict: Verdict) -> Iterator[tuple[int, bool | None]]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ppd_runtime.models.native.drafts import DraftRule
+
 STOPPING_RULES = ("constant", "confidence", "product", "probe")
 """Constant length; Draft & Verify's; AdaSPEED's; AdaSPEED's with its probe's predictions for probabilities."""
 
@@ -79,8 +81,16 @@ class StopDrafting:
     def drafted(self, confidence: float) -> None:
         """A token was drafted; `confidence` in [0, 1] is its probability, or the probe's."""
         self._drafted += 1
-        together = self.stopping.rule in ("product", "probe")
-        self._confidence = self._confidence * confidence if together else confidence
+        self._confidence = self._confidence * confidence if self._is_of_the_text else confidence
+
+    def rule(self, most: int) -> DraftRule:
+        """The same, for a draft that is made in one call."""
+        constant = self.stopping.rule == "constant"
+        return DraftRule(min(most, self.stopping.most), 0.0 if constant else self.threshold, self._is_of_the_text)
+
+    @property
+    def _is_of_the_text(self) -> bool:
+        return self.stopping.rule in ("product", "probe")
 
     def judged(self, drafted: int, accepted: int) -> None:
         """Of a draft of `drafted` tokens `accepted` stayed."""

@@ -15,6 +15,7 @@ from ppd_runtime.decoding.drafts import Draft
 from ppd_runtime.decoding.layer_search import LayerSearch, SearchSettings
 from ppd_runtime.decoding.speculation import Propose
 from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
+from ppd_runtime.models.chains import GreedyChains
 from ppd_runtime.models.layer_sets import read_layer_set
 from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP, ModelInfo
 from ppd_runtime.models.skipping import LayerSet, share_run, sparse_piece
@@ -65,6 +66,10 @@ class Swift:
         if most and self.search and len(history) - self._prompt_length >= self.window:
             self._improve(self.search, history)
         draft, text, node = Draft(history[-1]), list(history), 0
+        if self._widest == 1 and self._chains.possible and propose.is_highest_logit:
+            tokens, _ = self._chains.draft(history[-1], len(history) - 1, self.stop_drafting.rule(most))
+            draft.add_chain(tokens)
+            return draft
         self.stop_drafting.begin_draft(most)
         while self.stop_drafting.wants_more():
             hidden = self.stage.run_piece(self._sparse, text[-1:], len(text) - 1)
@@ -115,6 +120,7 @@ class Swift:
     def _leave_out(self, left_out: LayerSet) -> None:
         self.left_out = left_out
         self._sparse = sparse_piece(self.stage, left_out)
+        self._chains = GreedyChains(self.stage, self._sparse)
         self._cost = share_run(self.stage.model, left_out)
 
 

@@ -30,6 +30,11 @@ class Verdict:
 class AcceptanceRule(Protocol):
     """Draws the tokens of drafts and judges them, for one request."""
 
+    @property
+    def proposes_highest_logit(self) -> bool:
+        """Whether a single proposal is always the highest logit, with its softmax for confidence."""
+        ...
+
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """The token behind `history` where nothing was drafted, from the whole model's `[vocab_size]` logits."""
         ...
@@ -58,6 +63,7 @@ class SharedNoise:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self.proposes_highest_logit = sampler.plain
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """Ordinary decoding's token."""
@@ -93,6 +99,7 @@ class RejectionSampling:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self.proposes_highest_logit = False
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """A draw from p."""

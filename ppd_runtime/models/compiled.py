@@ -27,7 +27,8 @@ from ppd_runtime.models.kept_weights import in_large_pages
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 from ppd_runtime.models.launched import LaunchedPasses
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.native.layers import NativePasses, calls_python
+from ppd_runtime.models.native.drafts import ChainDrafting
+from ppd_runtime.models.native.layers import NativePasses, Route, calls_python
 from ppd_runtime.models.native.library import is_available, load
 from ppd_runtime.models.native.products import (
     MOST_IN_OWN_PAGES,
@@ -43,15 +44,18 @@ from ppd_runtime.models.trees import TokenTree
 class CompiledHead:
     """Final norm and head in compiled code; passes over many tokens, such as a prompt's, are the library's."""
 
-    def __init__(self, head: Callable[[Tensor], Tensor], library: FinalHead) -> None:
-        self._head, self._library = head, library
+    def __init__(
+        self, part: Any, run: Callable[[Any, Tensor, Sequence[int]], Tensor], vocab_size: int, library: FinalHead
+    ) -> None:
+        self.part, self.vocab_size, self._run, self._library = part, vocab_size, run, library
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
+    def __call__(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`, or in the shape `shape`."""
+        shape = shape or (*hidden.shape[:-1], self.vocab_size)
         if hidden.shape[0] != 1 or hidden.shape[1] > MOST_ROWS or hidden.dtype != torch.float32:
             with torch.inference_mode():
-                return self._library(hidden)
-        return self._head(hidden)
+                return self._library(hidden).view(shape)
+        return self._run(self.part, hidden, shape)
 
 
 class CompiledLayers:
@@ -95,8 +99,7 @@ class CompiledLayers:
         if kind == HEAD:
             (path,), final = paths, FinalHead(self._model)
             part, size = self._part(self._loaded[path], final.module), self._model.lm_head.weight.shape[0]
-            passes = self._passes
-            self.head = CompiledHead(lambda hidden: passes.head(part, hidden, size), final)
+            self.head = CompiledHead(part, self._passes.head, size, final)
             return
         self._layers[kind] = [
             self._part(self._loaded[path], layer_for(self._model, i, kind))
@@ -156,14 +159,45 @@ class CompiledLayers:
 
         `caches` are all layers' caches; those of the range have been written before.
         """
-        return self._passes.run((1, first, last), self._layers[1][first:last], range(first, last), hidden, caches)
+        return self._passes.run(*self._range(first, last), hidden, caches)
 
     def run_piece(self, piece: Piece, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
         """Run one token, `[1, 1, hidden_size]`, through the layers of a piece; append to the attending ones' caches."""
+        return self._passes.run(*self._some(piece), hidden, caches)
+
+    def chain_drafting(
+        self, piece: Piece | None, last: int, behind: "CompiledLayers | None", embedding: Tensor
+    ) -> ChainDrafting | None:
+        """Greedy chains through a piece, or else through layers 0 to `last` (half-open), the last token too; behind
+        them perhaps a part. None where there is no code for it.
+
+        `embedding` is `[vocab_size, hidden_size]`.
+        """
+        end, there = behind or self, 1 in self._layers if piece is None else self.runs_piece(piece)
+        part = None if behind is None else behind._whole_routes()
+        if not (there and isinstance(self._passes, NativePasses) and end.head) or (behind and not part):
+            return None
+        if embedding.dtype != torch.float32 or not embedding.is_contiguous():
+            return None
+        route = self._passes.route(*(self._range(0, last) if piece is None else self._some(piece)))
+        return ChainDrafting(route, end.head.part, end.head.vocab_size, embedding, part, runs_last=piece is None)
+
+    def _whole_routes(self) -> tuple[Route, Route] | None:
+        """Through all layers, for one token and for several."""
+        if not isinstance(self._passes, NativePasses) or not {1, SEVERAL} <= set(self._layers):
+            return None
+        one, several = (self._passes.route(*self._range(0, len(self._layers[1]), kind)) for kind in (1, SEVERAL))
+        return one, several
+
+    def _range(self, first: int, last: int, kind: int = 1) -> tuple[Hashable, list[Any], Sequence[int]]:
+        """Layers `first` to `last`, as passes take them: a key, the layers, and their caches' numbers."""
+        return (kind, first, last), self._layers[kind][first:last], range(first, last)
+
+    def _some(self, piece: Piece) -> tuple[Hashable, list[Any], Sequence[int | None]]:
+        """The layers of a piece, as `_range`."""
         kinds = _kinds(piece)
         layers = [self._layers[kind][i] for kind, i in zip(kinds, piece.numbers, strict=True)]
-        numbers = [i if i in piece.attending else None for i in piece.numbers]
-        return self._passes.run((piece.numbers, tuple(kinds)), layers, numbers, hidden, caches)
+        return (piece.numbers, tuple(kinds)), layers, [i if i in piece.attending else None for i in piece.numbers]
 
     def run_tree(
         self, first: int, last: int, hidden: Tensor, tree: TokenTree, caches: Sequence[PreallocatedLayer]
@@ -173,8 +207,7 @@ class CompiledLayers:
         `caches` are as in `run`.
         """
         kind = hidden.shape[1] if hidden.shape[1] in self._layers else SEVERAL
-        layers = self._layers[kind][first:last]
-        return self._passes.run((kind, first, last), layers, range(first, last), hidden, caches, tree)
+        return self._passes.run(*self._range(first, last, kind), hidden, caches, tree)
 
 
 def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | LaunchedPasses:

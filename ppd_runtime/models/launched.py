@@ -60,9 +60,9 @@ class LaunchedPasses:
         """Nothing is kept of a sequence but recordings, which hold its memory anyway."""
 
     @torch.inference_mode()
-    def head(self, part: Part, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
-        return part.code.run([hidden.contiguous(), *part.weights])[0]
+    def head(self, part: Part, hidden: Tensor, shape: Sequence[int]) -> Tensor:
+        """Logits of hidden states `[1, tokens, hidden_size]`, in the shape that is asked for."""
+        return part.code.run([hidden.contiguous(), *part.weights])[0].view(shape)
 
     @torch.inference_mode()
     def run(

@@ -24,6 +24,7 @@ from ppd_runtime.spans import Kind
 
 if TYPE_CHECKING:
     from ppd_runtime.models.compiled import CompiledLayers
+    from ppd_runtime.models.native.drafts import ChainDrafting
 
 _MOST_VIEWS = 4096  # of single tokens' rows of the embedding, kept: to make one takes two operators
 
@@ -58,8 +59,8 @@ class Stage:
         rotary = getattr(model.model, "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary)
         self._positions = torch.arange(0, device=model.device)[None]
-        compiled_head = compiled and compiled.head
-        self.head, self._head_is_compiled = compiled_head or FinalHead(model), bool(compiled_head)
+        self._compiled_head = compiled.head if compiled else None
+        self.head = self._compiled_head or FinalHead(model)
         embedding = model.model.embed_tokens
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None
         look_up = lru_cache(_MOST_VIEWS)(lambda token: embedding.weight.detach()[token].view(1, 1, -1))
@@ -76,6 +77,16 @@ class Stage:
         stage = Stage(part, self._compiled and self._compiled.of_part(part))
         stage.recorder = self.recorder
         return stage
+
+    def chain_drafting(self, layers: "int | Piece", behind: "Stage | None" = None) -> "ChainDrafting | None":
+        """What drafts greedy chains in one call, through the first so many layers or a piece, perhaps through a stage
+        `behind` them, and a head; None where passes are not compiled so that they could.
+        """
+        part = behind._compiled if behind else None
+        if not self._compiled or self._embed_one is None or (behind and not part):
+            return None
+        piece, last = (None, layers) if isinstance(layers, int) else (layers, 0)
+        return self._compiled.chain_drafting(piece, last, part, self.model.model.embed_tokens.weight.detach())
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
@@ -182,22 +193,23 @@ class Stage:
     def token_logits(self, hidden: Tensor) -> Tensor:
         """`[tokens, vocab_size]` float32 logits for each token of `[1, tokens, hidden_size]`, as `logits` of one."""
         began = time.perf_counter()
-        logits = self._head_over(hidden)[0].float()
+        logits = self._head_over(hidden, hidden.shape[1])
         self.recorder.note(Kind.HEAD, began, time.perf_counter())
         return logits
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head_over(hidden if hidden.shape[1] == 1 else hidden[:, -1:]).view(-1).float()
+        return self._head_over(hidden if hidden.shape[1] == 1 else hidden[:, -1:])
 
-    def _head_over(self, hidden: Tensor) -> Tensor:
-        hidden = self._here(hidden)
-        if self._head_is_compiled:
-            return self.head(hidden)
+    def _head_over(self, hidden: Tensor, *tokens: int) -> Tensor:
+        """`[*tokens, vocab_size]` float32 logits."""
+        hidden, compiled = self._here(hidden), self._compiled_head
+        if compiled:
+            return compiled(hidden, (*tokens, compiled.vocab_size))
         with torch.inference_mode():
-            return self.head(hidden)
+            return self.head(hidden).view(*tokens, -1).float()
 
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
-        self._check_position(first, position)
+        self.check_position(first, position)
         tokens = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
         if self._compiled and position and (tokens == 1 or self._compiled.runs_tree(tokens)):
             hidden = self._here(inputs) if isinstance(inputs, Tensor) else self._embed(inputs)
@@ -218,14 +230,14 @@ class Stage:
 
     @torch.inference_mode()
     def _run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
-        self._check_position(piece.attending[0], position)
+        self.check_position(piece.attending[0], position)
         if self._compiled and len(token_ids) == 1 and position and self._compiled.runs_piece(piece):
             return self._compiled.run_piece(piece, self._embed(token_ids), self.cache.layers)
         return self._call(piece, token_ids, position)
 
     @torch.inference_mode()
     def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
-        self._check_position(0, position)
+        self.check_position(0, position)
         tree = token_tree(tuple(parents), self.device)
         if self._compiled and position and self._compiled.runs_tree(len(token_ids)):
             return self._compiled.run_tree(0, self.num_layers, self._embed(token_ids), tree, self.cache.layers)
@@ -233,7 +245,8 @@ class Stage:
         masks = tree.masks(self.cache.layers, self.model)
         return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)
 
-    def _check_position(self, layer: int, position: int) -> None:
+    def check_position(self, layer: int, position: int) -> None:
+        """Raise RuntimeError where a layer holds other than `position` tokens."""
         length = self.cache.layers[layer].length
         if length != position:
             raise RuntimeError(f"layer {layer} holds {length} tokens, the pass starts at position {position}")

@@ -33,23 +33,6 @@ struct Attention {
   int64_t begin, end;                                   // rows that some token sees, from a multiple of WIDTH on
 };
 
-// e to the power of numbers that are not positive; exactly 0 below -87.
-inline Vec exponential(Vec x) {
-  const Vec magic = Vec{} + 12582912.0f;
-  const Vec shifted = x * 1.44269504f + magic, whole = shifted - magic;
-  const Vec rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Vec power = Vec{} + 1.9875691500e-4f;
-  power = power * rest + 1.3981999507e-3f;
-  power = power * rest + 8.3334519073e-3f;
-  power = power * rest + 4.1665795894e-2f;
-  power = power * rest + 1.6666665459e-1f;
-  power = power * rest + 5.0000001201e-1f;
-  power = power * rest * rest + rest + 1.0f;
-  const Ints exponent = (reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(magic)) << 23;
-  const Vec result = reinterpret_cast<Vec>(reinterpret_cast<Ints>(power) + exponent);
-  return reinterpret_cast<Vec>((x >= -87.0f) & reinterpret_cast<Ints>(result));
-}
-
 // Scores into what their softmax is before it is divided by the sum, which is given back; they have room for a Vec more.
 __attribute__((noinline)) float unscaled_softmax(const Attention& a, const float* mask, float* scores) {
   const int64_t whole = a.end - a.end % WIDTH, padded = a.end % WIDTH ? whole + WIDTH : whole;
@@ -107,7 +90,7 @@ inline void row_scores(
     }
   }
   float sums[WIDTH];
-  store(sums_of(found), sums);
+  store(sums_of<WIDTH>(found), sums);
   for (int q = 0; q < QUERIES; ++q)
     for (int r = 0; r < NUM_ROWS; ++r) {
       float score = sums[q * NUM_ROWS + r];

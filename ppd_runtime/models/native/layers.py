@@ -19,6 +19,7 @@ from ppd_runtime.models.native.library import load
 from ppd_runtime.models.trees import TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
+_RULE = [ctypes.c_double, ctypes.c_bool, ctypes.c_bool]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_code": (_P, [ctypes.c_char_p]),
     "ppd_error": (ctypes.c_char_p, []),
@@ -28,6 +29,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_cache": (_P, [_P, _P, _N, _N, _N, _N]),
     "ppd_delete_cache": (None, [_P]),
     "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _P, _N]),
+    "ppd_draft": (
+        _N,
+        [*(3 * [_P, _P, _N]), *[_P, _N, _P, _P, _N], *[_P, _N, _P], *(5 * [_N]), *_RULE, _P, _P, _P, _P],
+    ),
 }
 
 
@@ -59,10 +64,10 @@ class Code:
                 self.metadata, library = _unpacked(path, Path(folder))
             except (OSError, ValueError, KeyError, StopIteration, zipfile.BadZipFile) as error:
                 raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
-            self.handle: int | None = _function("ppd_code")(bytes(library))
+            self.handle: int | None = function("ppd_code")(bytes(library))
         if not self.handle:
             library.unlink(missing_ok=True)  # it is made anew from the package, or with it
-            raise ValueError(_cannot_be_loaded(path, _function("ppd_error")().decode(errors="replace")))
+            raise ValueError(_cannot_be_loaded(path, function("ppd_error")().decode(errors="replace")))
         _delete_with(self, "ppd_delete_code")
 
 
@@ -75,7 +80,7 @@ class Layer:
         shapes = array("q", [number for weight in weights for number in (weight.dim(), *weight.shape)])
         dtypes = array("i", [_DTYPES[weight.dtype] for weight in weights])
         addresses = (numbers.buffer_info()[0] for numbers in (places, shapes, dtypes))
-        self.handle: int = _function("ppd_layer")(code.handle, len(weights), *addresses)
+        self.handle: int = function("ppd_layer")(code.handle, len(weights), *addresses)
         _delete_with(self, "ppd_delete_layer")
 
 
@@ -83,7 +88,7 @@ class NativePasses:
     """Passes of one stage, in float32 on CPUs."""
 
     def __init__(self) -> None:
-        self._routes: dict[Hashable, _Route] = {}
+        self._routes: dict[Hashable, Route] = {}
 
     def load(self, path: Path) -> Code:
         """The code of a file; ValueError where it cannot be loaded."""
@@ -98,9 +103,13 @@ class NativePasses:
         for route in self._routes.values():
             route.forget()
 
-    def head(self, part: Layer, hidden: Tensor, vocab_size: int) -> Tensor:
-        """`[1, tokens, vocab_size]` logits of hidden states `[1, tokens, hidden_size]`."""
-        return self._route("head", [part], [None]).run(hidden, (), None, vocab_size)
+    def head(self, part: Layer, hidden: Tensor, shape: Sequence[int]) -> Tensor:
+        """Logits of hidden states `[1, tokens, hidden_size]`, in the shape that is asked for, whose last is the
+        vocabulary's.
+
+        To change a tensor's shape takes ten microseconds between two passes.
+        """
+        return self.route("head", [part], [None]).run(hidden, (), None, shape)
 
     def run(
         self,
@@ -116,48 +125,50 @@ class NativePasses:
         `numbers` are those of the layers' caches, None where there is no attention; `key` stands for parts and numbers.
         The caches count the tokens.
         """
-        return self._route(key, parts, numbers).run(hidden, caches, tree, hidden.shape[-1])
+        return self.route(key, parts, numbers).run(hidden, caches, tree, hidden.shape)
 
-    def _route(self, key: Hashable, parts: Sequence[Layer], numbers: Sequence[int | None]) -> "_Route":
+    def route(self, key: Hashable, parts: Sequence[Layer], numbers: Sequence[int | None]) -> "Route":
+        """The way through layers, the same each time for the same `key`; see `run`."""
         route = self._routes.get(key)
         if route is None:
-            route = self._routes[key] = _Route(parts, numbers)
+            route = self._routes[key] = Route(parts, numbers)
         return route
 
 
-class _Route:
+class Route:
     """Layers one after the other, over the caches of one sequence of tokens after the other."""
 
     def __init__(self, parts: Sequence[Layer], numbers: Sequence[int | None]) -> None:
         self._parts, self._numbers = list(parts), list(numbers)
         self._layers = array("Q", [part.handle for part in parts])
         self._at_layers = self._layers.buffer_info()[0]
-        self._pass = _function("ppd_pass")
+        self._pass = function("ppd_pass")
         self.forget()
 
     def forget(self) -> None:
         """Let go of the last sequence's caches."""
         self._sequence: object = None
-        self._attending: list[PreallocatedLayer] = []
+        self.attending: list[PreallocatedLayer] = []
+        """The caches that it writes to, of the sequence that it is over."""
         self._caches: list[_Cache] = []
         self._at_caches: int | None = None
 
-    def run(self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, width: int) -> Tensor:
-        if caches is not self._sequence:
-            self._take(caches)
+    def run(
+        self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, shape: Sequence[int]
+    ) -> Tensor:
+        """As `NativePasses.run`; what is behind the layers has the shape `shape`."""
+        self.over(caches)
         hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
         position = attended = 0
-        if self._attending:
-            position = self._attending[0].length
-            self._attending[0].check_room(position + tokens)
-            for cache in self._attending:
+        if self.attending:
+            position = self.attending[0].length
+            self.attending[0].check_room(position + tokens)
+            for cache in self.attending:
                 cache.length += tokens
             attended = whole_rows(position + tokens)
-        result = torch.empty(1, tokens, width, dtype=torch.float32, device="cpu")
+        result = torch.empty(shape, dtype=torch.float32, device="cpu")
         failed = self._pass(
-            self._at_layers,
-            self._at_caches,
-            len(self._parts),
+            *self.memory,
             hidden.data_ptr(),
             tokens,
             size,
@@ -165,16 +176,24 @@ class _Route:
             attended,
             *((None, None) if tree is None else tree.memory),
             result.data_ptr(),
-            width,
+            shape[-1],
         )
         if failed:
             raise RuntimeError(f"compiled code failed ({failed}) at position {position}, over {tokens} tokens")
         return result
 
-    def _take(self, caches: Sequence[PreallocatedLayer]) -> None:
+    @property
+    def memory(self) -> tuple[int, int | None, int]:
+        """Where the handles of its layers and their caches are, and how many layers there are."""
+        return self._at_layers, self._at_caches, len(self._parts)
+
+    def over(self, caches: Sequence[PreallocatedLayer]) -> None:
+        """Turn to a sequence's caches, one for each layer of the model."""
+        if caches is self._sequence:
+            return
         of_layers = [None if number is None else _Cache(caches[number]) for number in self._numbers]
         self._caches = [cache for cache in of_layers if cache]
-        self._attending = [caches[number] for number in self._numbers if number is not None]
+        self.attending = [caches[number] for number in self._numbers if number is not None]
         self._handles = array("Q", [cache.handle if cache else 0 for cache in of_layers])
         self._at_caches = self._handles.buffer_info()[0] if self._caches else None
         self._sequence = caches
@@ -187,18 +206,19 @@ class _Cache:
         self._kept = keys, values = layer.rows
         _, heads, dim = keys.shape
         places = keys.data_ptr(), values.data_ptr()
-        self.handle = _function("ppd_cache")(*places, heads, dim, values.shape[2], layer.sliding_window or 0)
+        self.handle = function("ppd_cache")(*places, heads, dim, values.shape[2], layer.sliding_window or 0)
         _delete_with(self, "ppd_delete_cache")
 
 
-def _function(name: str) -> Any:
-    function = getattr(load(), name)
-    function.restype, function.argtypes = _SIGNATURES[name]
-    return function
+def function(name: str) -> Any:
+    """A function of the C++ code, with its signature."""
+    found = getattr(load(), name)
+    found.restype, found.argtypes = _SIGNATURES[name]
+    return found
 
 
 def _delete_with(owner: Any, name: str) -> None:
-    weakref.finalize(owner, _function(name), owner.handle).atexit = False
+    weakref.finalize(owner, function(name), owner.handle).atexit = False
 
 
 def calls_python(path: Path) -> bool:

@@ -35,13 +35,30 @@ inline float value(BFloat16 weight) {
   return number;
 }
 
-// COLUMNS weights, as the states are in order.
-inline void load_columns(const float* from, Vec& first, Vec& second) { first = load(from), second = load(from + WIDTH); }
+// The first or the second half of COLUMNS weights, as the states are in order.
+template <int HALF>
+inline Vec load_half(const float* from) {
+  return load(from + HALF * WIDTH);
+}
 
-inline void load_columns(const BFloat16* from, Vec& even, Vec& odd) {
+template <int HALF>
+inline Vec load_half(const BFloat16* from) {
   Words pairs;
   std::memcpy(&pairs, from, sizeof pairs);
-  even = reinterpret_cast<Vec>(pairs << 16), odd = reinterpret_cast<Vec>(pairs & 0xffff0000u);
+  return reinterpret_cast<Vec>(HALF == 0 ? pairs << 16 : pairs & 0xffff0000u);
+}
+
+template <int HALF, int NUM_ROWS, int NUM_TOKENS, typename Weight>
+inline void add_half(const Weight* weight, const float* states, int64_t inputs, Vec (*sums)[NUM_TOKENS]) {
+  Vec rows[NUM_ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < NUM_ROWS; ++r) rows[r] = load_half<HALF>(weight + r * inputs);
+#pragma GCC unroll 8
+  for (int t = 0; t < NUM_TOKENS; ++t) {
+    const Vec state = load(states + t * inputs + HALF * WIDTH);
+#pragma GCC unroll 8
+    for (int r = 0; r < NUM_ROWS; ++r) sums[r][t] += rows[r] * state;
+  }
 }
 
 struct Product {
@@ -51,6 +68,23 @@ struct Product {
   int64_t inputs, outputs, tokens;
 };
 
+// What is in the vectors of each row and token from DONE on, summed up: as many tokens at a time as give a vector of sums.
+template <int NUM_ROWS, int NUM_TOKENS, int DONE = 0>
+inline void sum_up(Vec (*sums)[NUM_TOKENS], float (*found)[NUM_ROWS]) {
+  constexpr int LEFT = NUM_TOKENS - DONE, MOST = WIDTH / NUM_ROWS;
+  if constexpr (LEFT > 0) {
+    constexpr int TOKENS = LEFT >= 4 && MOST >= 4 ? 4 : LEFT >= 2 && MOST >= 2 ? 2 : 1;
+    Vec some[TOKENS * NUM_ROWS];
+#pragma GCC unroll 8
+    for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+      for (int r = 0; r < NUM_ROWS; ++r) some[t * NUM_ROWS + r] = sums[r][DONE + t];
+    const Vec together = sums_of<TOKENS * NUM_ROWS>(some);
+    std::memcpy(found[DONE], &together, sizeof(float) * TOKENS * NUM_ROWS);
+    sum_up<NUM_ROWS, NUM_TOKENS, DONE + TOKENS>(sums, found);
+  }
+}
+
 template <int NUM_ROWS, int NUM_TOKENS, typename Weight>
 inline void block(const Product& product, int64_t row, int64_t token) {
   const int64_t inputs = product.inputs, whole = inputs - inputs % COLUMNS;
@@ -58,18 +92,10 @@ inline void block(const Product& product, int64_t row, int64_t token) {
   const float* states = product.states + token * inputs;
   Vec sums[NUM_ROWS][NUM_TOKENS] = {};
   for (int64_t i = 0; i < whole; i += COLUMNS) {
-    Vec first[NUM_ROWS], second[NUM_ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < NUM_ROWS; ++r) load_columns(weight + r * inputs + i, first[r], second[r]);
-#pragma GCC unroll 8
-    for (int t = 0; t < NUM_TOKENS; ++t) {
-      const Vec of_first = load(states + t * inputs + i), of_second = load(states + t * inputs + i + WIDTH);
-#pragma GCC unroll 8
-      for (int r = 0; r < NUM_ROWS; ++r) {
-        sums[r][t] += first[r] * of_first;
-        sums[r][t] += second[r] * of_second;
-      }
-    }
+    const Weight* again = weight + i;
+    __asm__("" : "+r"(again));  // both halves are loaded: to keep one meanwhile takes registers that sums need
+    add_half<0, NUM_ROWS, NUM_TOKENS>(weight + i, states + i, inputs, sums);
+    add_half<1, NUM_ROWS, NUM_TOKENS>(again, states + i, inputs, sums);
     const int64_t next = AHEAD * NUM_ROWS * inputs + i;
 #pragma GCC unroll 8
     for (int r = 0; r < NUM_ROWS; ++r)
@@ -77,12 +103,14 @@ inline void block(const Product& product, int64_t row, int64_t token) {
       for (size_t line = 0; line < COLUMNS * sizeof(Weight); line += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(weight + r * inputs + next) + line, 0, 3);
   }
-  for (int t = 0; t < NUM_TOKENS; ++t)
-    for (int r = 0; r < NUM_ROWS; ++r) {
-      float sum = sum_of<WIDTH>(sums[r][t]);
-      for (int64_t i = whole; i < inputs; ++i) sum = added(value(weight[r * inputs + i]), states[t * inputs + i], sum);
-      product.result[(token + t) * product.outputs + row + r] = sum;
-    }
+  float found[NUM_TOKENS][NUM_ROWS];
+  sum_up<NUM_ROWS, NUM_TOKENS>(sums, found);
+  for (int t = 0; t < NUM_TOKENS; ++t) {
+    for (int64_t i = whole; i < inputs; ++i)
+      for (int r = 0; r < NUM_ROWS; ++r)
+        found[t][r] = added(value(weight[r * inputs + i]), states[t * inputs + i], found[t][r]);
+    std::memcpy(product.result + (token + t) * product.outputs + row, found[t], sizeof found[t]);
+  }
 }
 
 template <int NUM_ROWS, typename Weight>

@@ -63,29 +63,72 @@ inline Vec merged(Vec a, Vec b) {
   }
   return result;
 }
+
+// Lanes 0, STEP, 2 * STEP and so on, first.
+template <int STEP>
+inline Vec each_manieth(Vec numbers) {
+  Vec result;
+  for (int lane = 0; lane < WIDTH; ++lane) result[lane] = numbers[lane * STEP % WIDTH];
+  return result;
+}
 #else
 // Lanes that are DISTANCE apart, added: those of a in the even groups of so many lanes, those of b in the odd ones.
 template <int DISTANCE>
 inline Vec merged(Vec a, Vec b) {
-  Ints low;
+  Ints own, other;  // a blend and a shuffle, of which a CPU may make fewer at a time
   for (int lane = 0; lane < WIDTH; ++lane) {
-    const int from = lane / (2 * DISTANCE) * 2 * DISTANCE + lane % DISTANCE;
-    low[lane] = lane / DISTANCE % 2 ? WIDTH + from : from;
+    const bool odd = lane / DISTANCE % 2;
+    own[lane] = odd ? WIDTH + lane : lane;
+    other[lane] = odd ? WIDTH + lane - DISTANCE : lane + DISTANCE;
   }
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + DISTANCE);
+  return __builtin_shuffle(a, b, own) + __builtin_shuffle(a, b, other);
+}
+
+template <int STEP>
+inline Vec each_manieth(Vec numbers) {
+  Ints from;
+  for (int lane = 0; lane < WIDTH; ++lane) from[lane] = lane * STEP % WIDTH;
+  return __builtin_shuffle(numbers, from);
 }
 #endif
 
-// The sum of each of WIDTH vectors, as `sum_of` makes it.
-template <int DISTANCE = WIDTH / 2>
-inline Vec sums_of(Vec* numbers) {
+
+// e to the power of numbers that are not positive; exactly 0 below -87.
+inline Vec exponential(Vec x) {
+  const Vec magic = Vec{} + 12582912.0f;
+  const Vec shifted = x * 1.44269504f + magic, whole = shifted - magic;
+  const Vec rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Vec power = Vec{} + 1.9875691500e-4f;
+  power = power * rest + 1.3981999507e-3f;
+  power = power * rest + 8.3334519073e-3f;
+  power = power * rest + 4.1665795894e-2f;
+  power = power * rest + 1.6666665459e-1f;
+  power = power * rest + 5.0000001201e-1f;
+  power = power * rest * rest + rest + 1.0f;
+  const Ints exponent = (reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(magic)) << 23;
+  const Vec result = reinterpret_cast<Vec>(reinterpret_cast<Ints>(power) + exponent);
+  return reinterpret_cast<Vec>((x >= -87.0f) & reinterpret_cast<Ints>(result));
+}
+
+template <int COUNT, int DISTANCE>
+inline Vec merged_sums(Vec* numbers) {
   if constexpr (DISTANCE == 0) {
     return numbers[0];
+  } else if constexpr (COUNT == 1) {
+    numbers[0] = merged<DISTANCE>(numbers[0], numbers[0]);
+    return merged_sums<1, DISTANCE / 2>(numbers);
   } else {
 #pragma GCC unroll 8
-    for (int i = 0; i < DISTANCE; ++i) numbers[i] = merged<DISTANCE>(numbers[i], numbers[i + DISTANCE]);
-    return sums_of<DISTANCE / 2>(numbers);
+    for (int i = 0; i < COUNT / 2; ++i) numbers[i] = merged<DISTANCE>(numbers[i], numbers[i + COUNT / 2]);
+    return merged_sums<COUNT / 2, DISTANCE / 2>(numbers);
   }
+}
+
+// In the first COUNT lanes the sum of each of so many vectors, as `sum_of` makes it; a power of 2, up to WIDTH. Made
+// together they take a fraction of the time.
+template <int COUNT>
+inline Vec sums_of(Vec* numbers) {
+  return each_manieth<WIDTH / COUNT>(merged_sums<COUNT, WIDTH / 2>(numbers));
 }
 
 }  // namespace

@@ -1,0 +1,240 @@
+"""Chains of drafts that compiled code makes in one call: what the same passes give one by one, to the last bit."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from compilers import needs_compiler
+from models_for_tests import END_ID, load_stage
+from transformers import PreTrainedModel
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.decoding import decode
+from ppd_runtime.decoding.early_exit import EarlyExitDrafting
+from ppd_runtime.decoding.kangaroo import Kangaroo
+from ppd_runtime.decoding.layerskip import LayerSkip
+from ppd_runtime.decoding.speculation import Propose, SpeculativeMethod
+from ppd_runtime.decoding.stopping import Stopping
+from ppd_runtime.decoding.swift import Swift
+from ppd_runtime.decoding.verification import acceptance_rule
+from ppd_runtime.models import compiled
+from ppd_runtime.models.adapter import new_adapter
+from ppd_runtime.models.chains import GreedyChains
+from ppd_runtime.models.compiled import CompiledLayers
+from ppd_runtime.models.kv_cache import ATTENDED_ROWS
+from ppd_runtime.models.loading import SEVERAL, compile_ahead, describe
+from ppd_runtime.models.native.drafts import DraftRule
+from ppd_runtime.models.skipping import LayerSet
+from ppd_runtime.models.stage import Stage
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.spans import Kind
+
+pytestmark = needs_compiler
+ModelFolder = Callable[..., Path]
+PROMPT = [40, 7, 291, 65, 133]
+ROUNDS = 24
+STOPPINGS = [
+    Stopping("constant", 1),
+    Stopping("constant", 5),
+    Stopping("confidence", 6, 0.15),
+    Stopping("product", 9, 0.02),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def compiled_stage(folder: Path) -> Stage:
+    info = describe(str(folder))
+    model = load_stage(folder).model
+    files = compile_ahead(info, torch.float32, "cpu", (1, SEVERAL))
+    return Stage(model, CompiledLayers(model, files))
+
+
+def layerskip(stage: Stage, stopping: Stopping) -> LayerSkip:
+    return LayerSkip(stage, 2, stopping)
+
+
+def kangaroo(stage: Stage, stopping: Stopping) -> Kangaroo:
+    return Kangaroo(stage, adapter_of(stage.model), 1, stopping)
+
+
+def swift(stage: Stage, stopping: Stopping) -> Swift:
+    return Swift(stage, LayerSet((1,), (2,)), stopping, widest=1)
+
+
+def adapter_of(model: PreTrainedModel) -> PreTrainedModel:
+    return new_adapter(model, 1).requires_grad_(False)
+
+
+def greedy(stage: Stage) -> Propose:
+    return Propose(acceptance_rule("shared-noise", Sampler(SamplingParams())), stage.recorder)
+
+
+def one_by_one(stage: Stage) -> Propose:
+    propose = greedy(stage)
+    propose.is_highest_logit = False
+    return propose
+
+
+def lengths(method: SpeculativeMethod) -> list[int]:
+    stages = [method.stage, *([method.adapter] if isinstance(method, Kangaroo) else [])]
+    return [stage.length(layer) for stage in stages for layer in range(stage.num_layers)]
+
+
+def passes(method: SpeculativeMethod) -> list[int]:
+    return [method.stage.layer_passes, *([method.adapter.layer_passes] if isinstance(method, Kangaroo) else [])]
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS, ids=lambda s: f"{s.rule}-{s.most}")
+@pytest.mark.parametrize("make", [layerskip, kangaroo, swift])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_chain_is_its_drafts_one_by_one(
+    model_folder: ModelFolder, family: str, make: Callable[..., SpeculativeMethod], stopping: Stopping
+) -> None:
+    """Tokens, states, entries and counts, whatever is kept of each; past a step of the attended rows."""
+    folder = model_folder(family, quiet_from=1)
+    both = [make(compiled_stage(folder), stopping) for _ in range(2)]
+    capacity, prompt = ATTENDED_ROWS + 70, list(range(30, 30 + ATTENDED_ROWS - 10))
+    for method in both:
+        method.begin(capacity)
+        method.read(prompt)
+    history, sizes = [*prompt, 9], set()
+    for number in range(ROUNDS):
+        most = min(stopping.most, number % 10, capacity - len(history) - 1)
+        drafts = [
+            method.draft(history, most, propose(method.stage))
+            for method, propose in zip(both, (greedy, one_by_one), strict=True)
+        ]
+        assert drafts[0].tokens == drafts[1].tokens
+        assert (drafts[0].parents, drafts[0].steps) == (drafts[1].parents, drafts[1].steps)
+        assert lengths(both[0]) == lengths(both[1])
+        states = [method.verify(draft, len(history) - 1) for method, draft in zip(both, drafts, strict=True)]
+        assert torch.equal(*states), "the bits that were drafted went into it"
+        assert passes(both[0]) == passes(both[1])
+        kept = number * 7 % len(drafts[0].tokens)
+        history += [*drafts[0].tokens[1 : kept + 1], (number * 31) % 290 + 1]
+        for method, draft in zip(both, drafts, strict=True):
+            method.keep(draft, range(kept + 1), history)
+        assert lengths(both[0]) == lengths(both[1])
+        sizes.add(len(drafts[0].tokens) - 1)
+    assert len(history) > ATTENDED_ROWS + 4
+    assert max(sizes) <= stopping.most
+    assert len(sizes) > 2 or stopping.most == 1
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_chains_end_where_chances_say(model_folder: ModelFolder, together: bool) -> None:
+    """The chance is the softmax of the head's logits; the first draft is made whatever it is."""
+    stage = compiled_stage(model_folder("llama", quiet_from=1))
+    chains = GreedyChains(stage, 2)
+    stage.begin(40)
+    stage.run(0, 4, PROMPT, 0)
+    tokens, states = chains.draft(9, 5, DraftRule(8, 0.0, together))
+    chances = [float(stage.logits(states[:, i : i + 1]).softmax(-1).max()) for i in range(8)]
+    so_far = torch.tensor(chances).cumprod(0).tolist() if together else chances
+    assert [int(stage.logits(states[:, i : i + 1]).argmax()) for i in range(8)] == tokens
+    for most in (0, 1, 8):
+        for least in (0.0, *(c * f for c in so_far for f in (0.999, 1.001)), 1.0):
+            expected = next((i + 1 for i in range(most) if so_far[i] < least), most)
+            stage.truncate(5)
+            assert len(chains.draft(9, 5, DraftRule(most, least, together))[0]) == expected
+
+
+def test_there_must_be_room_for_the_longest_chain(model_folder: ModelFolder) -> None:
+    stage = compiled_stage(model_folder("llama"))
+    chains = GreedyChains(stage, 2)
+    stage.begin(12)
+    stage.run(0, 4, PROMPT, 0)
+    with pytest.raises(IndexError, match="a cache for 12 tokens cannot hold 13"):
+        chains.draft(9, 5, DraftRule(7, 0.0, False))
+    with pytest.raises(RuntimeError, match="layer 0 holds 5 tokens, the pass starts at position 6"):
+        chains.draft(9, 6, DraftRule(1, 0.0, False))
+    assert len(chains.draft(9, 5, DraftRule(6, 0.0, False))[0]) == 6
+    assert [stage.length(layer) for layer in range(4)] == [12, 12, 5, 5]
+
+
+def test_sequences_follow_each_other(model_folder: ModelFolder) -> None:
+    """A chain is over the caches of its own sequence, not over those that the last one left."""
+    stage = compiled_stage(model_folder("llama", quiet_from=1))
+    chains, found = GreedyChains(stage, 2), []
+    for prompt in (PROMPT, [8, 8, 8], PROMPT):
+        stage.begin(200 if prompt is PROMPT else 20)
+        stage.run(0, 4, prompt, 0)
+        found.append(chains.draft(9, len(prompt), DraftRule(5, 0.0, False))[0])
+    assert found[0] == found[2] != found[1]
+
+
+def times_of(method: EarlyExitDrafting, traced: bool) -> dict[Kind, float]:
+    stage = method.stage
+    method.begin(60)
+    method.read(PROMPT)
+    stage.recorder.begin(traced)
+    method.draft([*PROMPT, 9], 5, greedy(stage))
+    spans = stage.recorder.spans(0)
+    ledger = stage.recorder.ledger()
+    assert ledger.layers_s > 0
+    assert ledger.heads_s > 0
+    assert ledger.python_s >= 0
+    if spans is None:
+        return {}
+    ends = [0, *(span.ended_ns for span in spans.spans)]
+    assert all(span.began_ns >= end for span, end in zip(spans.spans, ends, strict=False)), "one after the other"
+    return {kind: sum(span.kind == kind for span in spans.spans) for kind in Kind}
+
+
+@pytest.mark.parametrize("make", [layerskip, kangaroo])
+def test_times_are_noted(model_folder: ModelFolder, make: Callable[..., EarlyExitDrafting]) -> None:
+    method = make(compiled_stage(model_folder("llama")), Stopping("constant", 5))
+    assert times_of(method, traced=False) == {}
+    counts = times_of(method, traced=True)
+    assert counts[Kind.LAYERS] == (11 if make is kangaroo else 6)
+    assert counts[Kind.HEAD] == counts[Kind.CHOOSE] == 5
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), SamplingParams(repetition_penalty=1.3)])
+def test_only_the_highest_logit_is_drafted_this_way(params: SamplingParams) -> None:
+    stage = type("_", (), {"recorder": None})
+    for rule in ("shared-noise", "rejection"):
+        assert not Propose(acceptance_rule(rule, Sampler(params)), stage.recorder).is_highest_logit
+        assert Propose(acceptance_rule(rule, Sampler(SamplingParams())), stage.recorder).is_highest_logit
+
+
+def test_where_layers_are_launched_from_python(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or not compiled at all, there are no chains, and drafts are made one by one."""
+    folder = model_folder("llama", quiet_from=1)
+    assert not GreedyChains(load_stage(folder), 2).possible
+    assert GreedyChains(compiled_stage(folder), 2).possible
+    monkeypatch.setattr(compiled, "calls_python", lambda path: True)
+    method = layerskip(compiled_stage(folder), Stopping("constant", 3))
+    method.begin(20)
+    method.read(PROMPT)
+    assert len(method.draft([*PROMPT, 9], 3, greedy(method.stage)).tokens) == 4
+
+
+@pytest.mark.parametrize("eos", [None, END_ID + 70])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("layerskip", {"exit_layer": 2, "num_speculations": 4}),
+        ("adaspeed", {"exit_layer": 1, "threshold": 0.1}),
+        ("swift", {"widest": 1, "num_speculations": 5, "search_steps": 40, "bayes_interval": 0}),
+    ],
+)
+def test_texts_are_ordinary_decodings(
+    model_folder: ModelFolder, method: str, settings: dict[str, object], eos: int | None
+) -> None:
+    """With a search meanwhile, which changes what is left out, and with ends inside drafts."""
+    folder = str(model_folder("llama", quiet_from=1, eos_token_id=eos))
+
+    def texts(name: str, **others: object) -> list[Sequence[int]]:
+        prompts = ([5], [40, 7, 291, 65, 133])
+        options = {"dtype": "float32", "compile": True, "max_new_tokens": 90}
+        return [decode(folder, prompt, method=name, **options, **others).token_ids for prompt in prompts]
+
+    assert texts(method, **settings) == texts("autoregressive")
