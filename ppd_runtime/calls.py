@@ -18,6 +18,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Spans,
     Token,
+    Tokens,
     WireError,
 )
 from ppd_runtime.pipeline.span_messages import unpack
@@ -90,16 +91,21 @@ class Call:
         self._ask()
         while self.told.finished is None:
             message = self._next_message()
-            if isinstance(message, Token):
-                if self._is_next(message):
-                    self._delivered.append(message.token_id)
-                    self.winners[message.winner] += 1
-                    self._supervisor.note_success(MAIN)
-                    yield message
+            if isinstance(message, Token | Tokens):
+                yield from self._take_tokens(message)
             elif isinstance(message, Finished):
                 self._finish(message)
             else:
                 self.told.take(message)
+
+    def _take_tokens(self, message: Token | Tokens) -> Iterator[Token]:
+        """Those that have not come yet."""
+        for token in [message] if isinstance(message, Token) else message.singly():
+            if self._is_next(token):
+                self._delivered.append(token.token_id)
+                self.winners[token.winner] += 1
+                self._supervisor.note_success(MAIN)
+                yield token
 
     def cancel(self) -> None:
         """Have the main process stop, so that the next request finds it idle."""

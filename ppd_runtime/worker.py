@@ -35,6 +35,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Shutdown,
     Token,
+    Tokens,
 )
 from ppd_runtime.pipeline.rest import Rest
 from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
@@ -48,6 +49,7 @@ from ppd_runtime.transport import Endpoint
 
 logger = logging.getLogger(__name__)
 _LONGEST_HOLD_S = 1.0
+_MOST_HELD = 2**16
 _STAMPED = (HeadStart, Entries)
 """What the main process waits for."""
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
@@ -130,7 +132,7 @@ class Worker:
         self._finished: Finished | None = None
         self._unknown = 0  # messages of later requests
         self._hold_tokens = False
-        self._held: list[Message] = []
+        self._held: list[Token] = []  # one behind the other
         self._released = 0.0
 
     def serve(self, endpoint: Endpoint) -> None:
@@ -298,7 +300,7 @@ class Worker:
         if isinstance(message, _STAMPED):
             object.__setattr__(message, "sent_at", time.perf_counter())  # a copy takes ten microseconds
         for address in addresses:
-            if address == CLIENT and self._hold_tokens:
+            if address == CLIENT and self._hold_tokens and isinstance(message, Token):
                 self._hold(message)
             else:
                 self._deliver(address, message)
@@ -317,16 +319,19 @@ class Worker:
         self._endpoint.send(address, message)
         self._recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
 
-    def _hold(self, message: Message) -> None:
+    def _hold(self, token: Token) -> None:
         """Keep a token for the client back for a while; it hears often enough to know that this process lives."""
-        self._held.append(message)
-        if time.perf_counter() - self._released > _LONGEST_HOLD_S:
+        if self._held and token.position != self._held[-1].position + 1:  # the client is told some again
+            self._release_tokens()
+        self._held.append(token)
+        if len(self._held) >= _MOST_HELD or time.perf_counter() - self._released > _LONGEST_HOLD_S:
             self._release_tokens()
 
     def _release_tokens(self) -> None:
-        for message in self._held:
-            self._deliver(CLIENT, message)
-        self._held.clear()
+        if held := self._held:
+            token_ids, winners = [token.token_id for token in held], [token.winner for token in held]
+            self._deliver(CLIENT, Tokens(MAIN, self._request, held[0].position, token_ids, winners))
+            held.clear()
         self._released = time.perf_counter()
 
 

@@ -38,6 +38,8 @@ class EarlyExitDrafting(ABC):
         self._chains = self._make_chains() if probe is None else None
         self._states: Tensor
         """`[1, tokens, hidden_size]` behind the first layers, of the draft."""
+        self.unread: Tensor | None = None
+        """`[1, tokens, hidden_size]`: exit states that are to be read before those of the next draft, if any."""
 
     @property
     def draft_cost(self) -> float:
@@ -59,8 +61,10 @@ class EarlyExitDrafting(ABC):
         """A chain; its last token goes through the first layers too, for the token behind it."""
         draft, text = Draft(history[-1]), list(history)
         if self._chains and self._chains.possible and propose.is_highest_logit:
-            rule = self.stop_drafting.rule(most)
-            tokens, self._states = self._chains.draft(history[-1], len(history) - 1, rule, self.unread(rule.most))
+            rule, unread = self.stop_drafting.rule(most), self.unread
+            tokens, self._states = self._chains.draft(history[-1], len(history) - 1, rule, unread)
+            if tokens:
+                self.unread = None
             draft.add_chain(tokens)
             return draft
         states = [self._run_first_layers(history[-1], len(history) - 1)]
@@ -87,11 +91,6 @@ class EarlyExitDrafting(ABC):
     @abstractmethod
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
         """`[vocab_size]` logits for the newest token from the exit states, `[1, 1, hidden_size]` each, of a draft."""
-
-    def unread(self, most: int) -> Tensor | None:  # most read no states
-        """`[1, tokens, hidden_size]` exit states that a chain of at most `most` drafts has to read first; they are read
-        then."""
-        return None
 
     def _make_chains(self) -> GreedyChains:
         return GreedyChains(self.stage, self.exit_layer)

@@ -46,13 +46,12 @@ class Kangaroo(EarlyExitDrafting):
     ) -> None:
         self.adapter = stage.behind(adapter)
         super().__init__(stage, exit_layer, stopping, probe)
-        self._unread: Tensor | None = None
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence."""
         super().begin(capacity)
         self.adapter.begin(capacity)
-        self._unread = None
+        self.unread = None
 
     def saw(self, states: Tensor) -> None:
         """The adapter reads a prompt's exit states."""
@@ -60,8 +59,8 @@ class Kangaroo(EarlyExitDrafting):
 
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
         """The adapter and the model's head over the exit states that the adapter has not read yet."""
-        unread = states[-1] if self._unread is None else torch.cat([self._unread, states[-1]], dim=1)
-        self._unread = None
+        unread = states[-1] if self.unread is None else torch.cat([self.unread, states[-1]], dim=1)
+        self.unread = None
         return self.adapter.logits(self.adapter.run(0, 1, unread, self.adapter.length(0)))
 
     def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
@@ -72,14 +71,7 @@ class Kangaroo(EarlyExitDrafting):
         read = max(self.adapter.length(0) - first, 0)
         if read < len(path):
             states = self._states[:, read : len(path)]
-            self._unread = states if self._unread is None else torch.cat([self._unread, states], dim=1)
-
-    def unread(self, most: int) -> Tensor | None:
-        """The adapter reads them with the first draft's, so only where there is one."""
-        if not most:
-            return None
-        unread, self._unread = self._unread, None
-        return unread
+            self.unread = states if self.unread is None else torch.cat([self.unread, states], dim=1)
 
     def _make_chains(self) -> GreedyChains:
         return GreedyChains(self.stage, self.exit_layer, self.adapter)

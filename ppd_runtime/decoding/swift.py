@@ -66,7 +66,7 @@ class Swift:
         if most and self.search and len(history) - self._prompt_length >= self.window:
             self._improve(self.search, history)
         draft, text, node = Draft(history[-1]), list(history), 0
-        if self._widest == 1 and self._chains.possible and propose.is_highest_logit:
+        if self._chains and self._chains.possible and propose.is_highest_logit:
             tokens, _ = self._chains.draft(history[-1], len(history) - 1, self.stop_drafting.rule(most))
             draft.add_chain(tokens)
             return draft
@@ -120,7 +120,7 @@ class Swift:
     def _leave_out(self, left_out: LayerSet) -> None:
         self.left_out = left_out
         self._sparse = sparse_piece(self.stage, left_out)
-        self._chains = GreedyChains(self.stage, self._sparse)
+        self._chains = GreedyChains(self.stage, self._sparse) if self._widest == 1 else None
         self._cost = share_run(self.stage.model, left_out)
 
 

@@ -42,11 +42,12 @@ class GreedyChains:
         assert self._drafting
         stage, behind = self._stage, self._behind
         stage.check_position(self._first, position)
-        place = behind.length(0) if behind else 0
+        place, unread_tokens = behind.length(0) if behind else 0, 0 if unread is None else unread.shape[1]
         chain = self._drafting.run(stage.cache.layers, token, rule, behind.cache.layers if behind else (), unread)
         if stage.recorder.traced:
             for i in range(chain.ran):
-                self._note(chain.times[TIMES * i : TIMES * (i + 1)], position + i, place + i, chain.tokens[i : i + 1])
+                times, drafted = chain.times[TIMES * i : TIMES * (i + 1)], chain.tokens[i : i + 1]
+                self._note(times, position + i, place + i + (unread_tokens if i else 0), drafted)
         elif chain.ran:  # in caches as cold as those between two passes, one span of each kind is soon noted
             times = list(itertools.accumulate(chain.spent, initial=chain.times[0]))
             self._note(times, position, place, chain.tokens[:1])

@@ -177,7 +177,8 @@ class CompiledLayers:
         part = None if behind is None else behind._whole_routes()
         if not (there and isinstance(self._passes, NativePasses) and end.head) or (behind and not part):
             return None
-        if embedding.dtype != torch.float32 or not embedding.is_contiguous():
+        known = end.head.vocab_size <= len(embedding)  # a draft that nothing embeds is an error elsewhere
+        if embedding.dtype != torch.float32 or not embedding.is_contiguous() or not known:
             return None
         route = self._passes.route(*(self._range(0, last) if piece is None else self._some(piece)))
         return ChainDrafting(route, end.head.part, end.head.vocab_size, embedding, part, runs_last=piece is None)

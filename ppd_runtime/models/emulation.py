@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage import Piece, Stage
 
 if TYPE_CHECKING:
     from ppd_runtime.models.compiled import CompiledLayers
@@ -53,6 +53,9 @@ class EmulatedStage(Stage):
         self.layers_at_once = -(-self.num_layers // 3)
         self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
         _wake_in_time()
+
+    def chain_drafting(self, layers: int | Piece, behind: Stage | None = None) -> None:
+        """None: what is run in one call takes the time that it takes here."""
 
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         began = time.perf_counter()

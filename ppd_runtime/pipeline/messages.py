@@ -36,13 +36,14 @@ from ppd_runtime.pipeline.fields import (
     TensorBytes,
     TokenId,
     TokenIds,
+    Winners,
     WireError,
     make_plan,
     pack_numbers,
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, outgoing
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -130,6 +131,20 @@ class Token(Message):
     token_id: TokenId
     winner: Rank
     hidden: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Message):
+    """Main → client, where it does not want each at once: the tokens at `position` and behind it, each as a `Token`."""
+
+    position: Position
+    token_ids: TokenIds
+    winners: Winners
+
+    def singly(self) -> list[Token]:
+        """Each of them."""
+        pairs = enumerate(zip(self.token_ids, self.winners, strict=True), self.position)
+        return [Token(self.sender, self.request, at, token, winner) for at, (token, winner) in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +291,7 @@ _KINDS: tuple[type[Message], ...] = (
     Peers,
     LinkNote,
     Posted,
+    Tokens,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""
@@ -294,6 +310,7 @@ _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
     Begin: lambda begin: len(begin.delivered) <= begin.max_new_tokens,
     CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
     Peers: lambda peers: len(peers.addresses) == len(peers.locations),
+    Tokens: lambda tokens: len(tokens.token_ids) == len(tokens.winners),
 }
 """What has to hold between the fields of one message."""
 

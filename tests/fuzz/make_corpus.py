@@ -32,6 +32,7 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Spans,
     Token,
+    Tokens,
     WireError,
     decode,
     encode,
@@ -64,6 +65,7 @@ MESSAGES: tuple[Message, ...] = (
     Peers(-1, 0, [0, 1], ["tcp://127.0.0.1:5000", "tcp://[::1]:5000"]),
     LinkNote(1, 0, "ab-cd", "word up/0", b"\x7f\0\0\1"),
     Posted(0, 1, "ab-cd", 3, 32, split(ExitState(0, 1, 4, STATE))[0]),
+    Tokens(0, 1, 5, [17, 18, 9], [1, 0, -1]),
 )
 
 

@@ -18,7 +18,7 @@ from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from ppd_runtime import calls, worker
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.pipeline import main_process, run_ahead, sub_process
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token, Tokens
 from ppd_runtime.pipeline.rest import Rest
 from ppd_runtime.worker import Worker, WorkerSpec
 
@@ -203,6 +203,7 @@ def small_world() -> Iterator[None]:
         stack.enter_context(patch.object(worker, "load_tokenizer", lambda info: None))
         for module, name, value in (
             (worker, "_LONGEST_HOLD_S", math.inf),
+            (worker, "_MOST_HELD", 2),
             (worker, "_ASK_AGAIN", 2),
             (sub_process, "_ASK_AGAIN", 2),
             (run_ahead, "_ASK_AGAIN", 2),
@@ -221,5 +222,7 @@ def without_counts(address: int, message: Message) -> Message:
         return message
     if isinstance(message, Token):
         return replace(message, winner=0)
+    if isinstance(message, Tokens):
+        return replace(message, winners=[0] * len(message.winners))
     counts = ("layer_passes", "recomputed_layer_passes", "coherence_layer_passes")
     return replace(message, **{name: 0 for name in counts if hasattr(message, name)})

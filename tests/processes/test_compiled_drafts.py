@@ -9,6 +9,7 @@ from compilers import needs_compiler
 from models_for_tests import END_ID, load_stage
 from transformers import PreTrainedModel
 
+from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.decoding import decode
 from ppd_runtime.decoding.early_exit import EarlyExitDrafting
@@ -22,6 +23,7 @@ from ppd_runtime.models import compiled
 from ppd_runtime.models.adapter import new_adapter
 from ppd_runtime.models.chains import GreedyChains
 from ppd_runtime.models.compiled import CompiledLayers
+from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
 from ppd_runtime.models.loading import SEVERAL, compile_ahead, describe
 from ppd_runtime.models.native.drafts import DraftRule
@@ -157,6 +159,10 @@ def test_there_must_be_room_for_the_longest_chain(model_folder: ModelFolder) -> 
         chains.draft(9, 6, DraftRule(1, 0.0, False))
     assert len(chains.draft(9, 5, DraftRule(6, 0.0, False))[0]) == 6
     assert [stage.length(layer) for layer in range(4)] == [12, 12, 5, 5]
+    for unknown in (-1, 300):
+        stage.truncate(5)
+        with pytest.raises(IndexError, match=f"token {unknown}: the embedding has 300"):
+            chains.draft(unknown, 5, DraftRule(1, 0.0, False))
 
 
 def test_sequences_follow_each_other(model_folder: ModelFolder) -> None:
@@ -197,6 +203,29 @@ def test_times_are_noted(model_folder: ModelFolder, make: Callable[..., EarlyExi
     assert counts[Kind.HEAD] == counts[Kind.CHOOSE] == 5
 
 
+@pytest.mark.parametrize("make", [layerskip, kangaroo])
+def test_a_trace_shows_what_it_shows_of_single_passes(
+    model_folder: ModelFolder, make: Callable[..., EarlyExitDrafting]
+) -> None:
+    """Also where an adapter has a state of the last round to read: all drafts stayed."""
+    shown = []
+    for propose in (greedy, one_by_one):
+        method = make(compiled_stage(model_folder("llama")), Stopping("constant", 3))
+        method.begin(60)
+        method.read(PROMPT)
+        method.stage.recorder.begin(traced=True)
+        history = [*PROMPT, 9]
+        for _ in range(3):
+            draft = method.draft(history, 3, propose(method.stage))
+            method.verify(draft, len(history) - 1)
+            history += [*draft.tokens[1:], 11]
+            method.keep(draft, range(4), history)
+        spans = method.stage.recorder.spans(0)
+        assert spans
+        shown.append([span._replace(began_ns=0, ended_ns=0) for span in spans.spans])
+    assert shown[0] == shown[1]
+
+
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), SamplingParams(repetition_penalty=1.3)])
 def test_only_the_highest_logit_is_drafted_this_way(params: SamplingParams) -> None:
     stage = type("_", (), {"recorder": None})
@@ -209,6 +238,8 @@ def test_where_layers_are_launched_from_python(model_folder: ModelFolder, monkey
     """Or not compiled at all, there are no chains, and drafts are made one by one."""
     folder = model_folder("llama", quiet_from=1)
     assert not GreedyChains(load_stage(folder), 2).possible
+    ordinary = OrdinaryDecoding(str(folder), dtype="float32", compile=True, emulate=EmulatedDevice(layer_ms=1.0))
+    assert not GreedyChains(ordinary.stage, 2).possible, "they would take no time of the device's"
     assert GreedyChains(compiled_stage(folder), 2).possible
     monkeypatch.setattr(compiled, "calls_python", lambda path: True)
     method = layerskip(compiled_stage(folder), Stopping("constant", 3))

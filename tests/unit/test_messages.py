@@ -5,6 +5,7 @@ import dataclasses
 import math
 import time
 from array import array
+from dataclasses import replace
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -37,6 +38,7 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Spans,
     Token,
+    Tokens,
     WireError,
     decode,
     encode,
@@ -61,10 +63,11 @@ KINDS = (
     Peers,
     LinkNote,
     Posted,
+    Tokens,
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 8
+VERSION = 9
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -124,6 +127,8 @@ def agree(message: Message) -> bool:
         return len(message.delivered) <= message.max_new_tokens
     if isinstance(message, CatchUp) and message.entries is not None:
         return message.entries.dim() > 0 and len(message.entries) <= len(message.token_ids)
+    if isinstance(message, Tokens):
+        return len(message.token_ids) == len(message.winners)
     return not isinstance(message, Peers) or len(message.addresses) == len(message.locations)
 
 
@@ -416,6 +421,14 @@ def test_candidates_are_bounded() -> None:
     assert decode(on_the_wire(most)) == most
     with pytest.raises(WireError, match="Candidate.token_ids of the wrong type or length"):
         decode(on_the_wire(Candidate(1, 1, 5, (6,) * (2**20 + 1))))
+
+
+def test_each_of_several_tokens_has_a_winner() -> None:
+    tokens = Tokens(0, 1, 5, [7, 8], [1, -1])
+    assert decode(on_the_wire(tokens)).singly() == [Token(0, 1, 5, 7, 1), Token(0, 1, 6, 8, -1)]
+    for winners in ([1], [1, 0, 2], []):
+        with pytest.raises(WireError, match="contradict"):
+            decode(on_the_wire(replace(tokens, winners=winners)))
 
 
 def test_entries_of_more_tokens_than_a_message_names_are_refused() -> None:

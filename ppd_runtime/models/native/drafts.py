@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.models.native.layers import Layer, Route, function
-from ppd_runtime.models.trees import chain_of
+from ppd_runtime.models.trees import TokenTree, chain_of
 
 _CPU = torch.device("cpu")
 TIMES = 5
@@ -79,18 +79,21 @@ class ChainDrafting:
         The part has the caches `of_part`, and `unread` are states, `[1, tokens, hidden_size]`, that it reads before
         those of this chain.
         """
+        if not 0 <= token < len(self._embedding):
+            raise IndexError(f"token {token}: the embedding has {len(self._embedding)}")
         unread = None if unread is None else unread.contiguous()
+        num_unread = 0 if unread is None else unread.shape[1]
+        tree = chain_of(num_unread + 1, _CPU)
         route, most = self._route, rule.most
         route.over(caches)
         position = route.attending[0].length
         route.attending[0].check_room(position + most + self._runs_last)
-        num_unread = 0 if unread is None else unread.shape[1]
         found, times = array("q", bytes(8 * most)), array("d", bytes(8 * TIMES * (most + 1)))
         spent = array("d", bytes(8 * (TIMES - 1)))
         states = torch.empty(1, most + 1, self._embedding.shape[1], dtype=torch.float32, device="cpu")
         drafted: int = self._draft(
             *route.memory,
-            *self._about_part(of_part, most, unread),
+            *self._about_part(of_part, most, unread, tree),
             self._head.handle,
             *self._sizes,
             token,
@@ -113,7 +116,7 @@ class ChainDrafting:
         return DraftedChain(found[:drafted].tolist(), states, ran, times, spent)
 
     def _about_part(
-        self, caches: Sequence[PreallocatedLayer], most: int, unread: Tensor | None
+        self, caches: Sequence[PreallocatedLayer], most: int, unread: Tensor | None, tree: TokenTree
     ) -> Sequence[int | None]:
         if self._part is None:
             return (None, None, 0) * 2 + (None, 0, None, None, 0)
@@ -122,5 +125,4 @@ class ChainDrafting:
         one, several = self._part
         place, num_unread = (None, 0) if unread is None else (unread.data_ptr(), unread.shape[1])
         caches[0].check_room(caches[0].length + num_unread + most)
-        tree = chain_of(num_unread + 1, _CPU)
         return *one.memory, *several.memory, place, num_unread, *tree.memory, caches[0].length

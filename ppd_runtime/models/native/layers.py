@@ -167,6 +167,8 @@ class Route:
                 cache.length += tokens
             attended = whole_rows(position + tokens)
         result = torch.empty(shape, dtype=torch.float32, device="cpu")
+        if result.numel() != tokens * shape[-1]:
+            raise ValueError(f"what is behind {tokens} tokens has another shape than {tuple(shape)}")
         failed = self._pass(
             *self.memory,
             hidden.data_ptr(),
