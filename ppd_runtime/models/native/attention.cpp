@@ -5,7 +5,6 @@
 // read.
 
 #include <algorithm>
-#include <vector>
 
 #include "tensors.h"
 #include "vectors.h"
@@ -91,17 +90,19 @@ inline void row_scores(
   }
   float sums[WIDTH];
   store(sums_of<WIDTH>(found), sums);
-  for (int q = 0; q < QUERIES; ++q)
-    for (int r = 0; r < NUM_ROWS; ++r) {
-      float score = sums[q * NUM_ROWS + r];
-      for (int64_t i = whole; i < a.dim; ++i) score = added(a.keys.row(key_head, row + r)[i], queries[q][i], score);
-      scores[q][row + r] = score;
-    }
+  for (int64_t i = whole; i < a.dim; ++i)
+    for (int q = 0; q < QUERIES; ++q)
+      for (int r = 0; r < NUM_ROWS; ++r) {
+        float& sum = sums[q * NUM_ROWS + r];
+        sum = added(a.keys.row(key_head, row + r)[i], queries[q][i], sum);
+      }
+#pragma GCC unroll 8
+  for (int q = 0; q < QUERIES; ++q) std::memcpy(scores[q] + row, sums + q * NUM_ROWS, sizeof(float) * NUM_ROWS);
 }
 
 // Queries `first` and those after it of the heads that share key_head; query q is of head q / tokens, token q % tokens.
 template <int QUERIES>
-void some_queries(const Attention& a, int64_t key_head, int64_t first, std::vector<float>& memory) {
+void some_queries(const Attention& a, int64_t key_head, int64_t first, float* memory) {
   constexpr int NUM_ROWS = WIDTH / (QUERIES == 3 ? 4 : QUERIES);
   const int64_t room = a.rows + WIDTH;
   const float* queries[QUERIES];
@@ -110,7 +111,7 @@ void some_queries(const Attention& a, int64_t key_head, int64_t first, std::vect
     const int64_t head = key_head * a.groups + (first + q) / a.tokens, token = (first + q) % a.tokens;
     queries[q] = a.queries.row(head, token);
     results[q] = a.result + (token * a.heads + head) * a.value_dim;
-    scores[q] = memory.data() + q * room;
+    scores[q] = memory + q * room;
   }
   int64_t row = a.begin;
   for (; row + NUM_ROWS <= a.end; row += NUM_ROWS) row_scores<QUERIES, NUM_ROWS>(a, key_head, row, queries, scores);
@@ -133,8 +134,8 @@ void some_queries(const Attention& a, int64_t key_head, int64_t first, std::vect
 
 void some_heads(int64_t key_head, int64_t end, void* context) {
   const Attention& a = *static_cast<const Attention*>(context);
-  static thread_local std::vector<float> memory;
-  memory.resize(std::max<size_t>(memory.size(), MOST_QUERIES * (a.rows + WIDTH)));
+  static thread_local Room room;
+  float* memory = room.of(MOST_QUERIES * (a.rows + WIDTH));
   for (; key_head < end; ++key_head)
     for (int64_t first = 0, all = a.groups * a.tokens; first < all; first += MOST_QUERIES)
       switch (std::min<int64_t>(MOST_QUERIES, all - first)) {

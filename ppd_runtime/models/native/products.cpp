@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #include "tensors.h"
 #include "vectors.h"
@@ -155,13 +154,13 @@ inline void order(const float* __restrict states, float* __restrict ordered, int
 
 template <typename Weight>
 void all_rows(Product product) {
-  static thread_local std::vector<float> ordered;
+  static thread_local Room room;
   const int64_t inputs = product.inputs;
   if constexpr (std::is_same_v<Weight, BFloat16>) {
-    ordered.resize(product.tokens * inputs);
+    float* ordered = room.of(product.tokens * inputs);
     for (int64_t token = 0; token < product.tokens; ++token)
-      order(product.states + token * inputs, ordered.data() + token * inputs, inputs);
-    product.states = ordered.data();
+      order(product.states + token * inputs, ordered + token * inputs, inputs);
+    product.states = ordered;
   }
   const int64_t grain = std::max<int64_t>(ROWS, GRAIN / std::max<int64_t>(inputs, 1));
   for_all(product.outputs, grain, some_rows<Weight>, &product);
