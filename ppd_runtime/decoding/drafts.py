@@ -42,14 +42,23 @@ class Draft:
         return len(self.tokens) - 1
 
     def add_chain(self, tokens: Sequence[int]) -> None:
-        """Hang a chain of tokens that were named outright behind node 0, a step each."""
-        for token in tokens:
-            self.add(Proposal(token, 1.0), len(self.tokens) - 1)
-        self.steps += len(tokens)
+        """Hang a chain of tokens that were named outright behind a draft that is a chain, a step each."""
+        size = len(tokens)
+        self.parents += range(len(self.tokens) - 1, len(self.tokens) - 1 + size)
+        self.tokens += tokens
+        self.distributions += [None] * size
+        self.steps += size
 
     def children(self, node: int) -> list[int]:
         """The nodes behind `node`, in the order in which they were added."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def child_with(self, node: int, token: int) -> int | None:
+        """The node behind `node` with this token, if any."""
+        behind = node + 1
+        if behind < len(self.tokens) and self.parents[behind] == node and self.tokens[behind] == token:
+            return behind  # a chain's
+        return next((child for child in self.children(node) if self.tokens[child] == token), None)
 
     @property
     def is_chain(self) -> bool:

@@ -59,7 +59,7 @@ class EarlyExitDrafting(ABC):
 
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
         """A chain; its last token goes through the first layers too, for the token behind it."""
-        draft, text = Draft(history[-1]), list(history)
+        draft = Draft(history[-1])
         if self._chains and self._chains.possible and propose.is_highest_logit:
             rule, unread = self.stop_drafting.rule(most), self.unread
             tokens, self._states = self._chains.draft(history[-1], len(history) - 1, rule, unread)
@@ -67,7 +67,7 @@ class EarlyExitDrafting(ABC):
                 self.unread = None
             draft.add_chain(tokens)
             return draft
-        states = [self._run_first_layers(history[-1], len(history) - 1)]
+        text, states = list(history), [self._run_first_layers(history[-1], len(history) - 1)]
         self.stop_drafting.begin_draft(most)
         while self.stop_drafting.wants_more():
             (proposal,) = propose(self.exit_logits(states), text, 1)

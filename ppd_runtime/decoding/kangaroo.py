@@ -70,7 +70,7 @@ class Kangaroo(EarlyExitDrafting):
         first = len(history) - 1 - len(path)  # where node 0 stood
         read = max(self.adapter.length(0) - first, 0)
         if read < len(path):
-            states = self._states[:, read : len(path)]
+            states = self._states[:, read : len(path)].clone()  # the next draft's are written there
             self.unread = states if self.unread is None else torch.cat([self.unread, states], dim=1)
 
     def _make_chains(self) -> GreedyChains:

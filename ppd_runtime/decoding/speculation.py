@@ -106,6 +106,7 @@ def speculate(
     Whether a draft was right is None for a token that none was made for. `most_tokens` is the most that there will be.
     """
     recorder, history = stage.recorder, list(prompt_ids)
+    propose = Propose(rule, recorder)
     method.begin(len(history) + most_tokens)
     states = method.read(history)
     logits = stage.logits(states)
@@ -118,7 +119,7 @@ def speculate(
     yield token, None, reason
     while reason is None:
         left = len(prompt_ids) + most_tokens - len(history)
-        draft, verdict = _round(method, stage, rule, history, left - 1, progress)
+        draft, verdict = _round(method, stage, rule, propose, history, left - 1, progress)
         progress.lengths.append(0)
         right: bool | None
         for token, right in _outcome(draft, verdict):
@@ -135,12 +136,13 @@ def _round(
     method: SpeculativeMethod,
     stage: Stage,
     rule: AcceptanceRule,
+    propose: Propose,
     history: Sequence[int],
     most: int,
     progress: Progress,
 ) -> tuple[Draft, Verdict]:
     began = time.perf_counter()
-    draft = method.draft(history, most, Propose(rule, stage.recorder))
+    draft = method.draft(history, most, propose)
     drafted = time.perf_counter()
     states = method.verify(draft, len(history) - 1)
     logits = stage.token_logits(states)

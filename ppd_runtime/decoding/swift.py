@@ -65,11 +65,12 @@ class Swift:
         """A chain of likeliest tokens with others beside them; before it, a step of the search."""
         if most and self.search and len(history) - self._prompt_length >= self.window:
             self._improve(self.search, history)
-        draft, text, node = Draft(history[-1]), list(history), 0
+        draft, node = Draft(history[-1]), 0
         if self._chains and self._chains.possible and propose.is_highest_logit:
             tokens, _ = self._chains.draft(history[-1], len(history) - 1, self.stop_drafting.rule(most))
             draft.add_chain(tokens)
             return draft
+        text = list(history)
         self.stop_drafting.begin_draft(most)
         while self.stop_drafting.wants_more():
             hidden = self.stage.run_piece(self._sparse, text[-1:], len(text) - 1)

@@ -83,7 +83,7 @@ class SharedNoise:
         while True:
             node = path[-1]
             token = self._sampler.choose(logits[node], text) if choices is None else choices[node]
-            child = _child_with(draft, node, token)
+            child = draft.child_with(node, token)
             if child is None:
                 return Verdict(tuple(path), token)
             path.append(child)
@@ -132,7 +132,7 @@ class RejectionSampling:
         drawn_from = draft.distributions[children[0]] if children else None
         if drawn_from is None:
             token = self._draw(chances, text)
-            return _child_with(draft, node, token), token
+            return draft.child_with(node, token), token
         (child,) = children
         token = draft.tokens[child]
         if self._sampler.uniform(len(text), Stream.ACCEPT) * float(drawn_from[token]) < float(chances[token]):
@@ -141,10 +141,6 @@ class RejectionSampling:
 
     def _draw(self, chances: Tensor, text: Sequence[int]) -> int:
         return self._sampler.draw(chances, len(text), Stream.CHOICE)
-
-
-def _child_with(draft: Draft, node: int, token: int) -> int | None:
-    return next((child for child in draft.children(node) if draft.tokens[child] == token), None)
 
 
 def _likeliest(chances: Tensor, most: int) -> list[Proposal]:

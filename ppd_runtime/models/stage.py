@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ppd_runtime.models.compiled import CompiledLayers
     from ppd_runtime.models.native.drafts import ChainDrafting
 
+_MOST_JOINED = 16  # rows of the embedding: to look up more at once takes less time
 _MOST_VIEWS = 4096  # of single tokens' rows of the embedding, kept: to make one takes two operators
 
 
@@ -223,8 +224,9 @@ class Stage:
         return states.to(self.device) if self._on_cuda else states
 
     def _embed(self, token_ids: list[int]) -> Tensor:
-        if self._embed_one is not None and len(token_ids) == 1 and token_ids[0] >= 0:
-            return self._embed_one(token_ids[0])
+        if (look_up := self._embed_one) and len(token_ids) <= _MOST_JOINED and min(token_ids) >= 0:
+            rows = [look_up(token) for token in token_ids]
+            return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         with torch.inference_mode():
             return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
 

@@ -32,7 +32,7 @@ class DraftedChain(NamedTuple):
 
     tokens: list[int]
     states: Tensor
-    """`[1, ran, hidden_size]` behind the layers."""
+    """`[1, ran, hidden_size]` behind the layers; the next chain overwrites them, and the times."""
     ran: int
     """Tokens that ran through them."""
     times: Sequence[float]
@@ -63,8 +63,20 @@ class ChainDrafting:
         runs_last: bool,
     ) -> None:
         self._route, self._head, self._embedding, self._runs_last = route, head, embedding, runs_last
-        self._sizes = vocab_size, embedding.data_ptr(), embedding.shape[1], ATTENDED_ROWS
+        self._width = embedding.shape[1]
+        self._sizes = vocab_size, embedding.data_ptr(), self._width, ATTENDED_ROWS
         self._part, self._draft = part, function("ppd_draft")
+        self._take_room(0)
+
+    def _take_room(self, most: int) -> None:
+        """For what chains of so many drafts leave, one after the other."""
+        self._most = most
+        self._found, self._spent = array("q", bytes(8 * most)), array("d", bytes(8 * (TIMES - 1)))
+        self._times = array("d", bytes(8 * TIMES * (most + 1)))
+        states = torch.empty(1, most + 1, self._width, dtype=torch.float32, device="cpu")
+        self._states = [states[:, :ran] for ran in range(most + 2)]  # to make such a view takes twenty microseconds
+        found, *times = (numbers.buffer_info()[0] for numbers in (self._found, self._times, self._spent))
+        self._room = found, states.data_ptr(), *times
 
     def run(
         self,
@@ -88,9 +100,8 @@ class ChainDrafting:
         route.over(caches)
         position = route.attending[0].length
         route.attending[0].check_room(position + most + self._runs_last)
-        found, times = array("q", bytes(8 * most)), array("d", bytes(8 * TIMES * (most + 1)))
-        spent = array("d", bytes(8 * (TIMES - 1)))
-        states = torch.empty(1, most + 1, self._embedding.shape[1], dtype=torch.float32, device="cpu")
+        if most > self._most:
+            self._take_room(most)
         drafted: int = self._draft(
             *route.memory,
             *self._about_part(of_part, most, unread, tree),
@@ -100,10 +111,7 @@ class ChainDrafting:
             position,
             *rule,
             self._runs_last,
-            found.buffer_info()[0],
-            states.data_ptr(),
-            times.buffer_info()[0],
-            spent.buffer_info()[0],
+            *self._room,
         )
         if drafted < 0:
             raise RuntimeError(f"compiled code failed ({drafted}) at position {position}, drafting {most} tokens")
@@ -112,8 +120,7 @@ class ChainDrafting:
             cache.length += ran
         for cache in of_part if drafted else ():
             cache.length += num_unread + drafted
-        states.resize_(1, ran, states.shape[2])  # a view would take ten times as long
-        return DraftedChain(found[:drafted].tolist(), states, ran, times, spent)
+        return DraftedChain(self._found[:drafted].tolist(), self._states[ran], ran, self._times, self._spent)
 
     def _about_part(
         self, caches: Sequence[PreallocatedLayer], most: int, unread: Tensor | None, tree: TokenTree
