@@ -166,22 +166,26 @@ class CompiledLayers:
         return self._passes.run(*self._some(piece), hidden, caches)
 
     def chain_drafting(
-        self, piece: Piece | None, last: int, behind: "CompiledLayers | None", embedding: Tensor
+        self, layers: int | Piece, behind: "CompiledLayers | None", embedding: Tensor
     ) -> ChainDrafting | None:
-        """Greedy chains through a piece, or else through layers 0 to `last` (half-open), the last token too; behind
-        them perhaps a part. None where there is no code for it.
+        """Greedy chains through a piece, or through the first so many layers, the last token too; behind them perhaps a
+        part. None where there is no code for it.
 
         `embedding` is `[vocab_size, hidden_size]`.
         """
-        end, there = behind or self, 1 in self._layers if piece is None else self.runs_piece(piece)
-        part = None if behind is None else behind._whole_routes()
-        if not (there and isinstance(self._passes, NativePasses) and end.head) or (behind and not part):
+        head, part = (behind or self).head, behind._whole_routes() if behind else None
+        if not isinstance(self._passes, NativePasses) or not head or (behind and not part):
             return None
-        known = end.head.vocab_size <= len(embedding)  # a draft that nothing embeds is an error elsewhere
-        if embedding.dtype != torch.float32 or not embedding.is_contiguous() or not known:
+        if embedding.dtype != torch.float32 or not embedding.is_contiguous() or len(embedding) < head.vocab_size:
             return None
-        route = self._passes.route(*(self._range(0, last) if piece is None else self._some(piece)))
-        return ChainDrafting(route, end.head.part, end.head.vocab_size, embedding, part, runs_last=piece is None)
+        if isinstance(layers, int):
+            way = self._range(0, layers) if 1 in self._layers else None
+        else:
+            way = self._some(layers) if self.runs_piece(layers) else None
+        if way is None:
+            return None
+        route, runs_last = self._passes.route(*way), isinstance(layers, int)
+        return ChainDrafting(route, head.part, head.vocab_size, embedding, part, runs_last)
 
     def _whole_routes(self) -> tuple[Route, Route] | None:
         """Through all layers, for one token and for several."""
@@ -190,7 +194,7 @@ class CompiledLayers:
         one, several = (self._passes.route(*self._range(0, len(self._layers[1]), kind)) for kind in (1, SEVERAL))
         return one, several
 
-    def _range(self, first: int, last: int, kind: int = 1) -> tuple[Hashable, list[Any], Sequence[int]]:
+    def _range(self, first: int, last: int, kind: int = 1) -> tuple[Hashable, list[Any], Sequence[int | None]]:
         """Layers `first` to `last`, as passes take them: a key, the layers, and their caches' numbers."""
         return (kind, first, last), self._layers[kind][first:last], range(first, last)
 

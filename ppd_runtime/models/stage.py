@@ -86,8 +86,7 @@ class Stage:
         part = behind._compiled if behind else None
         if not self._compiled or self._embed_one is None or (behind and not part):
             return None
-        piece, last = (None, layers) if isinstance(layers, int) else (layers, 0)
-        return self._compiled.chain_drafting(piece, last, part, self.model.model.embed_tokens.weight.detach())
+        return self._compiled.chain_drafting(layers, part, self.model.model.embed_tokens.weight.detach())
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""

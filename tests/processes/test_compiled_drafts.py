@@ -102,6 +102,9 @@ def test_a_chain_is_its_drafts_one_by_one(
     """Tokens, states, entries and counts, whatever is kept of each; past a step of the attended rows."""
     folder = model_folder(family, quiet_from=1)
     both = [make(compiled_stage(folder), stopping) for _ in range(2)]
+    chains = getattr(both[0], "_chains", None)
+    assert isinstance(chains, GreedyChains)
+    assert chains.possible, "else both ways would be the same"
     capacity, prompt = ATTENDED_ROWS + 70, list(range(30, 30 + ATTENDED_ROWS - 10))
     for method in both:
         method.begin(capacity)

@@ -107,7 +107,6 @@ inline Vec each_manieth(Vec numbers) {
 }
 #endif
 
-
 // e to the power of numbers that are not positive; exactly 0 below -87.
 inline Vec exponential(Vec x) {
   const Vec magic = Vec{} + 12582912.0f;
