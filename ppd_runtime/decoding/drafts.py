@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+from ppd_runtime.models.native.drafts import DraftedChain
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,17 @@ class Proposal:
     """How likely the whole model is to keep the token, as far as the draft's scores foretell it; see each rule."""
     distribution: Tensor | None = None
     """`[vocab_size]` probabilities that the token was drawn from; None where it was named outright."""
+
+
+class Verified(NamedTuple):
+    """What came of a draft that was verified in the call that made it. Times are seconds of `time.perf_counter`."""
+
+    choices: Sequence[int]
+    """The whole model's behind each node, its highest logit."""
+    began: float
+    """When the verification began."""
+    chosen: tuple[float, float]
+    """From when to when it chose."""
 
 
 @dataclass
@@ -30,6 +44,8 @@ class Draft:
     """What each was drawn from; None where it was named outright, and for node 0."""
     steps: int = 0
     """Draft passes whose token was taken: the depth that was drafted, side branches not counted."""
+    verified: Verified | None = None
+    """None: it is to be verified yet."""
 
     def __post_init__(self) -> None:
         self.tokens, self.parents, self.distributions = [self.root], [-1], [None]
@@ -41,13 +57,16 @@ class Draft:
         self.distributions.append(proposal.distribution)
         return len(self.tokens) - 1
 
-    def add_chain(self, tokens: Sequence[int]) -> None:
-        """Hang a chain of tokens that were named outright behind a draft that is a chain, a step each."""
-        size = len(tokens)
-        self.parents += range(len(self.tokens) - 1, len(self.tokens) - 1 + size)
-        self.tokens += tokens
+    def add_chain(self, chain: DraftedChain) -> None:
+        """Hang a chain behind node 0, where there is nothing else, a step each token; take its verification, if any."""
+        size = len(chain.tokens)
+        self.parents += range(size)
+        self.tokens += chain.tokens
         self.distributions += [None] * size
         self.steps += size
+        if chain.choices:
+            began, _, behind_head, chosen = chain.verified
+            self.verified = Verified(chain.choices, began, (behind_head, chosen))
 
     def children(self, node: int) -> list[int]:
         """The nodes behind `node`, in the order in which they were added."""

@@ -60,12 +60,13 @@ class EarlyExitDrafting(ABC):
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
         """A chain; its last token goes through the first layers too, for the token behind it."""
         draft = Draft(history[-1])
-        if self._chains and self._chains.possible and propose.is_highest_logit:
+        if self._chains and self._chains.possible and propose.takes_highest_logit:
             rule, unread = self.stop_drafting.rule(most), self.unread
-            tokens, self._states = self._chains.draft(history[-1], len(history) - 1, rule, unread)
-            if tokens:
+            chain = self._chains.draft(history[-1], len(history) - 1, rule, unread)
+            self._states = chain.states
+            if chain.tokens:
                 self.unread = None
-            draft.add_chain(tokens)
+            draft.add_chain(chain)
             return draft
         text, states = list(history), [self._run_first_layers(history[-1], len(history) - 1)]
         self.stop_drafting.begin_draft(most)

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ppd_runtime.decoding.drafts import Draft, Proposal
-from ppd_runtime.decoding.verification import AcceptanceRule, Verdict
+from ppd_runtime.decoding.verification import AcceptanceRule, Verdict, equal_to
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.recorder import Recorder
@@ -22,8 +22,8 @@ class Propose:
 
     def __init__(self, rule: AcceptanceRule, recorder: Recorder) -> None:
         self._rule, self._recorder = rule, recorder
-        self.is_highest_logit = rule.proposes_highest_logit
-        """Whether a single proposal is always the highest logit, with its softmax for confidence."""
+        self.takes_highest_logit = rule.takes_highest_logit
+        """Whether a single proposal is always the highest logit, its softmax the confidence, and so is the choice."""
 
     def __call__(self, logits: Tensor, history: Sequence[int], most: int) -> list[Proposal]:
         """Up to `most` tokens for the place behind `history`, best first, from a draft's `[vocab_size]` logits."""
@@ -50,7 +50,10 @@ class SpeculativeMethod(Protocol):
         ...
 
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
-        """A draft at most `most` tokens deep behind `history`, whose newest token has no entries yet."""
+        """A draft at most `most` tokens deep behind `history`, whose newest token has no entries yet.
+
+        It may be verified already, as `verify` would, where the rule takes the highest logit.
+        """
         ...
 
     def verify(self, draft: Draft, position: int) -> Tensor:
@@ -143,17 +146,20 @@ def _round(
 ) -> tuple[Draft, Verdict]:
     began = time.perf_counter()
     draft = method.draft(history, most, propose)
-    drafted = time.perf_counter()
-    states = method.verify(draft, len(history) - 1)
-    logits = stage.token_logits(states)
-    logits_at = time.perf_counter()
-    verdict = rule.judge(draft, logits, history)
-    ended = time.perf_counter()
-    stage.recorder.note(Kind.CHOOSE, logits_at, ended, len(history), verdict.token)
+    if verified := draft.verified:
+        verdict = equal_to(verified.choices, draft)
+        drafted, chosen = verified.began, verified.chosen
+    else:
+        drafted = time.perf_counter()
+        logits = stage.token_logits(method.verify(draft, len(history) - 1))
+        logits_at = time.perf_counter()
+        verdict = rule.judge(draft, logits, history)
+        chosen = logits_at, time.perf_counter()
+    stage.recorder.note(Kind.CHOOSE, *chosen, len(history), verdict.token)
     progress.drafted.append(draft.steps)
     progress.accepted.append(len(verdict.path) - 1)
     progress.draft_s += drafted - began
-    progress.verify_s += ended - drafted
+    progress.verify_s += time.perf_counter() - drafted
     return draft, verdict
 
 

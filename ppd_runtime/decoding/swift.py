@@ -66,9 +66,9 @@ class Swift:
         if most and self.search and len(history) - self._prompt_length >= self.window:
             self._improve(self.search, history)
         draft, node = Draft(history[-1]), 0
-        if self._chains and self._chains.possible and propose.is_highest_logit:
-            tokens, _ = self._chains.draft(history[-1], len(history) - 1, self.stop_drafting.rule(most))
-            draft.add_chain(tokens)
+        if self._chains and self._chains.possible and propose.takes_highest_logit:
+            chain = self._chains.draft(history[-1], len(history) - 1, self.stop_drafting.rule(most))
+            draft.add_chain(chain)
             return draft
         text = list(history)
         self.stop_drafting.begin_draft(most)

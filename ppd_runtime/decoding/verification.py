@@ -31,8 +31,8 @@ class AcceptanceRule(Protocol):
     """Draws the tokens of drafts and judges them, for one request."""
 
     @property
-    def proposes_highest_logit(self) -> bool:
-        """Whether a single proposal is always the highest logit, with its softmax for confidence."""
+    def takes_highest_logit(self) -> bool:
+        """Whether it always takes the highest logit: to choose, and to propose one, its softmax the confidence."""
         ...
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -63,7 +63,7 @@ class SharedNoise:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self.proposes_highest_logit = sampler.plain
+        self.takes_highest_logit = sampler.plain
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """Ordinary decoding's token."""
@@ -79,15 +79,24 @@ class SharedNoise:
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
         """Goes down while a node has a child that is the whole model's choice."""
         choices = self._sampler.choices(logits)
-        path, text = [0], list(history) if choices is None else []
+        if choices is not None:
+            return equal_to(choices, draft)
+        path, text = [0], list(history)
         while True:
-            node = path[-1]
-            token = self._sampler.choose(logits[node], text) if choices is None else choices[node]
-            child = draft.child_with(node, token)
+            token = self._sampler.choose(logits[path[-1]], text)
+            child = draft.child_with(path[-1], token)
             if child is None:
                 return Verdict(tuple(path), token)
             path.append(child)
             text.append(token)
+
+
+def equal_to(choices: Sequence[int], draft: Draft) -> Verdict:
+    """What stays of `draft` where the whole model chooses `choices` behind its nodes."""
+    path = [0]
+    while (child := draft.child_with(path[-1], choices[path[-1]])) is not None:
+        path.append(child)
+    return Verdict(tuple(path), choices[path[-1]])
 
 
 class RejectionSampling:
@@ -99,7 +108,7 @@ class RejectionSampling:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self.proposes_highest_logit = False
+        self.takes_highest_logit = False
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """A draw from p."""

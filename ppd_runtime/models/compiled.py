@@ -27,8 +27,8 @@ from ppd_runtime.models.kept_weights import in_large_pages
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 from ppd_runtime.models.launched import LaunchedPasses
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
-from ppd_runtime.models.native.drafts import ChainDrafting
-from ppd_runtime.models.native.layers import NativePasses, Route, calls_python
+from ppd_runtime.models.native.drafts import ChainDrafting, Verification, Ways
+from ppd_runtime.models.native.layers import NativePasses, calls_python
 from ppd_runtime.models.native.library import is_available, load
 from ppd_runtime.models.native.products import (
     MOST_IN_OWN_PAGES,
@@ -169,11 +169,11 @@ class CompiledLayers:
         self, layers: int | Piece, behind: "CompiledLayers | None", embedding: Tensor
     ) -> ChainDrafting | None:
         """Greedy chains through a piece, or through the first so many layers, the last token too; behind them perhaps a
-        part. None where there is no code for it.
+        part; and their verification, where there is code for that. None where there is none for the drafts.
 
         `embedding` is `[vocab_size, hidden_size]`.
         """
-        head, part = (behind or self).head, behind._whole_routes() if behind else None
+        head, part = (behind or self).head, behind._ways(0) if behind else None
         if not isinstance(self._passes, NativePasses) or not head or (behind and not part):
             return None
         if embedding.dtype != torch.float32 or not embedding.is_contiguous() or len(embedding) < head.vocab_size:
@@ -184,15 +184,19 @@ class CompiledLayers:
             way = self._some(layers) if self.runs_piece(layers) else None
         if way is None:
             return None
-        route, runs_last = self._passes.route(*way), isinstance(layers, int)
-        return ChainDrafting(route, head.part, head.vocab_size, embedding, part, runs_last)
+        route, continues = self._passes.route(*way), isinstance(layers, int)
+        verifying, verification = self._ways(layers if isinstance(layers, int) else 0), None
+        if verifying and self.head and self.head.vocab_size == head.vocab_size:
+            verification = Verification(*verifying, self.head.part, min(MOST_SEVERAL, MOST_ROWS))
+        return ChainDrafting(route, head.part, head.vocab_size, embedding, part, verification, continues)
 
-    def _whole_routes(self) -> tuple[Route, Route] | None:
-        """Through all layers, for one token and for several."""
-        if not isinstance(self._passes, NativePasses) or not {1, SEVERAL} <= set(self._layers):
+    def _ways(self, first: int) -> Ways | None:
+        """Through the layers from `first` on; None where other code than that for several tokens runs some of them."""
+        kinds = {kind for kind in self._layers if kind >= 0}
+        if not isinstance(self._passes, NativePasses) or kinds != {1, SEVERAL}:
             return None
-        one, several = (self._passes.route(*self._range(0, len(self._layers[1]), kind)) for kind in (1, SEVERAL))
-        return one, several
+        one, several = (self._passes.route(*self._range(first, len(self._layers[1]), kind)) for kind in (1, SEVERAL))
+        return Ways(one, several)
 
     def _range(self, first: int, last: int, kind: int = 1) -> tuple[Hashable, list[Any], Sequence[int | None]]:
         """Layers `first` to `last`, as passes take them: a key, the layers, and their caches' numbers."""

@@ -1,4 +1,5 @@
-"""Chains of drafts that compiled code makes in one call: what the same passes give one by one, to the last bit."""
+"""Chains of drafts that compiled code makes and verifies in one call: what the same passes give one by one, to the last
+bit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.decoding import decode
+from ppd_runtime.decoding.drafts import Draft
 from ppd_runtime.decoding.early_exit import EarlyExitDrafting
 from ppd_runtime.decoding.kangaroo import Kangaroo
 from ppd_runtime.decoding.layerskip import LayerSkip
@@ -23,6 +25,7 @@ from ppd_runtime.models import compiled
 from ppd_runtime.models.adapter import new_adapter
 from ppd_runtime.models.chains import GreedyChains
 from ppd_runtime.models.compiled import CompiledLayers
+from ppd_runtime.models.compiling import MOST_SEVERAL
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
 from ppd_runtime.models.loading import SEVERAL, compile_ahead, describe
@@ -41,6 +44,7 @@ STOPPINGS = [
     Stopping("constant", 5),
     Stopping("confidence", 6, 0.15),
     Stopping("product", 9, 0.02),
+    Stopping("constant", 20),
 ]
 
 
@@ -52,10 +56,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def compiled_stage(folder: Path) -> Stage:
-    info = describe(str(folder))
     model = load_stage(folder).model
-    files = compile_ahead(info, torch.float32, "cpu", (1, SEVERAL))
-    return Stage(model, CompiledLayers(model, files))
+    return Stage(model, CompiledLayers(model, files_of(folder)))
+
+
+def files_of(folder: Path) -> dict[int, tuple[Path, ...]]:
+    return compile_ahead(describe(str(folder)), torch.float32, "cpu", (1, SEVERAL))
 
 
 def layerskip(stage: Stage, stopping: Stopping) -> LayerSkip:
@@ -80,7 +86,7 @@ def greedy(stage: Stage) -> Propose:
 
 def one_by_one(stage: Stage) -> Propose:
     propose = greedy(stage)
-    propose.is_highest_logit = False
+    propose.takes_highest_logit = False
     return propose
 
 
@@ -93,34 +99,51 @@ def passes(method: SpeculativeMethod) -> list[int]:
     return [method.stage.layer_passes, *([method.adapter.layer_passes] if isinstance(method, Kangaroo) else [])]
 
 
+def entries(method: SpeculativeMethod) -> list[torch.Tensor]:
+    caches = method.stage.cache.layers + (method.adapter.cache.layers if isinstance(method, Kangaroo) else [])
+    return [rows[: cache.length] for cache in caches for rows in cache.rows]
+
+
+def choices(method: SpeculativeMethod, draft: Draft, position: int) -> list[int]:
+    """The whole model's behind each node, verified by now."""
+    if draft.verified:
+        return list(draft.verified.choices)
+    found: list[int] = method.stage.token_logits(method.verify(draft, position)).argmax(-1).tolist()
+    return found
+
+
 @pytest.mark.parametrize("stopping", STOPPINGS, ids=lambda s: f"{s.rule}-{s.most}")
 @pytest.mark.parametrize("make", [layerskip, kangaroo, swift])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_chain_is_its_drafts_one_by_one(
     model_folder: ModelFolder, family: str, make: Callable[..., SpeculativeMethod], stopping: Stopping
 ) -> None:
-    """Tokens, states, entries and counts, whatever is kept of each; past a step of the attended rows."""
+    """Tokens, choices, entries and counts, whatever is kept of each; past a step of the attended rows, and past the
+    longest chain that there is code to verify."""
     folder = model_folder(family, quiet_from=1)
     both = [make(compiled_stage(folder), stopping) for _ in range(2)]
     chains = getattr(both[0], "_chains", None)
     assert isinstance(chains, GreedyChains)
     assert chains.possible, "else both ways would be the same"
-    capacity, prompt = ATTENDED_ROWS + 70, list(range(30, 30 + ATTENDED_ROWS - 10))
+    capacity, prompt = ATTENDED_ROWS + 250, list(range(30, 30 + ATTENDED_ROWS - 10))
     for method in both:
         method.begin(capacity)
         method.read(prompt)
     history, sizes = [*prompt, 9], set()
     for number in range(ROUNDS):
-        most = min(stopping.most, number % 10, capacity - len(history) - 1)
+        most = min(stopping.most, number * 7 % 22, capacity - len(history) - 1)
         drafts = [
             method.draft(history, most, propose(method.stage))
             for method, propose in zip(both, (greedy, one_by_one), strict=True)
         ]
         assert drafts[0].tokens == drafts[1].tokens
         assert (drafts[0].parents, drafts[0].steps) == (drafts[1].parents, drafts[1].steps)
+        assert not drafts[1].verified
+        assert bool(drafts[0].verified) == (len(drafts[0].tokens) <= MOST_SEVERAL)
+        chosen = [choices(method, draft, len(history) - 1) for method, draft in zip(both, drafts, strict=True)]
+        assert chosen[0] == chosen[1]
         assert lengths(both[0]) == lengths(both[1])
-        states = [method.verify(draft, len(history) - 1) for method, draft in zip(both, drafts, strict=True)]
-        assert torch.equal(*states), "the bits that were drafted went into it"
+        assert all(map(torch.equal, *map(entries, both))), "to the last bit"
         assert passes(both[0]) == passes(both[1])
         kept = number * 7 % len(drafts[0].tokens)
         history += [*drafts[0].tokens[1 : kept + 1], (number * 31) % 290 + 1]
@@ -131,6 +154,7 @@ def test_a_chain_is_its_drafts_one_by_one(
     assert len(history) > ATTENDED_ROWS + 4
     assert max(sizes) <= stopping.most
     assert len(sizes) > 2 or stopping.most == 1
+    assert max(sizes) > MOST_SEVERAL or stopping.most < MOST_SEVERAL
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -140,7 +164,7 @@ def test_chains_end_where_chances_say(model_folder: ModelFolder, together: bool)
     chains = GreedyChains(stage, 2)
     stage.begin(40)
     stage.run(0, 4, PROMPT, 0)
-    tokens, states = chains.draft(9, 5, DraftRule(8, 0.0, together))
+    tokens, states, *_ = chains.draft(9, 5, DraftRule(8, 0.0, together))
     chances = [float(stage.logits(states[:, i : i + 1]).softmax(-1).max()) for i in range(8)]
     so_far = torch.tensor(chances).cumprod(0).tolist() if together else chances
     assert [int(stage.logits(states[:, i : i + 1]).argmax()) for i in range(8)] == tokens
@@ -148,7 +172,7 @@ def test_chains_end_where_chances_say(model_folder: ModelFolder, together: bool)
         for least in (0.0, *(c * f for c in so_far for f in (0.999, 1.001)), 1.0):
             expected = next((i + 1 for i in range(most) if so_far[i] < least), most)
             stage.truncate(5)
-            assert len(chains.draft(9, 5, DraftRule(most, least, together))[0]) == expected
+            assert len(chains.draft(9, 5, DraftRule(most, least, together)).tokens) == expected
 
 
 def test_there_must_be_room_for_the_longest_chain(model_folder: ModelFolder) -> None:
@@ -160,8 +184,12 @@ def test_there_must_be_room_for_the_longest_chain(model_folder: ModelFolder) -> 
         chains.draft(9, 5, DraftRule(7, 0.0, False))
     with pytest.raises(RuntimeError, match="layer 0 holds 5 tokens, the pass starts at position 6"):
         chains.draft(9, 6, DraftRule(1, 0.0, False))
-    assert len(chains.draft(9, 5, DraftRule(6, 0.0, False))[0]) == 6
-    assert [stage.length(layer) for layer in range(4)] == [12, 12, 5, 5]
+    assert len(chains.draft(9, 5, DraftRule(6, 0.0, False)).tokens) == 6
+    assert [stage.length(layer) for layer in range(4)] == [12, 12, 12, 12]
+    stage.truncate(11)
+    stage.cache.layers[2].length = 5
+    with pytest.raises(RuntimeError, match="layer 2 holds 5 tokens, the pass starts at position 11"):
+        chains.draft(9, 11, DraftRule(0, 0.0, False))
     for unknown in (-1, 300):
         stage.truncate(5)
         with pytest.raises(IndexError, match=f"token {unknown}: the embedding has 300"):
@@ -175,8 +203,25 @@ def test_sequences_follow_each_other(model_folder: ModelFolder) -> None:
     for prompt in (PROMPT, [8, 8, 8], PROMPT):
         stage.begin(200 if prompt is PROMPT else 20)
         stage.run(0, 4, prompt, 0)
-        found.append(chains.draft(9, len(prompt), DraftRule(5, 0.0, False))[0])
+        chain = chains.draft(9, len(prompt), DraftRule(5, 0.0, False))
+        found.append((chain.tokens, chain.choices))
     assert found[0] == found[2] != found[1]
+
+
+def test_choices_are_the_first_highest_logits(model_folder: ModelFolder) -> None:
+    """As those of ordinary decoding: what is no number before all others."""
+    for rows, value in (([7, 260], float("nan")), ([299], float("nan")), ([11, 290], float("inf")), ([], 0.0)):
+        model = load_stage(folder := model_folder("llama", quiet_from=1)).model
+        with torch.no_grad():
+            model.lm_head.weight[rows] = value
+        stage = Stage(model, CompiledLayers(model, files_of(folder)))
+        stage.begin(40)
+        stage.run(0, 4, PROMPT, 0)
+        chain = GreedyChains(stage, 2).draft(9, 5, DraftRule(4, 0.0, False))
+        stage.truncate(5)
+        logits = stage.token_logits(stage.run(0, 4, [9, *chain.tokens], 5))
+        assert chain.choices == logits.numpy().argmax(-1).tolist()
+        assert not rows or set(chain.choices) <= set(rows), "else nothing was tested"
 
 
 def times_of(method: EarlyExitDrafting, traced: bool) -> dict[Kind, float]:
@@ -202,8 +247,9 @@ def test_times_are_noted(model_folder: ModelFolder, make: Callable[..., EarlyExi
     method = make(compiled_stage(model_folder("llama")), Stopping("constant", 5))
     assert times_of(method, traced=False) == {}
     counts = times_of(method, traced=True)
-    assert counts[Kind.LAYERS] == (11 if make is kangaroo else 6)
-    assert counts[Kind.HEAD] == counts[Kind.CHOOSE] == 5
+    assert counts[Kind.LAYERS] == (11 if make is kangaroo else 6) + 1
+    assert counts[Kind.HEAD] == 5 + 1
+    assert counts[Kind.CHOOSE] == 5, "the verdict's is noted with it"
 
 
 @pytest.mark.parametrize("make", [layerskip, kangaroo])
@@ -220,7 +266,7 @@ def test_a_trace_shows_what_it_shows_of_single_passes(
         history = [*PROMPT, 9]
         for _ in range(3):
             draft = method.draft(history, 3, propose(method.stage))
-            method.verify(draft, len(history) - 1)
+            choices(method, draft, len(history) - 1)
             history += [*draft.tokens[1:], 11]
             method.keep(draft, range(4), history)
         spans = method.stage.recorder.spans(0)
@@ -233,8 +279,8 @@ def test_a_trace_shows_what_it_shows_of_single_passes(
 def test_only_the_highest_logit_is_drafted_this_way(params: SamplingParams) -> None:
     stage = type("_", (), {"recorder": None})
     for rule in ("shared-noise", "rejection"):
-        assert not Propose(acceptance_rule(rule, Sampler(params)), stage.recorder).is_highest_logit
-        assert Propose(acceptance_rule(rule, Sampler(SamplingParams())), stage.recorder).is_highest_logit
+        assert not Propose(acceptance_rule(rule, Sampler(params)), stage.recorder).takes_highest_logit
+        assert Propose(acceptance_rule(rule, Sampler(SamplingParams())), stage.recorder).takes_highest_logit
 
 
 def test_where_layers_are_launched_from_python(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,35 +1,41 @@
-// A chain of greedy drafts in one call: what lies between two passes runs in caches that the passes have emptied, and
-// was a sixth of a small model's draft when Python did it.
+// A chain of greedy drafts, and its verification, in one call: what lies between two passes runs in caches that the passes
+// have emptied, and was a sixth of a small model's draft when Python did it.
 
 #include <time.h>
+
+#include <memory>
 
 #include "passes.h"
 #include "vectors.h"
 
 namespace {
 
-struct Likeliest {
-  int64_t token;
-  float chance;  // its softmax
-};
-
-// The highest of `count` scores, the first among equals.
-Likeliest likeliest(const float* scores, int64_t count) {
-  const float nothing = std::numeric_limits<float>::lowest();
-  const int64_t whole = count - count % WIDTH;
-  Vec highest = Vec{} + nothing, rest = highest, sum = {};
-  std::memcpy(&rest, scores + whole, sizeof(float) * (count - whole));
-  for (int64_t i = 0; i < whole; i += WIDTH) {
+// The place of the highest of `count` scores as NumPy's argmax has it: the first among equals, what is no number before all.
+int64_t highest(const float* scores, int64_t count) {
+  const float nothing = -std::numeric_limits<float>::infinity();
+  Vec most = Vec{} + nothing;
+  Ints odd = {};
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) {
     const Vec some = load(scores + i);
-    highest = some > highest ? some : highest;
+    most = some > most ? some : most;
+    odd |= some != some;
   }
-  highest = rest > highest ? rest : highest;
-  float most = highest[0];
-  for (int lane = 1; lane < WIDTH; ++lane) most = std::max(most, highest[lane]);
+  float all = nothing;
+  bool numbers = true;
+  for (int lane = 0; lane < WIDTH; ++lane) all = std::max(all, most[lane]), numbers = numbers && !odd[lane];
+  for (; i < count; ++i) all = std::max(all, scores[i]), numbers = numbers && scores[i] == scores[i];
+  if (numbers) return std::find(scores, scores + count, all) - scores;
+  return std::find_if(scores, scores + count, [](float score) { return score != score; }) - scores;
+}
+
+// The softmax of the highest of `count` scores, which is `most`.
+float chance_of(float most, const float* scores, int64_t count) {
+  const int64_t whole = count - count % WIDTH;
+  Vec rest = Vec{} + std::numeric_limits<float>::lowest(), sum = {};
+  std::memcpy(&rest, scores + whole, sizeof(float) * (count - whole));
   for (int64_t i = 0; i < whole; i += WIDTH) sum += exponential(load(scores + i) - most);
-  const float all = sum_of<WIDTH>(sum + exponential(rest - most));
-  const int64_t token = std::find(scores, scores + count, most) - scores;
-  return {token < count ? token : 0, 1 / all};  // where nothing is a number, some token
+  return 1 / sum_of<WIDTH>(sum + exponential(rest - most));
 }
 
 double now() {
@@ -38,73 +44,147 @@ double now() {
   return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
+struct Shape {  // of a chain: its tree
+  std::vector<int64_t> depths;
+  std::unique_ptr<bool[]> sees;
+
+  explicit Shape(int64_t tokens) : depths(tokens), sees(new bool[tokens * tokens]) {
+    for (int64_t i = 0; i < tokens; ++i) {
+      depths[i] = i;
+      for (int64_t j = 0; j < tokens; ++j) sees[i * tokens + j] = j <= i;
+    }
+  }
+  Tree tree() const { return {depths.data(), sees.get(), static_cast<int64_t>(depths.size())}; }
+};
+
+// `_Chain` in drafts.py has the same members.
+struct Chain {
+  Route layers;             // that drafts run through, a token a pass
+  Route part, part_chain;   // what they go through then, before the head: for one token, and for several; or none
+  Route verify, verify_chain;  // the same of what verifies; or none
+  void* head;               // of drafts: a norm and a head
+  void* verifying_head;
+  float* embedding;         // [.., width]
+  int64_t width, vocab, attended_rows;
+  int64_t most_verified;    // tokens: more are not verified here
+  bool continues;           // verification goes on behind `layers`, which the last draft runs through, too; else it starts anew
+  bool together;            // it is the chance of all drafts up to one that ends the chain, not each one's
+  double least;             // behind the first whose chance is below this
+  int64_t most;             // drafts
+  int64_t token, position;  // what they are behind, and where it stands
+  const float* unread;      // [num_unread, width]: states that the part reads in its first pass, before its first token's
+  int64_t num_unread;
+  int64_t part_length;      // tokens that the part has read before
+
+  int64_t* found;           // [most]: the drafts
+  int64_t* choices;         // [most + 1]: what the whole model chooses behind `token` and behind each draft
+  float* states;            // [most + 1, width]: of each token that ran through `layers`, behind them
+  double* times;            // [most + 1, 5]: of each, seconds before and behind layers, and behind part, head and choice
+  double* spent;            // [4]: seconds in all layers but the part's, in the part, in heads, and in the drafts' choice
+  double* verified;         // [4]: seconds before and behind verifying layers, and behind head and choice
+  int64_t num_drafts, num_verified;  // the second is 0 where nothing was verified
+};
+
+constexpr Tree ONE_TOKEN = {nullptr, nullptr, 1};
+
+int64_t whole_rows(const Chain& chain, int64_t length) {
+  return (length + chain.attended_rows - 1) / chain.attended_rows * chain.attended_rows;
+}
+
+// States [1, 1, width] behind the part, of the newest state; the first pass takes in those that are unread, too.
+Handle through_part(const Chain& chain, int64_t drafted, Handle hidden, std::vector<float>& memory) {
+  const int32_t floats = aoti_torch_dtype_float32();
+  const int64_t width = chain.width, unread = chain.num_unread, tokens = unread + 1;
+  if (drafted || !unread) {
+    const int64_t length = chain.part_length + unread + drafted;
+    return run_layers(chain.part, std::move(hidden), ONE_TOKEN, length, whole_rows(chain, length + 1));
+  }
+  const float* state = numbers_of(hidden, width);
+  memory.assign(chain.unread, chain.unread + unread * width);
+  memory.insert(memory.end(), state, state + width);
+  hidden = of_memory(memory.data(), {1, tokens, width}, floats);
+  const int64_t rows = whole_rows(chain, chain.part_length + tokens);
+  hidden = run_layers(chain.part_chain, std::move(hidden), Shape(tokens).tree(), chain.part_length, rows);
+  const float* newest = hidden.at ? numbers_of(hidden, tokens * width) : nullptr;
+  if (!newest) return Handle();
+  memory.assign(newest + unread * width, newest + tokens * width);
+  return of_memory(memory.data(), {1, 1, width}, floats);
+}
+
+// Other than 0 where the code fails.
+int draft(Chain& chain) {
+  const int32_t floats = aoti_torch_dtype_float32();
+  const int64_t width = chain.width;
+  std::vector<float> memory;
+  int64_t token = chain.token;
+  double chance = 1, *times = chain.times;
+  const auto note = [&](int what) { times[what + 1] = now(), chain.spent[what] += times[what + 1] - times[what]; };
+  for (int64_t& drafted = chain.num_drafts;; ++drafted, times += 5) {
+    const bool drafts = drafted < chain.most && (drafted == 0 || chance >= chain.least);
+    if (!drafts && !chain.continues) return 0;
+    times[0] = now();
+    const int64_t place = chain.position + drafted;
+    Handle hidden = of_memory(chain.embedding + token * width, {1, 1, width}, floats);
+    hidden = run_layers(chain.layers, std::move(hidden), ONE_TOKEN, place, whole_rows(chain, place + 1));
+    const float* state = hidden.at ? numbers_of(hidden, width) : nullptr;
+    if (!state) return 1;
+    std::memcpy(chain.states + drafted * width, state, width * sizeof(float));
+    note(0);
+    if (!drafts) return 0;
+    if (chain.part.count) hidden = through_part(chain, drafted, std::move(hidden), memory);
+    if (!hidden.at) return 2;
+    note(1);
+    hidden = run_layers({&chain.head, nullptr, 1}, std::move(hidden), ONE_TOKEN, 0, 0);
+    const float* logits = hidden.at ? numbers_of(hidden, chain.vocab) : nullptr;
+    if (!logits) return 3;
+    note(2);
+    token = chain.found[drafted] = highest(logits, chain.vocab);
+    const float alone = chance_of(logits[token], logits, chain.vocab);
+    chance = chain.together ? chance * alone : alone;
+    note(3);
+  }
+}
+
+// Other than 0 where the code fails.
+int verify(Chain& chain) {
+  const int64_t width = chain.width, tokens = chain.num_drafts + 1;
+  const int32_t floats = aoti_torch_dtype_float32();
+  double* times = chain.verified;
+  times[0] = now();
+  std::vector<float> embedded;
+  for (int64_t i = 0; i < tokens && !chain.continues; ++i) {
+    const float* row = chain.embedding + (i ? chain.found[i - 1] : chain.token) * width;
+    embedded.insert(embedded.end(), row, row + width);
+  }
+  Handle hidden = of_memory(chain.continues ? chain.states : embedded.data(), {1, tokens, width}, floats);
+  const Shape shape(tokens);
+  hidden = run_layers(
+      tokens > 1 ? chain.verify_chain : chain.verify, std::move(hidden), tokens > 1 ? shape.tree() : ONE_TOKEN,
+      chain.position, whole_rows(chain, chain.position + tokens));
+  if (!hidden.at) return 4;
+  times[1] = now();
+  hidden = run_layers({&chain.verifying_head, nullptr, 1}, std::move(hidden), {nullptr, nullptr, tokens}, 0, 0);
+  const float* logits = hidden.at ? numbers_of(hidden, tokens * chain.vocab) : nullptr;
+  if (!logits) return 5;
+  times[2] = now();
+  for (int64_t i = 0; i < tokens; ++i) chain.choices[i] = highest(logits + i * chain.vocab, chain.vocab);
+  times[3] = now();
+  chain.spent[0] += times[1] - times[0], chain.spent[2] += times[2] - times[1];
+  chain.num_verified = tokens;
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Draft up to `most` tokens behind `token`, which stands at `position`: each runs through `layers` and the `head`, between
-// them through a part of its own where there is one. Stops behind the first one whose chance, or with `together` whose
-// chain's, is below `least`. With `runs_last` the last one runs through `layers` too.
-//
-// The part's first pass starts with `num_unread` states [1, num_unread, width] that it has not read yet, behind the
-// `part_length` that it has, and is a tree of one more tokens.
-//
-// For each token that ran, `states` [ran, width] are those behind `layers`, `times` [ran, 5] the seconds before them, behind
-// them, behind the part, the head and the choice (these three only where a token was drafted); `spent` [4] are the sums of
-// what lies between; `found` [drafted] are the tokens. The number of drafts; negative where the code fails.
-int64_t ppd_draft(
-    void* const* layers, void* const* caches, int64_t count,
-    void* const* part, void* const* part_caches, int64_t part_count,  // 0: there is none
-    void* const* for_several, void* const* for_several_caches, int64_t for_several_count,  // the part's other code
-    const float* unread, int64_t num_unread, const int64_t* depths, const bool* sees, int64_t part_length,
-    void* head, int64_t vocab, float* embedding, int64_t width, int64_t attended_rows, int64_t token, int64_t position,
-    int64_t most, double least, bool together, bool runs_last, int64_t* found, float* states, double* times, double* spent) {
-  const int32_t floats = aoti_torch_dtype_float32();
-  const auto whole_rows = [=](int64_t length) { return (length + attended_rows - 1) / attended_rows * attended_rows; };
-  std::vector<float> of_part;
-  double chance = 1;
-  std::fill(spent, spent + 4, 0.0);
-  const auto note = [&](int what) { times[what + 1] = now(), spent[what] += times[what + 1] - times[what]; };
-  for (int64_t drafted = 0;; ++drafted, states += width, times += 5) {
-    const bool drafts = drafted < most && (drafted == 0 || chance >= least);
-    if (!drafts && !runs_last) return drafted;
-    times[0] = now();
-    const int64_t place = position + drafted;
-    Handle hidden = of_memory(embedding + token * width, {1, 1, width}, floats);
-    hidden = run_layers({layers, caches, count}, std::move(hidden), {nullptr, nullptr, 1}, place, whole_rows(place + 1));
-    const float* state = hidden.at ? numbers_of(hidden, width) : nullptr;
-    if (!state) return -1;
-    std::memcpy(states, state, width * sizeof(float));
-    note(0);
-    if (!drafts) return drafted;
-    if (part_count && drafted == 0 && num_unread) {
-      of_part.assign(unread, unread + num_unread * width);
-      of_part.insert(of_part.end(), state, state + width);
-      const int64_t tokens = num_unread + 1, length = part_length + tokens;
-      hidden = of_memory(of_part.data(), {1, tokens, width}, floats);
-      hidden = run_layers(
-          {for_several, for_several_caches, for_several_count}, std::move(hidden), {depths, sees, tokens},
-          part_length, whole_rows(length));
-      const float* newest = hidden.at ? numbers_of(hidden, tokens * width) : nullptr;
-      if (!newest) return -2;
-      of_part.assign(newest + num_unread * width, newest + tokens * width);
-      hidden = of_memory(of_part.data(), {1, 1, width}, floats);
-    } else if (part_count) {
-      const int64_t length = part_length + num_unread + drafted;
-      hidden = run_layers(
-          {part, part_caches, part_count}, std::move(hidden), {nullptr, nullptr, 1}, length, whole_rows(length + 1));
-      if (!hidden.at) return -2;
-    }
-    note(1);
-    hidden = run_layers({&head, nullptr, 1}, std::move(hidden), {nullptr, nullptr, 1}, 0, 0);
-    const float* logits = hidden.at ? numbers_of(hidden, vocab) : nullptr;
-    if (!logits) return -3;
-    note(2);
-    const Likeliest next = likeliest(logits, vocab);
-    found[drafted] = token = next.token;
-    chance = together ? chance * next.chance : next.chance;
-    note(3);
-  }
+// Draft, and verify what was drafted. Other than 0 where the code fails.
+int ppd_draft(void* of_python) {
+  Chain& chain = *static_cast<Chain*>(of_python);
+  chain.num_drafts = chain.num_verified = 0;
+  std::fill(chain.spent, chain.spent + 4, 0.0);
+  if (const int failed = draft(chain)) return failed;
+  return chain.num_drafts < chain.most_verified ? verify(chain) : 0;
 }
 
 }  // extern "C"

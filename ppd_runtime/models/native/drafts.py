@@ -1,5 +1,6 @@
-"""Chains of greedy drafts, each in one call; `drafts.cpp` says how it works."""
+"""Chains of greedy drafts, each made and verified in one call; `drafts.cpp` says how it works."""
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,9 +10,7 @@ from torch import Tensor
 
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.models.native.layers import Layer, Route, function
-from ppd_runtime.models.trees import TokenTree, chain_of
 
-_CPU = torch.device("cpu")
 TIMES = 5
 """Of each token of a chain."""
 
@@ -27,30 +26,76 @@ class DraftRule(NamedTuple):
     """Whether a draft's chance is the product of those up to it."""
 
 
+class Ways(NamedTuple):
+    """Through the same layers."""
+
+    one: Route
+    """For one token."""
+    several: Route
+
+
+class Verification(NamedTuple):
+    """What verifies drafts: all layers, or those behind the layers that drafts run through."""
+
+    one: Route
+    """For one token."""
+    several: Route
+    head: Layer
+    most: int
+    """Tokens that there is code for; longer chains are not verified."""
+
+
 class DraftedChain(NamedTuple):
-    """A chain of greedy drafts."""
+    """A chain of greedy drafts. What is not its own the next chain overwrites."""
 
     tokens: list[int]
     states: Tensor
-    """`[1, ran, hidden_size]` behind the layers; the next chain overwrites them, and the times."""
+    """`[1, ran, hidden_size]` behind the layers; not its own."""
     ran: int
     """Tokens that ran through them."""
     times: Sequence[float]
     """Five of each token that ran, seconds of `time.perf_counter`: before it, behind the layers, behind the part, the
-    head and the choice. Where nothing was drafted behind the last one, only its first two are times."""
+    head and the choice. Where nothing was drafted behind the last one, only its first two are times. Not its own."""
     spent: Sequence[float]
-    """Seconds of all of them together: of the layers, the part, the head and the choice."""
+    """Seconds of all of it together: of layers, part, heads, and the drafts' choice; not its own."""
+    choices: list[int] | None
+    """The whole model's behind each token, the first one and each draft; None where they were not verified."""
+    verified: Sequence[float]
+    """Before the verifying layers, behind them, behind the head and its choice, as `times`; not its own."""
+
+
+_P, _N, _B, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool, ctypes.c_double
+
+
+class _Route(ctypes.Structure):
+    _fields_ = (("layers", _P), ("caches", _P), ("count", _N))
+
+
+class _Chain(ctypes.Structure):
+    """`Chain` in `drafts.cpp`, which says what is what."""
+
+    _fields_ = (
+        *((name, _Route) for name in ("layers", "part", "part_chain", "verify", "verify_chain")),
+        *((name, _P) for name in ("head", "verifying_head", "embedding")),
+        *((name, _N) for name in ("width", "vocab", "attended_rows", "most_verified")),
+        *(("continues", _B), ("together", _B), ("least", _F), ("most", _N), ("token", _N), ("position", _N)),
+        *(("unread", _P), ("num_unread", _N), ("part_length", _N)),
+        *((name, _P) for name in ("found", "choices", "states", "times", "spent", "verified")),
+        *(("num_drafts", _N), ("num_verified", _N)),
+    )
 
 
 class ChainDrafting:
-    """Layers, perhaps a part behind them, a head, and the highest logit, until a chain ends.
+    """Layers, perhaps a part behind them, a head, and the highest logit, until a chain ends; then its verification.
 
     Args:
         route: the layers, for one token.
-        head: a norm and a head, for one token; it gives `vocab_size` logits.
+        head: a norm and a head; it gives `vocab_size` logits for each token.
         embedding: `[vocab_size, hidden_size]` in float32, contiguous.
-        part: what drafts go through between layers and head, such as an adapter: for one token, and for several.
-        runs_last: whether the last draft runs through the layers too.
+        part: what drafts go through between layers and head, such as an adapter.
+        verification: of what is drafted; with None there is none.
+        continues: whether verification goes on behind the layers, which the last draft then runs through too; else its
+            layers are all of the model's, and take the drafts' entries' places.
     """
 
     def __init__(
@@ -59,24 +104,37 @@ class ChainDrafting:
         head: Layer,
         vocab_size: int,
         embedding: Tensor,
-        part: tuple[Route, Route] | None,
-        runs_last: bool,
+        part: Ways | None,
+        verification: Verification | None,
+        continues: bool,
     ) -> None:
-        self._route, self._head, self._embedding, self._runs_last = route, head, embedding, runs_last
-        self._width = embedding.shape[1]
-        self._sizes = vocab_size, embedding.data_ptr(), self._width, ATTENDED_ROWS
-        self._part, self._draft = part, function("ppd_draft")
+        self._route, self._part, self._verification, self._continues = route, part, verification, continues
+        self._kept, self._embedded = (head, embedding), len(embedding)
+        self._chain = chain = _Chain()
+        self._at_chain = ctypes.addressof(chain)
+        chain.head, chain.embedding = head.handle, embedding.data_ptr()
+        chain.vocab, chain.width, chain.attended_rows = vocab_size, embedding.shape[1], ATTENDED_ROWS
+        chain.continues = continues
+        self._of_part = [(chain.part, part.one), (chain.part_chain, part.several)] if part else []
+        self._of_model = [(chain.layers, route)]
+        if verification:
+            chain.verifying_head, chain.most_verified = verification.head.handle, verification.most
+            self._of_model += [(chain.verify, verification.one), (chain.verify_chain, verification.several)]
+        self._draft = function("ppd_draft")
         self._take_room(0)
 
     def _take_room(self, most: int) -> None:
         """For what chains of so many drafts leave, one after the other."""
-        self._most = most
-        self._found, self._spent = array("q", bytes(8 * most)), array("d", bytes(8 * (TIMES - 1)))
+        self._most, width = most, self._chain.width
+        self._found, self._choices = array("q", bytes(8 * most)), array("q", bytes(8 * (most + 1)))
         self._times = array("d", bytes(8 * TIMES * (most + 1)))
-        states = torch.empty(1, most + 1, self._width, dtype=torch.float32, device="cpu")
+        states = torch.empty(1, most + 1, width, dtype=torch.float32, device="cpu")
         self._states = [states[:, :ran] for ran in range(most + 2)]  # to make such a view takes twenty microseconds
-        found, *times = (numbers.buffer_info()[0] for numbers in (self._found, self._times, self._spent))
-        self._room = found, states.data_ptr(), *times
+        self._spent, self._verified = array("d", bytes(8 * (TIMES - 1))), array("d", bytes(8 * (TIMES - 1)))
+        chain = self._chain
+        chain.states = states.data_ptr()
+        for name in ("found", "choices", "times", "spent", "verified"):
+            setattr(chain, name, getattr(self, f"_{name}").buffer_info()[0])
 
     def run(
         self,
@@ -86,50 +144,47 @@ class ChainDrafting:
         of_part: Sequence[PreallocatedLayer] = (),
         unread: Tensor | None = None,
     ) -> DraftedChain:
-        """Draft behind `token`, whose place is behind the tokens that `caches` hold; they count those that ran.
+        """Draft behind `token`, whose place is behind the tokens that `caches` hold, and verify; they count what ran.
 
         The part has the caches `of_part`, and `unread` are states, `[1, tokens, hidden_size]`, that it reads before
         those of this chain.
         """
-        if not 0 <= token < len(self._embedding):
-            raise IndexError(f"token {token}: the embedding has {len(self._embedding)}")
-        unread = None if unread is None else unread.contiguous()
-        num_unread = 0 if unread is None else unread.shape[1]
-        tree = chain_of(num_unread + 1, _CPU)
-        route, most = self._route, rule.most
-        route.over(caches)
-        position = route.attending[0].length
-        route.attending[0].check_room(position + most + self._runs_last)
+        if not 0 <= token < self._embedded:
+            raise IndexError(f"token {token}: the embedding has {self._embedded}")
+        for ways, its_caches in ((self._of_model, caches), (self._of_part, of_part)):
+            for place, route in ways:
+                route.over(its_caches)
+                place.layers, place.caches, place.count = route.memory
+        chain, oldest, most = self._chain, self._route.attending[0], rule.most
+        position = oldest.length
+        oldest.check_room(position + most + 1)
+        num_unread = 0
+        if of_part:
+            unread = None if unread is None else unread.contiguous()
+            chain.unread = None if unread is None else unread.data_ptr()
+            chain.num_unread = num_unread = 0 if unread is None else unread.shape[1]
+            chain.part_length = of_part[0].length
+            of_part[0].check_room(of_part[0].length + num_unread + most)
         if most > self._most:
             self._take_room(most)
-        drafted: int = self._draft(
-            *route.memory,
-            *self._about_part(of_part, most, unread, tree),
-            self._head.handle,
-            *self._sizes,
-            token,
-            position,
-            *rule,
-            self._runs_last,
-            *self._room,
-        )
-        if drafted < 0:
-            raise RuntimeError(f"compiled code failed ({drafted}) at position {position}, drafting {most} tokens")
-        ran = drafted + self._runs_last
-        for cache in route.attending:
-            cache.length += ran
+        chain.most, chain.least, chain.together = rule
+        chain.token, chain.position = token, position
+        failed = self._draft(self._at_chain)
+        if failed:
+            raise RuntimeError(f"compiled code failed ({failed}) at position {position}, drafting {most} tokens")
+        drafted, verified = chain.num_drafts, chain.num_verified
         for cache in of_part if drafted else ():
             cache.length += num_unread + drafted
-        return DraftedChain(self._found[:drafted].tolist(), self._states[ran], ran, self._times, self._spent)
+        ran = drafted + self._continues
+        self._count(position, ran, verified)
+        tokens, choices = self._found[:drafted].tolist(), self._choices[:verified].tolist() if verified else None
+        return DraftedChain(tokens, self._states[ran], ran, self._times, self._spent, choices, self._verified)
 
-    def _about_part(
-        self, caches: Sequence[PreallocatedLayer], most: int, unread: Tensor | None, tree: TokenTree
-    ) -> Sequence[int | None]:
-        if self._part is None:
-            return (None, None, 0) * 2 + (None, 0, None, None, 0)
-        for route in self._part:
-            route.over(caches)
-        one, several = self._part
-        place, num_unread = (None, 0) if unread is None else (unread.data_ptr(), unread.shape[1])
-        caches[0].check_room(caches[0].length + num_unread + most)
-        return *one.memory, *several.memory, place, num_unread, *tree.memory, caches[0].length
+    def _count(self, position: int, ran: int, verified: int) -> None:
+        """Tell the model's caches how many tokens they hold."""
+        if self._continues or not verified:
+            for cache in self._route.attending:
+                cache.length = position + ran
+        if self._verification and verified:
+            for cache in self._verification.one.attending:
+                cache.length = position + verified

@@ -19,7 +19,6 @@ from ppd_runtime.models.native.library import load
 from ppd_runtime.models.trees import TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-_RULE = [ctypes.c_double, ctypes.c_bool, ctypes.c_bool]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_code": (_P, [ctypes.c_char_p]),
     "ppd_error": (ctypes.c_char_p, []),
@@ -29,10 +28,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_cache": (_P, [_P, _P, _N, _N, _N, _N]),
     "ppd_delete_cache": (None, [_P]),
     "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _P, _N]),
-    "ppd_draft": (
-        _N,
-        [*(3 * [_P, _P, _N]), *[_P, _N, _P, _P, _N], *[_P, _N, _P], *(5 * [_N]), *_RULE, _P, _P, _P, _P],
-    ),
+    "ppd_draft": (ctypes.c_int, [_P]),
 }
 
 
