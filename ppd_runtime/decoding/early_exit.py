@@ -35,7 +35,7 @@ class EarlyExitDrafting(ABC):
     def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
         self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
         self.stop_drafting = StopDrafting(stopping)
-        self._chains = self._make_chains() if probe is None else None
+        self._chains = self._make_chains(probe)
         self._states: Tensor
         """`[1, tokens, hidden_size]` behind the first layers, of the draft."""
         self.unread: Tensor | None = None
@@ -60,7 +60,7 @@ class EarlyExitDrafting(ABC):
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
         """A chain; its last token goes through the first layers too, for the token behind it."""
         draft = Draft(history[-1])
-        if self._chains and self._chains.possible and propose.takes_highest_logit:
+        if self._chains.possible and propose.takes_highest_logit:
             rule, unread = self.stop_drafting.rule(most), self.unread
             chain = self._chains.draft(history[-1], len(history) - 1, rule, unread)
             self._states = chain.states
@@ -93,8 +93,8 @@ class EarlyExitDrafting(ABC):
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
         """`[vocab_size]` logits for the newest token from the exit states, `[1, 1, hidden_size]` each, of a draft."""
 
-    def _make_chains(self) -> GreedyChains:
-        return GreedyChains(self.stage, self.exit_layer)
+    def _make_chains(self, probe: Probe | None) -> GreedyChains:
+        return GreedyChains(self.stage, self.exit_layer, probe=probe)
 
     def saw(self, states: Tensor) -> None:  # noqa: B027 (most have no use for them)
         """The exit states of a prompt, `[1, tokens, hidden_size]`, were run."""

@@ -73,8 +73,8 @@ class Kangaroo(EarlyExitDrafting):
             states = self._states[:, read : len(path)].clone()  # the next draft's are written there
             self.unread = states if self.unread is None else torch.cat([self.unread, states], dim=1)
 
-    def _make_chains(self) -> GreedyChains:
-        return GreedyChains(self.stage, self.exit_layer, self.adapter)
+    def _make_chains(self, probe: Probe | None) -> GreedyChains:
+        return GreedyChains(self.stage, self.exit_layer, self.adapter, probe)
 
 
 @dataclass(frozen=True)

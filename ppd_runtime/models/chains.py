@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ppd_runtime.models.native.drafts import TIMES, DraftedChain, DraftRule
+from ppd_runtime.models.probe import Probe
 from ppd_runtime.models.stage import Piece, Stage
 from ppd_runtime.spans import Kind
 
@@ -17,11 +18,16 @@ class GreedyChains:
         stage: what drafts, and has read the text so far.
         layers: the first so many layers, which the last draft runs through too; or a piece.
         behind: what drafts go through between the layers and its head, such as an adapter's stage.
+        probe: foretells from the state behind the layers whether a draft will stay, in place of the draft's softmax.
     """
 
-    def __init__(self, stage: Stage, layers: int | Piece, behind: Stage | None = None) -> None:
+    def __init__(
+        self, stage: Stage, layers: int | Piece, behind: Stage | None = None, probe: Probe | None = None
+    ) -> None:
         self._stage, self._behind = stage, behind
         self._drafting = stage.chain_drafting(layers, behind)
+        if self._drafting and probe:
+            self._drafting.foretell(probe.direction, float(probe.bias))
         if isinstance(layers, int):
             self._run_layers, self._first, self._last, self._continues_at = layers, 0, layers, layers
         else:

@@ -2,6 +2,7 @@
 bit."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.kv_cache import ATTENDED_ROWS
 from ppd_runtime.models.loading import SEVERAL, compile_ahead, describe
 from ppd_runtime.models.native.drafts import DraftRule
+from ppd_runtime.models.probe import Probe
 from ppd_runtime.models.skipping import LayerSet
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.sampling import Sampler
@@ -70,6 +72,18 @@ def layerskip(stage: Stage, stopping: Stopping) -> LayerSkip:
 
 def kangaroo(stage: Stage, stopping: Stopping) -> Kangaroo:
     return Kangaroo(stage, adapter_of(stage.model), 1, stopping)
+
+
+def probed(stage: Stage, stopping: Stopping) -> LayerSkip:
+    return LayerSkip(stage, 2, replace(stopping, rule="probe"), probe_of(stage))
+
+
+def probe_of(stage: Stage) -> Probe:
+    """One that says of half the states that their drafts will stay, and is not sure of most."""
+    probe = Probe(stage.model.config.hidden_size).requires_grad_(False)
+    probe.direction += torch.linspace(-2, 2, len(probe.direction))
+    probe.bias += 0.5
+    return probe
 
 
 def swift(stage: Stage, stopping: Stopping) -> Swift:
@@ -113,7 +127,7 @@ def choices(method: SpeculativeMethod, draft: Draft, position: int) -> list[int]
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS, ids=lambda s: f"{s.rule}-{s.most}")
-@pytest.mark.parametrize("make", [layerskip, kangaroo, swift])
+@pytest.mark.parametrize("make", [layerskip, kangaroo, probed, swift])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_chain_is_its_drafts_one_by_one(
     model_folder: ModelFolder, family: str, make: Callable[..., SpeculativeMethod], stopping: Stopping
@@ -154,7 +168,7 @@ def test_a_chain_is_its_drafts_one_by_one(
     assert len(history) > ATTENDED_ROWS + 4
     assert max(sizes) <= stopping.most
     assert len(sizes) > 2 or stopping.most == 1
-    assert max(sizes) > MOST_SEVERAL or stopping.most < MOST_SEVERAL
+    assert max(sizes) > MOST_SEVERAL or stopping.most < MOST_SEVERAL or make is probed
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -173,6 +187,20 @@ def test_chains_end_where_chances_say(model_folder: ModelFolder, together: bool)
             expected = next((i + 1 for i in range(most) if so_far[i] < least), most)
             stage.truncate(5)
             assert len(chains.draft(9, 5, DraftRule(most, least, together)).tokens) == expected
+
+
+def test_chains_end_where_a_probe_says(model_folder: ModelFolder) -> None:
+    stage = compiled_stage(model_folder("llama", quiet_from=1))
+    probe, plain = probe_of(stage), GreedyChains(stage, 2)
+    chains = GreedyChains(stage, 2, probe=probe)
+    stage.begin(40)
+    stage.run(0, 4, PROMPT, 0)
+    chances = probe(plain.draft(9, 5, DraftRule(8, 0.0, False)).states[0, :8]).tolist()
+    assert max(chances) - min(chances) > 0.1
+    for least in (c * f for c in chances for f in (0.999, 1.001)):
+        expected = next((i + 1 for i in range(8) if chances[i] < least), 8)
+        stage.truncate(5)
+        assert len(chains.draft(9, 5, DraftRule(8, least, False)).tokens) == expected
 
 
 def test_there_must_be_room_for_the_longest_chain(model_folder: ModelFolder) -> None:

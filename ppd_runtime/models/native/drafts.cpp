@@ -3,6 +3,7 @@
 
 #include <time.h>
 
+#include <cmath>
 #include <memory>
 
 #include "passes.h"
@@ -38,6 +39,13 @@ float chance_of(float most, const float* scores, int64_t count) {
   return 1 / sum_of<WIDTH>(sum + exponential(rest - most));
 }
 
+// The chance whose log odds are `bias` and the product of two vectors of `count` numbers.
+float chance_by(const float* probe, double bias, const float* state, int64_t count) {
+  double odds = bias;
+  for (int64_t i = 0; i < count; ++i) odds += static_cast<double>(probe[i]) * state[i];
+  return 1 / (1 + std::exp(-odds));
+}
+
 double now() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -70,6 +78,8 @@ struct Chain {
   bool continues;           // verification goes on behind `layers`, which the last draft runs through, too; else it starts anew
   bool together;            // it is the chance of all drafts up to one that ends the chain, not each one's
   double least;             // behind the first whose chance is below this
+  const float* probe;       // [width], or null: a draft's chance is not its softmax, but that times the state plus `bias`, as
+  double bias;              // log odds
   int64_t most;             // drafts
   int64_t token, position;  // what they are behind, and where it stands
   const float* unread;      // [num_unread, width]: states that the part reads in its first pass, before its first token's
@@ -139,7 +149,8 @@ int draft(Chain& chain) {
     if (!logits) return 3;
     note(2);
     token = chain.found[drafted] = highest(logits, chain.vocab);
-    const float alone = chance_of(logits[token], logits, chain.vocab);
+    const float alone = chain.probe ? chance_by(chain.probe, chain.bias, chain.states + drafted * width, width)
+                                    : chance_of(logits[token], logits, chain.vocab);
     chance = chain.together ? chance * alone : alone;
     note(3);
   }

@@ -78,7 +78,8 @@ class _Chain(ctypes.Structure):
         *((name, _Route) for name in ("layers", "part", "part_chain", "verify", "verify_chain")),
         *((name, _P) for name in ("head", "verifying_head", "embedding")),
         *((name, _N) for name in ("width", "vocab", "attended_rows", "most_verified")),
-        *(("continues", _B), ("together", _B), ("least", _F), ("most", _N), ("token", _N), ("position", _N)),
+        *(("continues", _B), ("together", _B), ("least", _F), ("probe", _P), ("bias", _F)),
+        *((name, _N) for name in ("most", "token", "position")),
         *(("unread", _P), ("num_unread", _N), ("part_length", _N)),
         *((name, _P) for name in ("found", "choices", "states", "times", "spent", "verified")),
         *(("num_drafts", _N), ("num_verified", _N)),
@@ -122,6 +123,13 @@ class ChainDrafting:
             self._of_model += [(chain.verify, verification.one), (chain.verify_chain, verification.several)]
         self._draft = function("ppd_draft")
         self._take_room(0)
+
+    def foretell(self, direction: Tensor, bias: float) -> None:
+        """From now on a draft's chance is not its softmax: its log odds are `bias` and the product of `direction`,
+        `[hidden_size]` in float32, with the state behind the layers.
+        """
+        self._direction = direction.contiguous()
+        self._chain.probe, self._chain.bias = self._direction.data_ptr(), bias
 
     def _take_room(self, most: int) -> None:
         """For what chains of so many drafts leave, one after the other."""
