@@ -95,6 +95,65 @@ def test_a_temperature_near_zero_is_refused_or_all_but_greedy(temperature: float
     assert Sampler(params).choose(logits, HISTORY) == int(logits.argmax())
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("size", [7, 50, 2048])
+def test_a_choice_is_that_of_transformers_processors(settings: dict[str, float], size: int) -> None:
+    """With the shared noise on top; with equal logits among them, and some that are impossible."""
+    params = SamplingParams(**settings, seed=5)
+    sampler, soon = Sampler(params), 0
+    for i in range(300):
+        logits = random_logits(size, i, scale=0.3 + i % 7)
+        if i % 3 == 1:
+            logits = logits.round()
+        if i % 5 == 2:
+            logits[:: 2 + i % 4] = float("-inf")
+        history = [3 % size] * (4 + i)
+        noise = torch.from_numpy(gumbel_noise(5, len(history), size))
+        expected = int((transformers_scores(params, logits, history) + noise).argmax())
+        assert sampler.choose(logits, history) == expected
+        soon += sampler._choice_without_doubt(logits.numpy(), len(history)) is not None
+    filters = ("top_k" in settings) + ("top_p" in settings)
+    assert filters == 2 or soon > 100, "else the shorter way was hardly tested"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.95])
+def test_a_choice_at_the_filters_border_is_theirs(share: float) -> None:
+    """Where probabilities sum up to top-p, or all but: what the shorter way doubts it leaves to the longer one."""
+    params = SamplingParams(temperature=1.0, top_p=share)
+    sampler, left = Sampler(params), 0
+    for i in range(200):
+        within = share + (i - 100) * 1e-5
+        logits = torch.tensor([within / 4] * 4 + [(1 - within) / 10] * 10).log()
+        history = [0] * (i + 1)
+        noise = torch.from_numpy(gumbel_noise(0, len(history), len(logits)))
+        expected = int((transformers_scores(params, logits, history) + noise).argmax())
+        assert sampler.choose(logits, history) == expected
+        left += sampler._choice_without_doubt(logits.numpy(), len(history)) is None
+    assert left
+
+
+def test_what_is_no_number_is_left_to_the_processors() -> None:
+    for value in (float("nan"), float("inf")):
+        logits = random_logits(50, 0)
+        logits[7] = value
+        for settings in ({}, {"top_k": 3}, {"top_p": 0.9}):
+            sampler = Sampler(SamplingParams(temperature=1.0, **settings))
+            assert sampler._choice_without_doubt(logits.numpy(), 9) is None
+            sampler.noisy_scores(logits, [0] * 9)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_scores_of_one_position_are_those_of_many(settings: dict[str, float]) -> None:
+    """Where no probability is near the border; the way for one is shorter."""
+    params = SamplingParams(**settings | {"repetition_penalty": 1.0}, seed=8)
+    sampler = Sampler(params)
+    for i in range(50):
+        logits = random_logits(300, i)
+        one = sampler.noisy_scores(logits, [0] * (i + 1))
+        many = sampler.scores(logits[None], sampler.noise(i + 1, 1, 300))[0]
+        assert torch.equal(one, many)
+
+
 def test_greedy_uses_neither_seed_nor_filters() -> None:
     logits = random_logits(50, 0)
     chosen = {
