@@ -152,7 +152,8 @@ class Sampler:
         temperature = self.params.temperature
         numbers = scores.numpy()
         token = int(numbers.argmax())
-        behind = numbers - numbers[token]
+        with np.errstate(invalid="ignore"):  # where a score is infinite, there is no telling
+            behind = numbers - numbers[token]
         return token, 1 / float(np.exp(behind if temperature in (0, 1) else temperature * behind).sum())
 
     def distribution(self, logits: Tensor, history: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from ppd_runtime.decoding.drafts import Draft, Proposal
 from ppd_runtime.decoding.speculation import Propose
 from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.chains import GreedyChains
-from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.models.loading import SEVERAL, ModelInfo
 from ppd_runtime.models.probe import Probe, describe_probe, load_probe
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.models.trained_parts import shipped_part
@@ -35,6 +35,7 @@ class EarlyExitDrafting(ABC):
     def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
         self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
         self.stop_drafting = StopDrafting(stopping)
+        stage.compile_for(SEVERAL)
         self._chains = self._make_chains(probe)
         self._states: Tensor
         """`[1, tokens, hidden_size]` behind the first layers, of the draft."""

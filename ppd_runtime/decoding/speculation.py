@@ -146,20 +146,21 @@ def _round(
 ) -> tuple[Draft, Verdict]:
     began = time.perf_counter()
     draft = method.draft(history, most, propose)
+    drafted, verified_before = time.perf_counter(), 0.0
     if verified := draft.verified:
-        verdict = equal_to(verified.choices, draft)
-        drafted, chosen = verified.began, verified.chosen
+        verdict, chosen = equal_to(verified.choices, draft), verified.chosen
+        ended, verified_before = time.perf_counter(), verified.chosen[1] - verified.began
     else:
-        drafted = time.perf_counter()
         logits = stage.token_logits(method.verify(draft, len(history) - 1))
         logits_at = time.perf_counter()
         verdict = rule.judge(draft, logits, history)
-        chosen = logits_at, time.perf_counter()
+        ended = time.perf_counter()
+        chosen = logits_at, ended
     stage.recorder.note(Kind.CHOOSE, *chosen, len(history), verdict.token)
     progress.drafted.append(draft.steps)
     progress.accepted.append(len(verdict.path) - 1)
-    progress.draft_s += drafted - began
-    progress.verify_s += time.perf_counter() - drafted
+    progress.draft_s += drafted - began - verified_before
+    progress.verify_s += ended - drafted + verified_before
     return draft, verdict
 
 

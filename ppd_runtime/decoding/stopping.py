@@ -1,5 +1,6 @@
 """When to stop drafting: after so many tokens, at a doubtful token, or at a text that is doubtful as a whole."""
 
+import math
 from dataclasses import dataclass
 
 from ppd_runtime.models.native.drafts import DraftRule
@@ -86,7 +87,7 @@ class StopDrafting:
     def rule(self, most: int) -> DraftRule:
         """The same, for a draft that is made in one call."""
         constant = self.stopping.rule == "constant"
-        return DraftRule(min(most, self.stopping.most), 0.0 if constant else self.threshold, self._is_of_the_text)
+        return DraftRule(min(most, self.stopping.most), -math.inf if constant else self.threshold, self._is_of_the_text)
 
     @property
     def _is_of_the_text(self) -> bool:

@@ -11,8 +11,8 @@ from ppd_runtime.spans import Kind
 
 
 class GreedyChains:
-    """Drafts a stage's likeliest tokens one behind the other, and verifies them by all of its layers; notes times and
-    passes as the stage does, but for the time in which the verification's tokens are chosen.
+    """Drafts a stage's likeliest tokens one behind the other, and verifies them by all of its layers where there is
+    code for so many; notes times and passes as the stage does, but not the time in which the verification's are chosen.
 
     Args:
         stage: what drafts, and has read the text so far.

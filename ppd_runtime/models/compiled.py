@@ -191,7 +191,8 @@ class CompiledLayers:
         return ChainDrafting(route, head.part, head.vocab_size, embedding, part, verification, continues)
 
     def _ways(self, first: int) -> Ways | None:
-        """Through the layers from `first` on; None where other code than that for several tokens runs some of them."""
+        """Through the layers from `first` on; None where there is not just the code for one token and for several, or
+        where it is launched from Python."""
         kinds = {kind for kind in self._layers if kind >= 0}
         if not isinstance(self._passes, NativePasses) or kinds != {1, SEVERAL}:
             return None

@@ -11,7 +11,9 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import platform
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -325,10 +327,34 @@ def _compile(
                 shims = {operator.in_graphs(): [operator.shim] for operator in (product, few_tokens_attention)}
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
                 options["aot_inductor.metadata"] = {READ_BY_PRODUCTS: json.dumps(_read_by_products(make(), program))}
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+            with _files_of_its_own():
+                torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"compile: {what} of this model cannot be: {reason}") from error
+
+
+@contextlib.contextmanager
+def _files_of_its_own() -> Iterator[None]:
+    """Have PyTorch's compiler write into a folder that goes away.
+
+    In the user's own folder a file has the same name whoever makes it: a package would have in it what another process
+    was just writing anew. Which instructions the CPU has is found out there before, to be found there the next time.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes seconds to import, only compiling needs it
+
+    pick_vec_isa()
+    with tempfile.TemporaryDirectory(prefix="ppd-compile-") as folder:
+        folders = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
+        before = {name: os.environ.get(name) for name in folders}
+        os.environ.update(folders)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _export(

@@ -81,7 +81,7 @@ class Stage:
 
     def chain_drafting(self, layers: "int | Piece", behind: "Stage | None" = None) -> "ChainDrafting | None":
         """What drafts greedy chains in one call, through the first so many layers or a piece, perhaps through a stage
-        `behind` them, and a head; None where passes are not compiled so that they could.
+        `behind` them, and a head, and verifies them where it can; None where passes are not compiled so.
         """
         part = behind._compiled if behind else None
         if not self._compiled or self._embed_one is None or (behind and not part):

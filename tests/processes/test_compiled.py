@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import shutil
 import weakref
 import zipfile
@@ -295,6 +296,22 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatc
     (tmp_path / "ppd_runtime").write_text("")
     with pytest.raises(ValueError, match="File exists.*XDG_CACHE_HOME"):
         cache_folder()
+
+
+def test_what_is_compiled_is_written_where_no_other_process_writes(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch names its files by what they contain: packages had half of what another process was writing anew."""
+    shared = tmp_path / "shared"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    model = load_eager(model_folder("llama")).model
+    for path in compile_layers(model.config, model.dtype, model.device):
+        assert Code(path).metadata
+    assert not list(shared.rglob("*_metadata.json"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(shared)
+    assert "TRITON_CACHE_DIR" not in os.environ
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Chains of drafts that compiled code makes and verifies in one call: what the same passes give one by one, to the last
 bit."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from ppd_runtime.decoding.drafts import Draft
 from ppd_runtime.decoding.early_exit import EarlyExitDrafting
 from ppd_runtime.decoding.kangaroo import Kangaroo
 from ppd_runtime.decoding.layerskip import LayerSkip
-from ppd_runtime.decoding.speculation import Propose, SpeculativeMethod
+from ppd_runtime.decoding.speculation import Progress, Propose, SpeculativeMethod, speculate
 from ppd_runtime.decoding.stopping import Stopping
 from ppd_runtime.decoding.swift import Swift
 from ppd_runtime.decoding.verification import acceptance_rule
@@ -36,6 +37,7 @@ from ppd_runtime.models.skipping import LayerSet
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.spans import Kind
+from ppd_runtime.text import StopRule
 
 pytestmark = needs_compiler
 ModelFolder = Callable[..., Path]
@@ -236,20 +238,44 @@ def test_sequences_follow_each_other(model_folder: ModelFolder) -> None:
     assert found[0] == found[2] != found[1]
 
 
-def test_choices_are_the_first_highest_logits(model_folder: ModelFolder) -> None:
-    """As those of ordinary decoding: what is no number before all others."""
-    for rows, value in (([7, 260], float("nan")), ([299], float("nan")), ([11, 290], float("inf")), ([], 0.0)):
-        model = load_stage(folder := model_folder("llama", quiet_from=1)).model
-        with torch.no_grad():
-            model.lm_head.weight[rows] = value
-        stage = Stage(model, CompiledLayers(model, files_of(folder)))
-        stage.begin(40)
-        stage.run(0, 4, PROMPT, 0)
-        chain = GreedyChains(stage, 2).draft(9, 5, DraftRule(4, 0.0, False))
-        stage.truncate(5)
-        logits = stage.token_logits(stage.run(0, 4, [9, *chain.tokens], 5))
-        assert chain.choices == logits.numpy().argmax(-1).tolist()
-        assert not rows or set(chain.choices) <= set(rows), "else nothing was tested"
+NAN, INF = float("nan"), float("inf")
+
+
+def spoil(weight: torch.Tensor, what: str) -> set[int]:
+    """Make some logits equal, or no numbers, or infinite; the tokens that can be chosen then."""
+    if what == "no number":
+        weight[[7, 260]] = NAN
+        return {7}
+    if what == "the last no number":
+        weight[299] = NAN
+        return {299}
+    if what == "infinite":
+        weight[11, 0], weight[290, 0] = INF, -INF
+        return {11, 290}
+    if what == "all equal":
+        weight[:] = 0
+        return {0}
+    weight[[20, 250]], weight[[30, 260]] = 50 * weight[9], -50 * weight[9]
+    return {20, 30}
+
+
+@pytest.mark.parametrize("what", ["no number", "the last no number", "infinite", "all equal", "two equal"])
+def test_choices_are_the_first_highest_logits(model_folder: ModelFolder, what: str) -> None:
+    """As those of ordinary decoding: what is no number before all others. So are drafts, and where they end."""
+    folder = model_folder("llama", quiet_from=1)
+    for stopping in (Stopping("constant", 4), Stopping("confidence", 4, 0.1), Stopping("product", 4, 0.1)):
+        made = []
+        for propose in (greedy, one_by_one):
+            model = load_stage(folder).model
+            with torch.no_grad():
+                possible = spoil(model.lm_head.weight, what)
+            method = layerskip(Stage(model, CompiledLayers(model, files_of(folder))), stopping)
+            method.begin(40)
+            method.read(PROMPT)
+            draft = method.draft([*PROMPT, 9], 4, propose(method.stage))
+            made.append((draft.tokens, choices(method, draft, len(PROMPT))))
+        assert made[0] == made[1]
+        assert set(made[0][1]) <= possible, "else it is not what was to be tested"
 
 
 def times_of(method: EarlyExitDrafting, traced: bool) -> dict[Kind, float]:
@@ -280,27 +306,50 @@ def test_times_are_noted(model_folder: ModelFolder, make: Callable[..., EarlyExi
     assert counts[Kind.CHOOSE] == 5, "the verdict's is noted with it"
 
 
-@pytest.mark.parametrize("make", [layerskip, kangaroo])
-def test_a_trace_shows_what_it_shows_of_single_passes(
-    model_folder: ModelFolder, make: Callable[..., EarlyExitDrafting]
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("make", [layerskip, kangaroo, probed, swift])
+def test_rounds_are_counted_and_traced_as_those_of_single_passes(
+    model_folder: ModelFolder, make: Callable[..., SpeculativeMethod], traced: bool
 ) -> None:
-    """Also where an adapter has a state of the last round to read: all drafts stayed."""
+    """Whole texts, so adapters have states of the round before to read, and the last round drafts nothing."""
     shown = []
-    for propose in (greedy, one_by_one):
-        method = make(compiled_stage(model_folder("llama")), Stopping("constant", 3))
-        method.begin(60)
-        method.read(PROMPT)
-        method.stage.recorder.begin(traced=True)
-        history = [*PROMPT, 9]
-        for _ in range(3):
-            draft = method.draft(history, 3, propose(method.stage))
-            choices(method, draft, len(history) - 1)
-            history += [*draft.tokens[1:], 11]
-            method.keep(draft, range(4), history)
-        spans = method.stage.recorder.spans(0)
-        assert spans
-        shown.append([span._replace(began_ns=0, ended_ns=0) for span in spans.spans])
+    for at_once in (True, False):
+        method = make(compiled_stage(model_folder("llama", quiet_from=1)), Stopping("constant", 3))
+        rule = acceptance_rule("shared-noise", Sampler(SamplingParams()))
+        rule.takes_highest_logit = at_once
+        recorder, progress = method.stage.recorder, Progress()
+        recorder.begin(traced)
+        began = time.perf_counter()
+        params = SamplingParams(max_new_tokens=25)
+        stop = StopRule(params, frozenset(), None)
+        text = list(speculate(method, method.stage, rule, PROMPT, params.max_new_tokens, stop, progress))
+        took, ledger, spans = time.perf_counter() - began, recorder.ledger(), recorder.spans(0)
+        counts = progress.drafted, progress.accepted, progress.lengths, passes(method)
+        assert 0 < progress.draft_s < took
+        assert 0 < progress.verify_s < took - progress.draft_s
+        assert 0 < ledger.layers_s < took
+        assert 0 < ledger.heads_s < took - ledger.layers_s
+        assert ledger.python_s >= 0
+        if spans:
+            ends = [0, *(span.ended_ns for span in spans.spans)]
+            assert all(span.began_ns >= end for span, end in zip(spans.spans, ends, strict=False)), "one by one"
+        kept = [span._replace(began_ns=0, ended_ns=0) for span in spans.spans] if spans else []
+        assert bool(kept) == traced
+        shown.append((text, counts, kept))
     assert shown[0] == shown[1]
+
+
+def test_the_time_of_a_verification_is_noted(model_folder: ModelFolder) -> None:
+    """Of one alone: nothing is drafted."""
+    method = swift(compiled_stage(model_folder("llama")), Stopping("constant", 3))
+    method.begin(60)
+    method.read(PROMPT)
+    method.stage.recorder.begin()
+    verified = method.draft([*PROMPT, 9], 0, greedy(method.stage)).verified
+    assert verified
+    ledger = method.stage.recorder.ledger()
+    assert ledger.layers_s + ledger.heads_s == pytest.approx(verified.chosen[0] - verified.began)
+    assert ledger.layers_s > ledger.heads_s > 0
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), SamplingParams(repetition_penalty=1.3)])
@@ -322,7 +371,10 @@ def test_where_layers_are_launched_from_python(model_folder: ModelFolder, monkey
     method = layerskip(compiled_stage(folder), Stopping("constant", 3))
     method.begin(20)
     method.read(PROMPT)
-    assert len(method.draft([*PROMPT, 9], 3, greedy(method.stage)).tokens) == 4
+    assert not GreedyChains(method.stage, 2).possible
+    draft = method.draft([*PROMPT, 9], 3, greedy(method.stage))
+    assert len(draft.tokens) == 4
+    assert not draft.verified
 
 
 @pytest.mark.parametrize("eos", [None, END_ID + 70])

@@ -30,13 +30,14 @@ int64_t highest(const float* scores, int64_t count) {
   return std::find_if(scores, scores + count, [](float score) { return score != score; }) - scores;
 }
 
-// The softmax of the highest of `count` scores, which is `most`.
+// The softmax of the highest of `count` scores, which is `most`; no number where scores are none, or infinite.
 float chance_of(float most, const float* scores, int64_t count) {
   const int64_t whole = count - count % WIDTH;
   Vec rest = Vec{} + std::numeric_limits<float>::lowest(), sum = {};
   std::memcpy(&rest, scores + whole, sizeof(float) * (count - whole));
   for (int64_t i = 0; i < whole; i += WIDTH) sum += exponential(load(scores + i) - most);
-  return 1 / sum_of<WIDTH>(sum + exponential(rest - most));
+  const float all = sum_of<WIDTH>(sum + exponential(rest - most));
+  return all > 0 ? 1 / all : std::numeric_limits<float>::quiet_NaN();
 }
 
 // The chance whose log odds are `bias` and the product of two vectors of `count` numbers.
@@ -77,7 +78,7 @@ struct Chain {
   int64_t most_verified;    // tokens: more are not verified here
   bool continues;           // verification goes on behind `layers`, which the last draft runs through, too; else it starts anew
   bool together;            // it is the chance of all drafts up to one that ends the chain, not each one's
-  double least;             // behind the first whose chance is below this
+  double least;             // behind the first whose chance is not at least this, where this is finite
   const float* probe;       // [width], or null: a draft's chance is not its softmax, but that times the state plus `bias`, as
   double bias;              // log odds
   int64_t most;             // drafts
@@ -130,7 +131,8 @@ int draft(Chain& chain) {
   double chance = 1, *times = chain.times;
   const auto note = [&](int what) { times[what + 1] = now(), chain.spent[what] += times[what + 1] - times[what]; };
   for (int64_t& drafted = chain.num_drafts;; ++drafted, times += 5) {
-    const bool drafts = drafted < chain.most && (drafted == 0 || chance >= chain.least);
+    const bool doubtful = drafted && std::isfinite(chain.least) && !(chance >= chain.least);
+    const bool drafts = drafted < chain.most && !doubtful;
     if (!drafts && !chain.continues) return 0;
     times[0] = now();
     const int64_t place = chain.position + drafted;

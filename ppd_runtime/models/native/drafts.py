@@ -21,7 +21,7 @@ class DraftRule(NamedTuple):
     most: int
     """Drafts at the most."""
     least: float
-    """It ends behind the first draft whose chance is below this."""
+    """It ends behind the first draft whose chance is not at least this; -inf: whatever the chances are."""
     together: bool
     """Whether a draft's chance is the product of those up to it."""
 
@@ -133,16 +133,16 @@ class ChainDrafting:
 
     def _take_room(self, most: int) -> None:
         """For what chains of so many drafts leave, one after the other."""
-        self._most, width = most, self._chain.width
-        self._found, self._choices = array("q", bytes(8 * most)), array("q", bytes(8 * (most + 1)))
-        self._times = array("d", bytes(8 * TIMES * (most + 1)))
-        states = torch.empty(1, most + 1, width, dtype=torch.float32, device="cpu")
-        self._states = [states[:, :ran] for ran in range(most + 2)]  # to make such a view takes twenty microseconds
-        self._spent, self._verified = array("d", bytes(8 * (TIMES - 1))), array("d", bytes(8 * (TIMES - 1)))
         chain = self._chain
-        chain.states = states.data_ptr()
-        for name in ("found", "choices", "times", "spent", "verified"):
-            setattr(chain, name, getattr(self, f"_{name}").buffer_info()[0])
+        states = torch.empty(1, most + 1, chain.width, dtype=torch.float32, device="cpu")
+        views = [states[:, :ran] for ran in range(most + 2)]  # to make one takes twenty microseconds
+        tokens = [array("q", bytes(8 * size)) for size in (most, most + 1)]
+        times = [array("d", bytes(8 * size)) for size in (TIMES * (most + 1), TIMES - 1, TIMES - 1)]
+        (self._found, self._choices), (self._times, self._spent, self._verified) = tokens, times
+        chain.found, chain.choices = (numbers.buffer_info()[0] for numbers in tokens)
+        chain.times, chain.spent, chain.verified = (numbers.buffer_info()[0] for numbers in times)
+        chain.states, self._states = states.data_ptr(), views
+        self._most = most
 
     def run(
         self,
