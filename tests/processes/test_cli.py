@@ -62,6 +62,17 @@ def test_streams_prompt_and_text_over_ray(folder, tmp_path):
 
 
 def test_a_lost_sub_process_leaves_standard_output_to_the_user():
+    for attempt in range(4):
+        returncode, output, errors = killed_soon_after_its_sub_process_is_made(0.5 * attempt)
+        if "failed to start" not in errors:  # else it was not ready yet, or nobody had looked: that is another story
+            break
+    assert returncode == 0, errors
+    assert json.loads(output)["stats"]["new_tokens"] == 1500
+    assert "sub-process 1 is lost" in errors
+
+
+def killed_soon_after_its_sub_process_is_made(pause_s):
+    """Decode, and kill the sub-process so many seconds after it is made: the exit code, and what was written."""
     command = [*PPD, "generate", "import os", "--k", "1", "--max-new-tokens", "1500", "--ignore-eos", "--json"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline, subs = time.monotonic() + 120, []
@@ -70,11 +81,10 @@ def test_a_lost_sub_process_leaves_standard_output_to_the_user():
         children = psutil.Process(running.pid).children(recursive=True)
         subs = [child for child in children if _serves(child, "ray::PPDSub")]
     assert subs, running.stderr.read() if running.poll() is not None else "it does not start"
+    time.sleep(pause_s)
     subs[0].kill()
     output, errors = running.communicate(timeout=120)
-    assert running.returncode == 0, errors
-    assert json.loads(output)["stats"]["new_tokens"] == 1500
-    assert "sub-process 1 is lost" in errors
+    return running.returncode, output, errors
 
 
 def _serves(process, name):
