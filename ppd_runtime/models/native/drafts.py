@@ -109,7 +109,7 @@ class ChainDrafting:
         verification: Verification | None,
         continues: bool,
     ) -> None:
-        self._route, self._part, self._verification, self._continues = route, part, verification, continues
+        self._route, self._verification, self._continues = route, verification, continues
         self._kept, self._embedded = (head, embedding), len(embedding)
         self._chain = chain = _Chain()
         self._at_chain = ctypes.addressof(chain)
