@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check unit processes bench figures clean
+.PHONY: demo test check unit processes nightly bench figures clean
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -16,10 +16,13 @@ check: .venv/test.stamp
 	$(BIN)/mypy
 
 unit: .venv/test.stamp
-	$(BIN)/pytest -n auto tests/unit
+	$(BIN)/pytest -n auto tests/unit tests/families
 
 processes: .venv/test.stamp
 	$(BIN)/pytest -n auto --dist loadfile --maxfail 5 tests/processes
+
+nightly: .venv/test.stamp
+	$(BIN)/pytest -m nightly -n auto tests
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks

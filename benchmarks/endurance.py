@@ -41,7 +41,6 @@ from benchmarks.holdings import (
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.config import LAUNCHERS
 
 _OWNERS = (*HELD, "children")
 _AGES = (1, 10, 100, 1000)
@@ -239,7 +238,7 @@ def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__)
     options.add_argument("--model", default="demo")
     options.add_argument("--k", type=positive, default=2)
-    options.add_argument("--launcher", choices=LAUNCHERS, default="processes")
+    options.add_argument("--launcher", choices=("ray", "processes"), default="processes")
     options.add_argument("--requests", type=positive, default=500)
     options.add_argument("--tokens", type=positive, default=20)
     options.add_argument("--fault-every-s", type=float, default=3.0, help="on average; 0: none")

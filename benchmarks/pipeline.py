@@ -24,7 +24,6 @@ from benchmarks.awake import awake_cores
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.config import LAUNCHERS
 from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
@@ -208,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--match-rate", type=float, help="an exit head that is right with this probability")
     options.add_argument("--compile", action="store_true", help="ordinary and pipelined decoding in compiled code")
     options.add_argument("--no-run-ahead", action="store_true", help="a lone sub-process waits for exit states")
-    options.add_argument("--launcher", choices=LAUNCHERS, default="processes")
+    options.add_argument("--launcher", choices=("ray", "processes"), default="processes")
     options.add_argument("--emulate-layer-ms", type=float, help="devices that take so long for a layer")
     options.add_argument("--emulate-head-ms", type=float, default=0.0, help="and for a head")
     return options

@@ -12,7 +12,6 @@ import argparse
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.config import LAUNCHERS
 from ppd_runtime.measure.prompt_files import read_prompts
 
 
@@ -71,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--dtype", default="auto")
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--tokens", type=positive, default=64, help="new tokens for each text")
-    options.add_argument("--launcher", choices=LAUNCHERS, default="processes")
+    options.add_argument("--launcher", choices=("ray", "processes"), default="processes")
     return options
 
 

@@ -1,10 +1,9 @@
 """What `ray job submit --working-dir . -- python -m cluster.job generate ...` runs: a batch of prompts, each once."""
 
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,13 +58,17 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = False,
 ) -> None:
     """Continue every prompt of a file; the tokens are ordinary decoding's."""
-    with one_line_errors():
+    with one_line_errors(generate):
         with quick_imports():
             from ppd_runtime import PPDRuntime
             from ppd_runtime.config import SamplingParams
@@ -75,7 +78,18 @@ def generate(
             bind_interface = _own_address()
         prompts = [prompt.text for prompt in read_prompts(prompt_file, limit)]
         sampling = SamplingParams(
-            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            stop=tuple(stop or ()),
+            stop_token_ids=tuple(stop_token_ids or ()),
+            ignore_eos=ignore_eos,
         )
         runtime = PPDRuntime(
             model,
@@ -84,6 +98,7 @@ def generate(
             exit_head=exit_head,
             workers=workers,
             transport=transport,
+            launcher="ray",
             bind_interface=bind_interface,
             placement=placement,
             placement_timeout_s=placement_timeout_s,
@@ -96,9 +111,9 @@ def generate(
             progress=_say,
         )
         requests = _requests(runtime, prompts, sampling)
-        settings = {**_settings(runtime), "exit_head": exit_head, **asdict(sampling)}
+        settings = {**_settings(runtime), "exit_head": exit_head, **sampling.as_dict()}
         with ResultsFile(lasting(out), prompts, settings) as results:
-            _answer(runtime, requests, results)
+            _answer(runtime, prompts, requests, results)
 
 
 def _requests(runtime: "PPDRuntime", prompts: Sequence[str], sampling: "SamplingParams") -> "list[Generation]":
@@ -132,7 +147,9 @@ def lasting(out: Path) -> Path:
     return Path.home() / out if "runtime_resources" in Path.cwd().parts else out
 
 
-def _answer(runtime: "PPDRuntime", requests: "Sequence[Generation]", results: ResultsFile) -> None:
+def _answer(
+    runtime: "PPDRuntime", prompts: Sequence[str], requests: "Sequence[Generation]", results: ResultsFile
+) -> None:
     left = [index for index in range(len(requests)) if index not in results.done]
     _say(f"{len(results.done)} of {len(requests)} prompts are done in {results.path}")
     if not left:
@@ -144,7 +161,7 @@ def _answer(runtime: "PPDRuntime", requests: "Sequence[Generation]", results: Re
             for _ in requests[index]:
                 pass
             result = requests[index].result
-            results.append(index, _row(result))
+            results.append(index, {"prompt": prompts[index], **_row(result)})
             _say(
                 f"{len(results.done)}/{len(requests)} prompts, {pace.after(result.stats)}, {runtime.restarts} restarts"
             )
@@ -153,20 +170,13 @@ def _answer(runtime: "PPDRuntime", requests: "Sequence[Generation]", results: Re
 def _connect() -> None:
     """Join the cluster that the job runs on; what the workers log comes back with their names before each line."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when Ray is imported
-    import ray
+    from ppd_runtime.launcher import check_ray_address, ray_is_initialized
+    from ppd_runtime.orchestration.session import join
 
-    from ppd_runtime.launching import check_ray_address
-    from ppd_runtime.orchestration.security import check_version, no_cluster
-
-    check_version(ray.__version__)
-    if ray.is_initialized():
-        return
-    if address := os.environ.get("RAY_ADDRESS"):
-        check_ray_address(address)  # Ray itself would try for minutes
-    try:
-        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
-    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        raise RuntimeError(no_cluster(address or "this host")) from error
+    if not ray_is_initialized():
+        address = os.environ.get("RAY_ADDRESS") or "auto"
+        check_ray_address(address, "RAY_ADDRESS")  # Ray itself would try for minutes
+        join(address, 0, lambda line: None, log_to_driver=True)
 
 
 def _own_address() -> str:

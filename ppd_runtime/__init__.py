@@ -17,4 +17,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    from ppd_runtime.imports import whole_imports
+
+    with whole_imports():
+        return getattr(import_module(_HOMES[name]), name)

@@ -1,11 +1,13 @@
 """One request as the client sees it: each token once and in order, whatever becomes of messages and workers."""
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from ppd_runtime.ending import CANCELLED, Ending
 from ppd_runtime.launching import Workers
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -21,6 +23,7 @@ from ppd_runtime.pipeline.messages import (
     Tokens,
     WireError,
 )
+from ppd_runtime.pipeline.requests import cut_short
 from ppd_runtime.pipeline.span_messages import unpack
 from ppd_runtime.spans import ProcessSpans
 
@@ -31,6 +34,7 @@ _LONGEST_PATIENCE_S = 8.0  # … but no longer
 _GAP_S = 0.1  # between two questions about lost tokens
 _SILENCE_DEADLINE_S = 120.0
 _REPORT_DEADLINE_S = 2.0
+_END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that does not answer
 
 
 @dataclass
@@ -66,8 +70,9 @@ class Told:
 class Call:
     """A request to the main process, which is asked again where it falls silent, and by whoever takes its place."""
 
-    def __init__(self, workers: Workers, begin: Begin) -> None:
+    def __init__(self, workers: Workers, begin: Begin, ending: Ending | None = None) -> None:
         self._endpoint, self._supervisor, self._begin = workers.endpoint, workers.supervisor, begin
+        self._ending = ending or Ending(None)
         self.told = Told()
         self.restarts = 0
         """New main processes that this request has seen."""
@@ -76,18 +81,18 @@ class Call:
         self._delivered: list[int] = []
         self._arrived: deque[Message] = deque()
         self._cancelled = False
-        self._life = 0
+        self._life, self._began, self._end_at = 0, time.monotonic(), math.inf
         self._patience = _ASK_AGAIN_S
         self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
 
     def tokens(self) -> Iterator[Token]:
-        """Each new token as it comes.
+        """Each new token as it comes; fewer where the request's `Ending` says so.
 
         Raises:
             RuntimeError: where the main process is lost and has been replaced too often.
         """
         self._supervisor.check(self._hear)
-        self._life = self._supervisor.lives(MAIN)
+        self._life, self._began = self._supervisor.lives(MAIN), time.monotonic()
         self._ask()
         while self.told.finished is None:
             message = self._next_message()
@@ -142,18 +147,39 @@ class Call:
         return message.position == wanted
 
     def _finish(self, message: Finished) -> None:
+        """Where it was cancelled, what has come by now is all: a new main process may know nothing of the request."""
+        if self._cancelled and message.num_tokens != len(self._delivered):
+            message = self._cut_short()
         if message.num_tokens == len(self._delivered):
-            self.told.finished = message
+            self.told.finished = self._with_reason(message)
         else:
             self._ask_for_lost()
 
+    def _with_reason(self, message: Finished) -> Finished:
+        reason = self._ending.reason() if message.reason == CANCELLED else None
+        return replace(message, reason=reason or message.reason)
+
+    def _cut_short(self) -> Finished:
+        return cut_short(self._begin.request, len(self._delivered), time.monotonic() - self._began)
+
+    def _end_early(self) -> None:
+        """Tell the main process, once, where the request is to end; what it has sent until then still counts."""
+        if not self._cancelled and self._ending.reason():
+            self._cancelled, self._patience = True, _ASK_AGAIN_S
+            self._end_at = time.monotonic() + _END_DEADLINE_S
+            self._ask()
+
     def _next_message(self) -> Message:
         while True:
-            message, now = self._receive(_CHECK_EVERY_S), time.monotonic()
+            self._end_early()
+            wait = _CHECK_EVERY_S if self._cancelled else min(_CHECK_EVERY_S, self._ending.seconds_left())
+            message, now = self._receive(wait), time.monotonic()
             if isinstance(message, Failed):
                 self._supervisor.note_words(message.sender, message.error)
             if now >= self._check_at:
                 self._check(now)
+            if message is None and now >= self._end_at:  # it is stopped, or in a long pass, and will hear later
+                return self._cut_short()
             if message is not None and not isinstance(message, Failed) and message.request == self._begin.request:
                 if message.sender == MAIN:
                     self._heard_at, self._patience = now, _ASK_AGAIN_S

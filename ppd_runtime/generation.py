@@ -2,51 +2,24 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.config import SamplingParams, stop_texts
+from ppd_runtime.config import SamplingParams, sampling_from
+from ppd_runtime.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.models.loading import ModelInfo
-from ppd_runtime.results import GenerationResult, Ledger, Speculation, Stats, TokenEvent, run_lengths
+from ppd_runtime.prompts import Prompt, token_ids_of
+from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.text import TextStream
-from ppd_runtime.trace import Trace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _TURN_DEADLINE_S = 3600.0
-
-
-@dataclass(frozen=True)
-class Step:
-    """A new token, whether an early candidate was right about it (None: nothing to say), and whether it is the last."""
-
-    token_id: int
-    hit: bool | None
-    last: bool
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a way of decoding counted and timed; see `Stats` for the meaning and units."""
-
-    finish_reason: str
-    latency_s: float
-    time_to_first_token_s: float
-    stall_s: float
-    ledger: Ledger
-    first_token_ledger: Ledger
-    main_layer_passes: int
-    main_recomputed_layer_passes: int = 0
-    sub_layer_passes: tuple[int, ...] = ()
-    sub_coherence_layer_passes: tuple[int, ...] = ()
-    trace: Trace | None = None
-    speculation: Speculation | None = None
-    run_lengths: tuple[int, ...] | None = None
-    """None: as hits and misses have it."""
 
 
 class TextGenerator(ABC):
@@ -56,6 +29,8 @@ class TextGenerator(ABC):
         self.info, self.tokenizer = info, tokenizer
         self._turn = threading.Lock()
         self._turn_holder: int | None = None
+        self._ending: Ending | None = None
+        """Of the request whose turn it is."""
 
     def close(self) -> None:  # noqa: B027 (most generators hold nothing)
         """Release what the generator holds; a second call does nothing."""
@@ -81,79 +56,88 @@ class TextGenerator(ABC):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        ignore_eos: bool = False,
+        add_special_tokens: bool = True,
+        **settings: Any,
     ) -> GenerationResult:
-        """Continue a text, or a list of token ids, and wait for the end; see `SamplingParams` for the settings.
+        """Continue a prompt, and wait for the end.
+
+        Args:
+            prompt: a text, or token ids: a list, a tensor or array `[tokens]` or `[1, tokens]`, or a tokenizer's
+                `BatchEncoding`.
+            params: how to sample and when to stop; or
+            settings: the same by name, as `SamplingParams` describes them: max_new_tokens, temperature, top_k, top_p,
+                min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop, stop_token_ids,
+                ignore_eos, timeout_s, logits_processors. Of those with several values one may stand alone.
+            add_special_tokens: whether a text gets the tokenizer's special tokens; False for one that a chat template
+                has given them.
 
         Raises:
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
-        params = SamplingParams(
-            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
-        )
-        generation = self.request(prompt, params, live=False)
+        wanted = sampling_from(params, settings)
+        generation = self.request(prompt, wanted, live=False, add_special_tokens=add_special_tokens)
         for _ in generation:
             pass
         return generation.result
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        ignore_eos: bool = False,
+        add_special_tokens: bool = True,
+        **settings: Any,
     ) -> "Generation":
         """Like `generate`, but gives each token as soon as it is certain; the result is there after the last."""
-        params = SamplingParams(
-            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_texts(stop), ignore_eos
-        )
-        return self.request(prompt, params)
+        return self.request(prompt, sampling_from(params, settings), add_special_tokens=add_special_tokens)
 
-    def request(self, prompt: str | Sequence[int], params: SamplingParams, live: bool = True) -> "Generation":
+    def request(
+        self, prompt: Prompt, params: SamplingParams, live: bool = True, add_special_tokens: bool = True
+    ) -> "Generation":
         """Check a request; it begins when its first event is asked for. `live`: each token as soon as it is certain."""
-        return Generation(self, self._prompt_ids(prompt, params), params, live)
+        return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
 
-    def _prompt_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(_whole_characters(prompt))
-        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray):
-            token_ids = [_token_id(token, self.info.vocab_size) for token in prompt]
-        else:
-            raise ValueError(f"prompt={prompt!r:.200}: give a text or a list of token ids")
-        if not token_ids:
-            raise ValueError("the prompt is empty: give some text, or at least one token id")
-        most, wanted = self.info.max_positions, len(token_ids) + params.max_new_tokens
-        if most is not None and wanted > most:
-            raise ValueError(
-                f"{len(token_ids)} prompt tokens and max_new_tokens={params.max_new_tokens} make {wanted}, more than "
-                f"the model's {most} positions: shorten the prompt or ask for fewer tokens"
-            )
+    def cancel(self) -> None:
+        """End the request that is running, from any thread: it finishes with the reason "cancelled" and what there is.
+
+        Calls that wait for their turn are not touched. Where nothing is running, nothing happens.
+        """
+        if (ending := self._ending) is not None:
+            ending.cancel()
+
+    def _prompt_ids(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
+        token_ids = token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
+        self._check_params(params, len(token_ids))
         return token_ids
 
-    def _take_turn(self) -> None:
+    def _check_params(self, params: SamplingParams, prompt_size: int) -> None:
+        """Raise ValueError for settings that do not fit the model, or a prompt of so many tokens."""
+        for token in params.stop_token_ids:
+            if token >= self.info.vocab_size:
+                last = self.info.vocab_size - 1
+                raise ValueError(f"stop_token_ids={token}: is outside the vocabulary, choose 0 to {last}")
+        if params.num_generated > prompt_size:
+            raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
+        most, wanted = self.info.max_positions, prompt_size + params.max_new_tokens
+        if most is not None and wanted > most:
+            raise ValueError(
+                f"{prompt_size} prompt tokens and max_new_tokens={params.max_new_tokens} make {wanted}, more than "
+                f"the model's {most} positions: shorten the prompt or ask for fewer tokens"
+            )
+
+    def _take_turn(self, timeout_s: float | None) -> None:
         if self._turn_holder == threading.get_ident():
             raise RuntimeError("another stream of this runtime is open in this thread: exhaust or close it first")
         if not self._turn.acquire(timeout=_TURN_DEADLINE_S):
             raise TimeoutError(f"another call has held this runtime for {_TURN_DEADLINE_S:.0f} s")
         self._turn_holder = threading.get_ident()
+        self._ending = Ending(timeout_s)
 
     def _end_turn(self) -> None:
-        self._turn_holder = None
+        self._turn_holder, self._ending = None, None
         self._turn.release()
 
 
@@ -191,8 +175,8 @@ class _Request:
 
     def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""
-        self._generator._take_turn()
-        steps = self._generator._steps(self._prompt_ids, self._params, self._live)
+        self._generator._take_turn(self._params.timeout_s)
+        steps = in_parts(self._generator, self._prompt_ids, self._params, self._live)
         try:
             text = TextStream(self._generator.tokenizer, self._params.stop)
             events: list[TokenEvent] = []
@@ -214,15 +198,15 @@ class _Request:
     def _piece(text: TextStream, step: Step) -> str:
         return text.push(step.token_id) + (text.finish() if step.last else "")
 
-    def _whole_text(self, events: list[TokenEvent]) -> str:
-        if self._live:
+    def _whole_text(self, events: list[TokenEvent], reason: str) -> str:
+        if self._live and reason not in (CANCELLED, TIMEOUT):  # of these, the last event may not have been the last
             return "".join(event.text for event in events)
         text = TextStream(self._generator.tokenizer, self._params.stop)
         return "".join([*(text.push(event.token_id) for event in events), text.finish()])
 
     def _finish(self, events: list[TokenEvent], totals: Totals) -> GenerationResult:
         return GenerationResult(
-            text=self._whole_text(events),
+            text=self._whole_text(events, totals.finish_reason),
             token_ids=tuple(event.token_id for event in events),
             prompt_ids=tuple(self._prompt_ids),
             finish_reason=totals.finish_reason,
@@ -239,22 +223,7 @@ class _Request:
             new_tokens=len(verdicts),
             hits=sum(hits),
             misses=len(hits) - sum(hits),
-            run_lengths=totals.run_lengths or (run_lengths(hits) if hits else (1,) * len(verdicts)),
+            run_lengths=totals.run_lengths or lengths_of_runs(verdicts),
             predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts), totals),
             **{name: getattr(totals, name) for name in names},
         )
-
-
-def _whole_characters(text: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"prompt={text!r:.200}: holds half a character (a lone surrogate), which is no text")
-    return text
-
-
-def _token_id(token: object, vocab_size: int) -> int:
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise ValueError(f"token id {token!r}: give a text or a list of whole numbers")
-    number = int(token.__index__())
-    if not 0 <= number < vocab_size:
-        raise ValueError(f"token id {number} is outside the vocabulary: choose 0 to {vocab_size - 1}")
-    return number

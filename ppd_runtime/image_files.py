@@ -1,5 +1,6 @@
 """Figures as image files; needs the `plots` extra."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ def new_figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'ppd-runtime[plots]'") from error
+        raise ValueError(f"plots need matplotlib: {sys.executable} -m pip install matplotlib") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.worker import Worker, WorkerSpec
 
 _STOP_DEADLINE_S = 10.0
-_CONNECT_DEADLINE_S = 5.0
 _KEEPER_S = 0.3  # that it takes where nobody is left to end
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy
 
@@ -66,11 +64,15 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def assign_cores(num_workers: int, threads: int) -> list[tuple[int, ...]]:
-    """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all."""
+def assign_cores(num_workers: int, threads: int, taken: Collection[int] = ()) -> list[tuple[int, ...]]:
+    """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all.
+
+    Those that are `taken` are given where there are too few others.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < num_workers * threads:
         return [()] * num_workers
+    cores.sort(key=lambda core: core in taken)
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
 
 
@@ -113,17 +115,6 @@ def import_environment() -> dict[str, str]:
     """Environment variables with which another Python finds this very package."""
     paths = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def check_ray_address(address: str) -> None:
-    """Raise ValueError where nobody answers at a Ray address of the form host:port."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"ray_address={address!r}: give host:port, as `ray start --head` prints it")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_DEADLINE_S).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"ray_address={address!r}: nobody answers there ({error}); is the cluster running?") from error
 
 
 class Introductions:

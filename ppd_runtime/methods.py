@@ -1,15 +1,18 @@
 """Every way of decoding by its name: `decode`, and `open_method` for many prompts."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from ppd_runtime.config import SAMPLING_SETTINGS, UnknownSettingError
 from ppd_runtime.decoding.kangaroo import KangarooSettings
 from ppd_runtime.decoding.layerskip import AdaSpeedSettings, LayerSkipSettings
 from ppd_runtime.decoding.speculation import MethodSettings
 from ppd_runtime.decoding.swift import SwiftSettings
 from ppd_runtime.generation import TextGenerator
 from ppd_runtime.ordinary import OrdinaryDecoding
+from ppd_runtime.prompts import Prompt
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.self_speculative import SelfSpeculativeDecoding
@@ -23,27 +26,27 @@ SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = {
 METHODS = ("autoregressive", "ppd", *SELF_SPECULATIVE)
 
 
-def decode(model: str, prompt: str | Sequence[int], method: str = "ppd", **settings: Any) -> GenerationResult:
+def decode(model: str | Path, prompt: Prompt, method: str = "ppd", **settings: Any) -> GenerationResult:
     """Continue a prompt with a model, by any method: the tokens are the same.
 
     Args:
         model: a local folder, a hub name, or "demo" for the embedded model.
-        prompt: a text, or token ids.
+        prompt: a text, or token ids; see `TextGenerator.generate`.
         method: one of `METHODS`.
         settings: the method's own (`LayerSkipSettings` and so on, or `PPDRuntime`'s), the generator's (dtype, device,
-            threads, compile) and `generate`'s (max_new_tokens, temperature and so on).
+            threads, compile) and `generate`'s (max_new_tokens, temperature and so on, or `params`).
 
     Raises:
         ValueError: for a setting that there is not, or one that cannot work, before any weights are read.
     """
-    wanted = _names(TextGenerator.generate)
+    wanted = {*SAMPLING_SETTINGS, "params", "add_special_tokens"}
     asked = {name: value for name, value in settings.items() if name in wanted}
     others = {name: value for name, value in settings.items() if name not in wanted}
     with open_method(model, method, **others) as generator:
         return generator.generate(prompt, **asked)
 
 
-def open_method(model: str, method: str = "ppd", **settings: Any) -> TextGenerator:
+def open_method(model: str | Path, method: str = "ppd", **settings: Any) -> TextGenerator:
     """A method ready for many prompts: `generate`, `stream`, and `close`; for the settings see `decode`."""
     if method not in METHODS:
         raise ValueError(f"method={method!r}: choose one of {', '.join(METHODS)}")
@@ -66,7 +69,7 @@ def method_settings(method: str, settings: Mapping[str, Any]) -> tuple[MethodSet
     return chosen, {name: value for name, value in settings.items() if name in shared}
 
 
-def _self_speculative(model: str, method: str, settings: Mapping[str, Any]) -> SelfSpeculativeDecoding:
+def _self_speculative(model: str | Path, method: str, settings: Mapping[str, Any]) -> SelfSpeculativeDecoding:
     chosen, shared = method_settings(method, settings)
     return SelfSpeculativeDecoding(chosen, model, **shared)
 
@@ -78,4 +81,4 @@ def _names(function: Callable[..., Any]) -> set[str]:
 def _check_names(method: str, settings: Mapping[str, Any], known: set[str]) -> None:
     unknown = sorted(set(settings) - known)
     if unknown:
-        raise ValueError(f"{method} has no setting {unknown[0]!r}: it has {', '.join(sorted(known))}")
+        raise UnknownSettingError(method, unknown[0], known)

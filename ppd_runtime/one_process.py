@@ -3,11 +3,13 @@
 import time
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
+from typing import cast
 
 import torch
 
 from ppd_runtime.config import RuntimeConfig, SamplingParams
-from ppd_runtime.generation import Step, TextGenerator, Totals
+from ppd_runtime.ending import Ending
+from ppd_runtime.generation import TextGenerator
 from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.loading import (
     ModelInfo,
@@ -18,6 +20,7 @@ from ppd_runtime.models.loading import (
     load_tokenizer,
 )
 from ppd_runtime.models.stage import Stage
+from ppd_runtime.steps import Step, Totals
 from ppd_runtime.text import StopRule
 from ppd_runtime.trace import Trace
 
@@ -51,6 +54,12 @@ class OneProcessDecoding(TextGenerator):
         code = compile_ahead(info, number, place, compiled_for) if config.compile else None
         return load_stage(info, info.num_layers, number, place, code, self._emulate)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._described()})"
+
+    def _described(self) -> str:
+        return f"{self.info.name!r}, {self.info.num_layers} layers, {self.stage.device}, {self.dtype}"
+
     @property
     def dtype(self) -> str:
         """The dtype of weights and passes, such as float32; what "auto" came to."""
@@ -75,15 +84,18 @@ class OneProcessDecoding(TextGenerator):
             torch.set_num_threads(threads_before)
 
     def _timed_steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
-        recorder, passes = self.stage.recorder, self.stage.layer_passes
+        recorder, passes, ending = self.stage.recorder, self.stage.layer_passes, cast("Ending", self._ending)
+        ending.start_clock()
         spent, first, first_ledger, reason = 0.0, 0.0, None, None
-        tokens = self._tokens(prompt_ids, params, StopRule(params, self.info.eos_token_ids, self.tokenizer))
+        stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)
+        tokens = self._tokens(prompt_ids, params, stop)
         recorder.begin(self._traced)
         while reason is None:
             began = time.perf_counter()
             recorder.resume()
             token, right, reason = next(tokens)
             recorder.pause()
+            reason = reason or ending.reason()
             spent += time.perf_counter() - began  # the caller's own time between two tokens does not count
             first, first_ledger = first or spent, first_ledger or recorder.ledger()
             yield Step(token, right, last=reason is not None)

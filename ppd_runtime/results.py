@@ -1,7 +1,8 @@
 """What a generation gives back: events while it runs, a result with statistics when it is done."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from ppd_runtime.trace import Trace
 
@@ -42,6 +43,10 @@ class Ledger:
         """The whole."""
         return self.layers_s + self.heads_s + self.hops_s + self.waiting_s + self.python_s
 
+    def plus(self, later: "Ledger") -> "Ledger":
+        """Of two stretches of time."""
+        return Ledger(*(getattr(self, field.name) + getattr(later, field.name) for field in fields(self)))
+
     def per_token_since(self, first: "Ledger", num_tokens: int) -> "Ledger":
         """What has come since `first`, as a share of `num_tokens` tokens."""
         names = [field.name for field in fields(self)]
@@ -62,6 +67,16 @@ class Speculation:
     """Seconds in verifying."""
     draft_cost: float
     """c: the layers that a draft step runs, as a share of the model's."""
+
+    def and_then(self, later: "Speculation") -> "Speculation":
+        """Of both parts of a request."""
+        return Speculation(
+            (*self.drafted, *later.drafted),
+            (*self.accepted, *later.accepted),
+            self.draft_s + later.draft_s,
+            self.verify_s + later.verify_s,
+            later.draft_cost,
+        )
 
 
 @dataclass(frozen=True)
@@ -136,21 +151,35 @@ class Stats:
     @cached_property
     def tokens_per_second(self) -> float:
         """New tokens over the whole latency."""
-        return self.new_tokens / self.latency_s
+        return self.new_tokens / self.latency_s if self.latency_s else 0.0
 
     @cached_property
     def time_per_token_s(self) -> float:
         """Mean time of a token after the first; the whole latency where there is only one."""
-        if self.new_tokens == 1:
+        if self.new_tokens <= 1:
             return self.latency_s
         return (self.latency_s - self.time_to_first_token_s) / (self.new_tokens - 1)
 
     @cached_property
     def ledger_per_token(self) -> Ledger:
         """Where the mean time of a token after the first went; the whole latency where there is only one."""
-        if self.new_tokens == 1:
+        if self.new_tokens <= 1:
             return self.ledger
         return self.ledger.per_token_since(self.first_token_ledger, self.new_tokens - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and times, and the rates that follow from them, in JSON's values."""
+        rates = {
+            "match_rate": self.match_rate,
+            "tokens_per_second": self.tokens_per_second,
+            "time_per_token_s": self.time_per_token_s,
+            "ledger_per_token": asdict(self.ledger_per_token),
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "compression_rate": self.compression_rate,
+            "ctar": {str(window): self.ctar(window) for window in range(1, 7)},
+        }
+        return {**_with_lists(asdict(self)), **rates}
 
 
 @dataclass(frozen=True)
@@ -163,10 +192,20 @@ class GenerationResult:
     """The generated tokens, the one that ended the generation among them."""
     prompt_ids: tuple[int, ...]
     finish_reason: str
-    """length, eos, stop, or cancelled."""
+    """length, eos, stop (a stop text, or a token of `stop_token_ids`), timeout, or cancelled."""
     stats: Stats
     trace: Trace | None = None
     """What every process did and when, where that was asked for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the trace, in JSON's values: `json.dumps` takes it, and `json.loads` gives it back."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "prompt_ids": list(self.prompt_ids),
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.to_dict(),
+        }
 
 
 def run_lengths(hits: list[bool]) -> tuple[int, ...]:
@@ -179,3 +218,14 @@ def run_lengths(hits: list[bool]) -> tuple[int, ...]:
             lengths.append(current)
             current = 1
     return (*lengths, current)
+
+
+def _with_lists(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with lists for tuples, as JSON would give them back."""
+    return {name: _as_json(value) for name, value in values.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _with_lists(value)
+    return list(value) if isinstance(value, tuple) else value

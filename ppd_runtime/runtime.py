@@ -12,37 +12,31 @@ import torch
 
 from ppd_runtime.calls import Call, Told
 from ppd_runtime.closing import Closing
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
+from ppd_runtime.core_share import CoreShare
 from ppd_runtime.cost_model.theory import latency_ratio
-from ppd_runtime.generation import Step, TextGenerator, Totals
-from ppd_runtime.launching import LocalWorkers, RequestCounts, Workers, assign_cores, available_cores, check_ray_address
+from ppd_runtime.ending import Ending
+from ppd_runtime.generation import TextGenerator
+from ppd_runtime.launcher import choose_launcher
+from ppd_runtime.launching import RequestCounts, Workers, available_cores
 from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
-from ppd_runtime.models.loading import (
-    HEAD,
-    ModelInfo,
-    choose_device,
-    choose_dtype,
-    compile_ahead,
-    describe,
-    load_tokenizer,
-    share_weights,
-)
+from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
 from ppd_runtime.models.trained_heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
     MAIN,
     MISS,
     NOT_ASKED,
-    Begin,
     Finished,
 )
-from ppd_runtime.processes import ProcessWorkers
+from ppd_runtime.pipeline.requests import begin_request
 from ppd_runtime.results import Ledger
+from ppd_runtime.startup import check_ray, start_workers, transport_here
+from ppd_runtime.steps import Step, Totals
 from ppd_runtime.supervision import CLOSED, Progress
 from ppd_runtime.trace import Trace
 from ppd_runtime.transport.network import check_interface
-from ppd_runtime.transport.sockets import check_collective, choose_transport
+from ppd_runtime.transport.sockets import check_collective
 from ppd_runtime.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -67,14 +61,20 @@ class PPDRuntime(TextGenerator):
             temperature 1, by `benchmarks.siblings`).
         exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
             a `RehearsedHead` for tests and benchmarks.
-        dtype: float32, bfloat16, float16 or auto (what `choose_dtype` finds fastest; the same for `OrdinaryDecoding`).
+        dtype: float32, bfloat16, float16 (or PyTorch's own, such as torch.bfloat16), or auto (what `choose_dtype`
+            finds fastest; the same for `OrdinaryDecoding`).
         device: cpu, cuda or auto.
         transport: "unix" or "zeromq" (processes, with these sockets between them), "collective" (hidden states and
             key/value entries from device to device, NCCL on GPUs and Gloo on CPUs, the rest over ZeroMQ), "local"
             (threads of this process) or "auto": collective where each worker has a GPU of its own, else zeromq with
             a `bind_interface` and unix without.
-        launcher: what starts the processes: "ray", or "processes" for plain ones on this host, which need no Ray.
-        ray_address: host:port of a running Ray cluster; None starts a node for this runtime alone.
+        launcher: what starts the processes: "processes" for plain ones of this host, which need no Ray, "ray", or
+            "auto": Ray where there is one to join or several hosts are asked for, else processes; `choose_launcher` has
+            the rule. A Ray that the program has started is joined and never shut down; it may call `ray.init` later
+            where the runtime has processes, and with `ignore_reinit_error=True` where it has a Ray node of its own.
+        ray_address: host:port of a running Ray cluster, "auto" for one that runs on this host, "local" for a node of
+            our own, which all runtimes of a program share. None is what RAY_ADDRESS says, and a node of our own
+            without.
         bind_interface: an IP address of this host; the processes then reach each other over TCP, every connection
             encrypted and both its ends authenticated (CURVE, keys made for each run). None: sockets in a folder that
             only this user may enter, for processes of one host.
@@ -102,16 +102,16 @@ class PPDRuntime(TextGenerator):
 
     def __init__(
         self,
-        model: str = "demo",
+        model: str | Path = "demo",
         *,
         k: int = 3,
         exit_layer: int | None = None,
         workers: int | None = None,
         exit_head: str | Path | RehearsedHead = SHARED,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         transport: str = "auto",
-        launcher: str = "ray",
+        launcher: str = "auto",
         ray_address: str | None = None,
         bind_interface: str | None = None,
         threads_per_worker: int = 1,
@@ -126,11 +126,11 @@ class PPDRuntime(TextGenerator):
         progress: Progress | None = None,
     ) -> None:
         self.config = RuntimeConfig(
-            model=model,
+            model=model_name(model),
             k=k,
             exit_layer=exit_layer,
             workers=workers,
-            dtype=dtype,
+            dtype=dtype_name(dtype),
             device=device,
             transport=transport,
             ray_address=ray_address,
@@ -144,8 +144,12 @@ class PPDRuntime(TextGenerator):
             placement_timeout_s=placement_timeout_s,
             gpus_per_worker=gpus_per_worker,
         )
+        self.launcher = choose_launcher(self.config)
+        """What starts the workers, "threads", "processes" or "ray"; what "auto" came to."""
         _check_host(self.config)
-        info = describe(model)
+        if self.launcher == "ray":
+            check_ray(self.config)
+        info = describe(self.config.model)
         head = _find_head(exit_head, info)
         if isinstance(head, HeadInfo) and exit_layer is None:
             self.config = replace(self.config, exit_layer=head.exit_layer)
@@ -153,17 +157,27 @@ class PPDRuntime(TextGenerator):
         if isinstance(head, HeadInfo):
             head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
-        self._specs = _worker_specs(self.config, info, self.exit_layer, head, emulate)
-        if launcher == "processes":
-            _transport_here(transport, self._specs)
+        self._specs = _worker_specs(self.config, self.launcher, info, self.exit_layer, head, emulate)
+        if self.launcher == "processes":
+            transport_here(transport, self._specs)
         if transport == "collective" and self.config.one_host:
             check_collective(self._specs[MAIN].device)
+        processes, here = 1 + self.config.num_subs, self.config.one_host or self.launcher == "processes"
+        self._share = CoreShare(processes, threads_per_worker, pinned=here and self.launcher != "threads")
+        self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
         self._traced, self._conditions = trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
         self._closing: Closing | None = None
         self._starting, self._closed = threading.RLock(), False
         self._next_request = 1
+
+    def __repr__(self) -> str:
+        config, layers = self.config, self.info.num_layers
+        subs = f"{config.num_subs} sub-process{'es' if config.num_subs > 1 else ''}"
+        layout = f"k={config.k}, exit after layer {self.exit_layer} of {layers}, {subs}, transport {config.transport}"
+        state = "closed" if self._closed else "running" if self._workers else "not started"
+        return f"PPDRuntime({self.info.name!r}, {layout}, {self.device}, {self.dtype}, {state})"
 
     def start(self) -> None:
         """Start the workers and wait until they have loaded their layers; a second call does nothing.
@@ -174,7 +188,10 @@ class PPDRuntime(TextGenerator):
         """
         with self._starting:
             if self._workers is None and not self._closed:
-                self._workers = _launch(self._specs, self.config, self._progress)
+                if self.device == "cpu" and (crowding := self._share.crowding()):
+                    logger.warning(crowding)
+                self._workers = start_workers(self._specs, self.config, self.launcher, self._progress)
+                self._share.begin()
                 self._closing = Closing(self._workers)
                 weakref.finalize(self, self._closing.close)
             if self._closed:
@@ -210,16 +227,27 @@ class PPDRuntime(TextGenerator):
         with self._starting:
             if self._closing is not None:
                 self._closing.close()
+            self._share.release()
 
     def __enter__(self) -> "PPDRuntime":
         self.start()
         return self
 
+    def _check_params(self, params: SamplingParams, prompt_size: int) -> None:
+        super()._check_params(params, prompt_size)
+        if params.logits_processors and self.config.transport != "local":
+            raise ValueError(
+                "logits_processors are functions, which are not sent to other processes: choose transport='local', or "
+                "a method that decodes in this process (OrdinaryDecoding, layerskip, adaspeed, kangaroo, swift)"
+            )
+
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         self.start()
-        workers, closing = cast("Workers", self._workers), cast("Closing", self._closing)
+        workers, closing, ending = self._workers, cast("Closing", self._closing), cast("Ending", self._ending)
+        assert workers is not None
         request, self._next_request = self._next_request, self._next_request + 1
-        call = Call(workers, replace(_begin(request, prompt_ids, params, live), traced=self._traced))
+        ending.start_clock()
+        call = Call(workers, replace(begin_request(request, prompt_ids, params, live), traced=self._traced), ending)
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
@@ -249,7 +277,7 @@ class PPDRuntime(TextGenerator):
         return Trace(self.info.num_layers, self.exit_layer, self._conditions, told.processes())
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
-        return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, num_new_tokens)
+        return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, max(num_new_tokens, 1))
 
 
 def _check_host(config: RuntimeConfig) -> None:
@@ -259,8 +287,6 @@ def _check_host(config: RuntimeConfig) -> None:
         raise ValueError(f"{refused}: there are {available_cores()} CPU cores here, choose at most so many")
     if config.bind_interface is not None:
         check_interface(config.bind_interface)
-    if config.ray_address is not None:
-        check_ray_address(config.ray_address)
 
 
 def _counts(call: Call, workers: Workers, specs: list[WorkerSpec]) -> RequestCounts:
@@ -315,19 +341,17 @@ def _find_head(exit_head: str | Path | RehearsedHead, info: ModelInfo) -> str | 
 
 def _worker_specs(
     config: RuntimeConfig,
+    launcher: str,
     info: ModelInfo,
     exit_layer: int,
     exit_head: str | HeadInfo | RehearsedHead,
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
-    by_ray = config.transport != "local" and config.launcher == "ray"
+    by_ray = launcher == "ray"
     elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
     processes = 1 + config.num_subs
-    cores = assign_cores(processes, config.threads_per_worker)
-    if config.transport == "local" or elsewhere:
-        cores = [()] * processes  # threads of a process whose placement is its owner's business; other hosts' cores
     devices = [device] * processes
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
@@ -342,61 +366,8 @@ def _worker_specs(
             device=devices[rank],
             threads=config.threads_per_worker,
             exit_head=exit_head,
-            cores=cores[rank],
             emulate=emulate,
             run_ahead=config.run_ahead,
         )
         for rank in range(processes)
     ]
-
-
-def _transport_here(transport: str, specs: list[WorkerSpec]) -> str:
-    """What is used for a setting where every worker is on this host and knows its device."""
-    devices = {spec.device for spec in specs}
-    return choose_transport(transport, specs[MAIN].device.startswith("cuda"), len(devices) == len(specs))
-
-
-def _launch(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> Workers:
-    if config.compile:
-        progress("compiling, unless an earlier run has")
-        passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
-        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
-        specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings} | ({HEAD} & set(code))}) for spec in specs]
-    if config.one_host or config.launcher == "processes":
-        progress("converting weights, where that has to be and no earlier run has")
-        share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
-    if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
-        kind = str(specs[MAIN].dtype).removeprefix("torch.")
-        logger.warning(
-            "workers=%d with k=%d in %s: a token may differ, see the README", config.num_subs, config.k, kind
-        )
-    available, threads = available_cores(), config.threads_per_worker
-    if specs[0].device == "cpu" and available < len(specs) * threads:
-        workers = f"{len(specs)} workers" + (f" with {threads} threads each" if threads > 1 else "")
-        logger.warning("%s share %d CPU cores: expect less speed than a core for each gives", workers, available)
-    if config.transport == "local":
-        return LocalWorkers(specs, config.max_restarts, progress)
-    bound = config.bind_interface
-    if config.launcher == "processes":
-        transport = _transport_here(config.transport, specs)
-        return ProcessWorkers(specs, transport, config.max_restarts, progress, bind_interface=bound)
-    from ppd_runtime.orchestration.workers import RayWorkers  # only this launcher needs Ray
-
-    return RayWorkers(specs, config, progress)
-
-
-def _begin(request: int, prompt_ids: list[int], params: SamplingParams, live: bool) -> Begin:
-    return Begin(
-        sender=CLIENT,
-        request=request,
-        prompt_ids=prompt_ids,
-        max_new_tokens=params.max_new_tokens,
-        temperature=float(params.temperature),
-        top_k=params.top_k,
-        top_p=float(params.top_p),
-        repetition_penalty=float(params.repetition_penalty),
-        seed=params.seed,
-        stop=list(params.stop),
-        ignore_eos=params.ignore_eos,
-        live=live,
-    )

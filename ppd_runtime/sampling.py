@@ -1,10 +1,11 @@
-"""Logits → next token: transformers' logits processors, then shared Gumbel noise keyed by (seed, position).
+"""Logits → next token: logits processors, transformers' own where it has them, then noise keyed by (seed, position).
 
 `argmax(processed_logits + noise)` is an exact sample of the processed distribution (the Gumbel-max trick). Whoever
 predicts the token early adds the same noise, so early and final choice agree far more often than two independent
 draws would, and a run can be repeated by any process with any layout.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from enum import IntEnum
@@ -15,55 +16,66 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.config import LogitsProcessor, SamplingParams
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind
 
 _FILTERED = 1e6  # how far a filtered token ranks behind every token that top-k and top-p keep
 _MOST_NOISE = 32  # positions whose noise is kept: drafts and their verification ask for the same
 _DOUBT = 1e-3  # of all probability: by so much less a sum in single precision may be wrong
+_LEAST_SURE = 1e-30  # of the highest probability: lower ones may be lost where they are divided by a sum
 
 
 class Stream(IntEnum):
-    """What a random number is for: each use has numbers of its own, keyed by (seed, position)."""
+    """What random numbers are for: each use has numbers of its own."""
 
     NOISE = 0
     """The shared noise."""
-    DRAFT = 1
-    """Drawing a draft's token."""
-    ACCEPT = 2
-    """Whether a drawn token stays."""
-    CHOICE = 3
-    """Drawing the whole model's own token."""
+    DRAWS = 1
+    """A request's `Draws`."""
 
 
 class Sampler:
-    """Chooses tokens for one request; a pure function of logits, the tokens before them, and the parameters."""
+    """Chooses tokens for one request; a pure function of logits, the tokens before them, and the parameters.
 
-    def __init__(self, params: SamplingParams) -> None:
+    Args:
+        params: how.
+        prompt_size: tokens at the beginning of every history that are the request's prompt; presence and frequency
+            count what is behind them, and the prompt's `params.num_generated` last ones.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_size: int = 0) -> None:
         self.params = params
-        self.needs_history = params.repetition_penalty != 1
+        self._first_generated = max(prompt_size - params.num_generated, 0)
+        counts = bool(params.presence_penalty or params.frequency_penalty)
+        self.needs_history = params.repetition_penalty != 1 or counts or bool(params.logits_processors)
         self.plain = params.greedy and not self.needs_history
         """Whether the choice is the highest of the logits as they are."""
         self._by_numpy = not params.greedy and not self.needs_history
         self._noise_at = lru_cache(_MOST_NOISE)(partial(gumbel_noise, params.seed))
-        self._penalty = LogitsProcessorList()
+        self._changes: list[LogitsProcessor] = []
         self._temperature = LogitsProcessorList()
         self._filters = LogitsProcessorList()
-        if self.needs_history:
-            self._penalty.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+        if params.repetition_penalty != 1:
+            self._changes.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+        if counts:
+            self._changes.append(self._without_repeated)
+        self._changes += [partial(_checked, processor) for processor in params.logits_processors]
         if params.temperature not in (0, 1):
             self._temperature.append(TemperatureLogitsWarper(float(params.temperature)))
         if params.top_k:
             self._filters.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1:
             self._filters.append(TopPLogitsWarper(float(params.top_p)))
+        if params.min_p:
+            self._filters.append(MinPLogitsWarper(float(params.min_p)))
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
@@ -86,6 +98,8 @@ class Sampler:
         if not np.isfinite(score) or (params.top_k and params.top_p < 1):
             return None
         if params.top_k and not np.count_nonzero(scaled > score) < params.top_k:
+            return None
+        if params.min_p and not np.exp(score - scaled.max()) > max(params.min_p * (1 + _DOUBT), _LEAST_SURE):
             return None
         if params.top_p < 1:
             weights = np.exp(scaled - scaled.max())
@@ -157,18 +171,12 @@ class Sampler:
         return token, 1 / float(np.exp(behind if temperature in (0, 1) else temperature * behind).sum())
 
     def distribution(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """`[vocab_size]` probabilities of the tokens that may follow `history`; temperatures above 0 only."""
+        """`[vocab_size]` float64 probabilities of the tokens that may follow `history`; temperatures above 0 only.
+
+        They are NaN, all of them, where a logit is NaN or infinitely high.
+        """
         scores = self._temperature(None, self._penalised(logits, history)[None])
-        return self._filters(None, scores)[0].softmax(-1)
-
-    def draw(self, chances: Tensor, position: int, stream: Stream) -> int:
-        """A draw for `position` from `[vocab_size]` probabilities, which need not sum to 1."""
-        noise = gumbel_noise(self.params.seed, position, len(chances), stream)
-        return int((chances.log() + torch.from_numpy(noise).to(chances.device)).argmax())
-
-    def uniform(self, position: int, stream: Stream) -> float:
-        """A uniform draw in [0, 1) for `position`."""
-        return float(_generator(self.params.seed, position, stream).random())
+        return self._filters(None, scores)[0].softmax(-1, dtype=torch.float64)
 
     def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
         """What `rank` sorts by where the temperature is above 0, for many positions: `[rows, vocab_size]`, like both.
@@ -199,19 +207,61 @@ class Sampler:
         with np.errstate(invalid="ignore"):  # of what is no number nothing is asked
             up_to_each = np.cumsum(np.exp(ranked - ranked[-1]))
         border = np.searchsorted(up_to_each, (1 - params.top_p) * up_to_each[-1], side="right")
-        return float(ranked[min(border, len(ranked) - 1)])
+        lowest = float(ranked[min(border, len(ranked) - 1)])
+        return max(lowest, float(ranked[-1]) + math.log(params.min_p)) if params.min_p else lowest
 
     def _penalised(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """The logits behind penalties and the request's own processors, `[vocab_size]` like them."""
         if not self.needs_history:
             return logits
-        return self._penalty(torch.tensor([history], device=logits.device), logits[None])[0]
+        input_ids, scores = torch.tensor([history], device=logits.device), logits[None]
+        for change in self._changes:
+            scores = change(input_ids, scores)
+        return scores[0]
+
+    def _without_repeated(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Presence and frequency penalty as OpenAI defines them and vLLM computes them, which transformers lacks."""
+        generated = input_ids[0, self._first_generated :]
+        counts = torch.bincount(generated, minlength=scores.shape[-1])
+        scores = scores - self.params.frequency_penalty * counts
+        return scores - self.params.presence_penalty * (counts > 0)
+
+
+class Draws:
+    """A request's random numbers, each of which is drawn once: nothing that came before it can know it.
+
+    Args:
+        seed: the request's (u64).
+        prompt_length: its prompt's tokens: whoever continues a text with the same seed gets other numbers.
+        earlier: requests whose numbers may still steer this one, so that the same seed must give it others.
+    """
+
+    def __init__(self, seed: int, prompt_length: int, earlier: int = 0) -> None:
+        self._generator = _generator(seed, prompt_length, Stream.DRAWS, earlier)
+
+    def uniform(self) -> float:
+        """A uniform number in [0, 1)."""
+        return float(self._generator.random())
+
+    def token(self, chances: Tensor) -> int:
+        """A draw from `[vocab_size]` float64 probabilities, which need not sum to 1; never one of probability 0.
+
+        Raises:
+            ValueError: where they are no probabilities.
+        """
+        up_to_each = chances.cpu().numpy().cumsum()
+        total = float(up_to_each[-1])
+        if not 0 < total < float("inf"):
+            raise ValueError(f"the probabilities of the next token sum to {total}: choose another dtype, as float32")
+        below = min(self.uniform() * total, math.nextafter(total, 0))  # so near 0 the product may round up to the total
+        return int(up_to_each.searchsorted(below, side="right"))
 
 
 class TimedSampler(Sampler):
     """A sampler whose choices are spans of a process' time."""
 
-    def __init__(self, params: SamplingParams, recorder: Recorder) -> None:
-        super().__init__(params)
+    def __init__(self, params: SamplingParams, recorder: Recorder, prompt_size: int = 0) -> None:
+        super().__init__(params, prompt_size)
         self._recorder = recorder
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -227,6 +277,15 @@ class TimedSampler(Sampler):
         tokens = super().rank(logits, history, k)
         self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), tokens[0])
         return tokens
+
+
+def _checked(processor: LogitsProcessor, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """What a request's own processor gives; it may write into its arguments."""
+    found = processor(input_ids.clone(), scores.clone())
+    if not isinstance(found, Tensor) or found.shape != scores.shape:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"logits_processors: {processor!r:.200} gave {shape}, not scores {list(scores.shape)}")
+    return found.to(scores)
 
 
 def _first_highest(scores: Tensor) -> int:
@@ -246,13 +305,14 @@ def _best(scores: Tensor, k: int) -> list[int]:
     return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]
 
 
-def gumbel_noise(seed: int, position: int, size: int, stream: Stream = Stream.NOISE) -> np.ndarray:
+def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:
     """`[size]` float32 standard Gumbel noise, the same in every process for the same seed (u64) and position."""
-    uniform = _generator(seed, position, stream).random(size)
+    uniform = _generator(seed, position, Stream.NOISE).random(size)
     with np.errstate(divide="ignore"):  # a uniform of exactly 0 is an impossible choice: -inf
         return -np.log(-np.log(uniform)).astype(np.float32)
 
 
-def _generator(seed: int, position: int, stream: Stream) -> np.random.Generator:
-    key, counter = np.array([seed, position], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
+def _generator(seed: int, position: int, stream: Stream, number: int = 0) -> np.random.Generator:
+    """Philox counts up in the counter's first word; the last two keep sequences apart."""
+    key, counter = np.array([seed, position], dtype=np.uint64), np.array([0, 0, number, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(counter=counter, key=key))

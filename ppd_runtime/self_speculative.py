@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+import torch
+
+from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
 from ppd_runtime.cost_model.theory import drafting_ratio
 from ppd_runtime.decoding.speculation import MethodSettings, Progress, speculate
 from ppd_runtime.decoding.verification import ACCEPTANCE_RULES, acceptance_rule
-from ppd_runtime.generation import Totals
 from ppd_runtime.models.loading import SEVERAL, describe
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.one_process import OneProcessDecoding
 from ppd_runtime.results import Speculation
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.steps import Totals
 from ppd_runtime.text import StopRule
 
 
@@ -24,7 +27,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
         acceptance: shared-noise (the tokens are ordinary decoding's, sampled ones too) or rejection (speculative
             sampling as in the papers: as exact a sampler, but other tokens than ordinary decoding's).
-        dtype: float32, bfloat16, float16 or auto.
+        dtype: float32, bfloat16, float16 (or PyTorch's own, such as torch.bfloat16), or auto.
         device: cpu, cuda or auto.
         threads: CPU threads for matrix products; set for the whole process while a generation runs.
         compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk.
@@ -39,10 +42,10 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
     def __init__(
         self,
         method: MethodSettings,
-        model: str = "demo",
+        model: str | Path = "demo",
         *,
         acceptance: str = "shared-noise",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         threads: int = 1,
         compile: bool = False,
@@ -51,19 +54,30 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
     ) -> None:
         if acceptance not in ACCEPTANCE_RULES:
             raise ValueError(f"acceptance={acceptance!r}: choose one of {', '.join(ACCEPTANCE_RULES)}")
-        config = RuntimeConfig(model, dtype=dtype, device=device, threads_per_worker=threads, compile=compile)
-        info = describe(model)
+        config = RuntimeConfig(
+            model_name(model),
+            dtype=dtype_name(dtype),
+            device=device,
+            threads_per_worker=threads,
+            compile=compile,
+        )
+        info = describe(config.model)
         start = method.prepare(info)
         super().__init__(info, config, trace)
         self._acceptance, self._progress = acceptance, Progress()
+        self._name = type(method).__name__.removesuffix("Settings").lower()
         self.stage = stage or self.load_whole((1, SEVERAL))
         self.method = start(self.stage)
+
+    def _described(self) -> str:
+        return f"{self._name}, {super()._described()}"
 
     def _tokens(
         self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
     ) -> Iterator[tuple[int, bool | None, str | None]]:
         self._progress = Progress()
-        rule = acceptance_rule(self._acceptance, Sampler(params))
+        size = len(prompt_ids)
+        rule = acceptance_rule(self._acceptance, Sampler(params, size), size, self.method.steered_by)
         return speculate(self.method, self.stage, rule, prompt_ids, params.max_new_tokens, stop, self._progress)
 
     def _counted(self, totals: Totals) -> Totals:

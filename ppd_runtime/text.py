@@ -61,14 +61,25 @@ class TextStream:
 
 
 class StopRule:
-    """Says after each token whether the generation ends there, and why."""
+    """Says after each token whether the generation ends there, and why.
+
+    Of `prompt_ids` the last `params.num_generated` belong to the text in which stop texts are looked for.
+    """
 
     def __init__(
-        self, params: SamplingParams, eos_token_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase | None
+        self,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        tokenizer: PreTrainedTokenizerBase | None,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         self._left = params.max_new_tokens
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         self._text = TextStream(tokenizer, params.stop) if params.stop and tokenizer else None
+        if self._text:
+            for token in prompt_ids[len(prompt_ids) - params.num_generated :]:
+                self._text.push(token)
 
     @property
     def last_allowed(self) -> bool:
@@ -80,6 +91,8 @@ class StopRule:
         self._left -= 1
         if token_id in self._eos:
             return "eos"
+        if token_id in self._stop_token_ids:
+            return "stop"
         if self._text:
             self._text.push(token_id)
             if self._text.stopped:

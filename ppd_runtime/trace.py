@@ -7,7 +7,7 @@ wall clock is noted too, to put traces of several hosts beside each other; no be
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ class Trace:
     """What a reader of its times has to know, such as that devices were emulated."""
     processes: tuple[ProcessSpans, ...]
     """By rank, the main process first; those of lost sub-processes are missing."""
+
+    def and_then(self, later: "Trace") -> "Trace":
+        """Of both parts of a request; of a process that was replaced meanwhile, the new one's."""
+        known = {process.rank: process for process in self.processes}
+        processes = [_joined(known.get(process.rank), process) for process in later.processes]
+        return replace(later, processes=tuple(processes))
 
     def name(self, rank: int) -> str:
         """What a process is called."""
@@ -142,3 +148,9 @@ def _details(span: Span) -> Event:
 
 def _us(nanoseconds: int) -> float:
     return nanoseconds / 1000
+
+
+def _joined(before: ProcessSpans | None, later: ProcessSpans) -> ProcessSpans:
+    if before is None or before.pid != later.pid:
+        return later
+    return replace(later, dropped=before.dropped + later.dropped, spans=(*before.spans, *later.spans))

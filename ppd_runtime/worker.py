@@ -4,12 +4,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from ppd_runtime.config import SamplingParams, can_run_ahead
+from ppd_runtime.config import can_run_ahead
+from ppd_runtime.models.cuda_graphs import current_device
 from ppd_runtime.models.emulation import EmulatedDevice
 from ppd_runtime.models.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
 from ppd_runtime.models.loading import ModelInfo, load_stage, load_tokenizer
@@ -37,6 +38,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
     Tokens,
 )
+from ppd_runtime.pipeline.requests import cut_short, sampling_params
 from ppd_runtime.pipeline.rest import Rest
 from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.span_messages import pack
@@ -117,9 +119,10 @@ class Worker:
         if spec.cores:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(spec.threads)
-        self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
-        head = None if spec.rank == MAIN else spec.exit_head
-        self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
+        with current_device(spec.device):
+            self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
+            head = None if spec.rank == MAIN else spec.exit_head
+            self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
         head_start = spec.info.num_layers - spec.exit_layer
         self._fitting = Fitting(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
         self._recorder = self.stage.recorder
@@ -140,19 +143,23 @@ class Worker:
         self._endpoint = endpoint
         torch.set_num_threads(self.spec.threads)
         try:
-            while True:
-                message, self._pending = self._pending or self._receive(lambda: None), None
-                if isinstance(message, Shutdown):
-                    return
-                if isinstance(message, Begin) and message.request > self._request:
-                    self._serve_request(message)
-                elif message is not None:
-                    self._answer(message)
+            with current_device(self.spec.device):  # this may be another thread than the one that has loaded
+                self._serve_requests()
         except ShutdownRequested:
             return
         except Exception as error:
             endpoint.send(CLIENT, Failed(self.spec.rank, 0, f"{type(error).__name__}: {error}"[:10_000]))
             raise
+
+    def _serve_requests(self) -> None:
+        while True:
+            message, self._pending = self._pending or self._receive(lambda: None), None
+            if isinstance(message, Shutdown):
+                return
+            if isinstance(message, Begin) and message.request > self._request:
+                self._serve_request(message)
+            elif message is not None:
+                self._answer(message)
 
     def _receive(self, time_left: Callable[[], float | None]) -> Message | None:
         """The next message that fits this worker, in so many seconds; where peers are is the endpoint's business."""
@@ -171,7 +178,7 @@ class Worker:
         if self.spec.rank != MAIN:
             self._ask_for(message)
         elif isinstance(message, Cancel) and message.request > self._request:
-            self._endpoint.send(CLIENT, _never_begun(message.request))
+            self._endpoint.send(CLIENT, cut_short(message.request))
         elif isinstance(message, Begin | Cancel) and self._finished and message.request == self._request:
             if isinstance(message, Begin) and self._main:
                 self._main.repeat(len(message.delivered))
@@ -189,7 +196,7 @@ class Worker:
         self._request, self._unknown, self._finished = begin.request, 0, None
         self._clock = _Clock()
         self._recorder.begin(begin.traced)
-        sampler = TimedSampler(sampling_params(begin), self._recorder)
+        sampler = TimedSampler(sampling_params(begin), self._recorder, len(begin.prompt_ids))
         if self.spec.rank == MAIN:
             self._decode(begin, sampler)
         else:
@@ -200,7 +207,7 @@ class Worker:
         layers = self.spec.exit_layer
         main = MainProcess(self.stage, layers, self._subs, self._send, begin, asked, self._rest)
         self._main = main
-        stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer)
+        stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, begin.prompt_ids)
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
         self._release_tokens()
@@ -333,23 +340,3 @@ class Worker:
             self._deliver(CLIENT, Tokens(MAIN, self._request, held[0].position, token_ids, winners))
             held.clear()
         self._released = time.perf_counter()
-
-
-def _never_begun(request: int) -> Finished:
-    """The end of a request that was cancelled before this process heard of it."""
-    times = {field.name: 0.0 for field in fields(Finished) if field.name.endswith("_s")}
-    return Finished(MAIN, request, "cancelled", 0, layer_passes=0, recomputed_layer_passes=0, **times)
-
-
-def sampling_params(begin: Begin) -> SamplingParams:
-    """The sampling parameters that a request carries; raises ValueError for values that are out of range."""
-    return SamplingParams(
-        max_new_tokens=begin.max_new_tokens,
-        temperature=begin.temperature,
-        top_k=begin.top_k,
-        top_p=begin.top_p,
-        repetition_penalty=begin.repetition_penalty,
-        seed=begin.seed,
-        stop=tuple(begin.stop),
-        ignore_eos=begin.ignore_eos,
-    )

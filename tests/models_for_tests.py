@@ -1,5 +1,6 @@
 """Small random models with a byte-level tokenizer, saved as folders like those that the hub gives."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ END = "<|end|>"
 END_ID = 0
 VOCAB_SIZE = 300
 SLIDING_WINDOW = 6
+_LAST_PRODUCT = re.compile(r"\b(o_proj|out_proj|down_proj|dense|output_linear|output_projection|c_proj|w2)\b")
+"""What a sub-layer adds to the residual stream comes out of it, by its usual names."""
 
 _CORPUS = (
     "The quick brown fox jumps over the lazy dog, and the dog waits for the next fox.",
@@ -79,8 +82,8 @@ def build_model(
     config = CONFIG_MAPPING[family](**shape | _own_settings(family, num_layers, hidden_size) | settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
-    _vary(model)
-    _quieten(model, num_layers if quiet_from is None else quiet_from)
+    vary(model)
+    quieten(model, num_layers if quiet_from is None else quiet_from)
     model = model.to(getattr(torch, dtype)).eval()
     model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=END_ID)
     return model
@@ -94,8 +97,8 @@ def save_model(folder: Path, family: str, max_shard_size: str = "5GB", **setting
 
 
 @torch.no_grad()
-def _vary(model: PreTrainedModel) -> None:
-    """Norms and biases that are not all alike, and no tied head that names the input token again and again."""
+def vary(model: PreTrainedModel) -> None:
+    """Make norms and biases that are not all alike, and no tied head that names the input token again and again."""
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -105,10 +108,12 @@ def _vary(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _quieten(model: PreTrainedModel, first: int) -> None:
+def quieten(model: PreTrainedModel, first: int) -> None:
+    """Have the layers from `first` on (counted from 0) change little, so that earlier ones often foretell the token."""
     for layer in model.model.layers[first:]:
-        for last_product in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            last_product.weight.mul_(0.2)
+        for name, parameter in layer.named_parameters():
+            if parameter.ndim > 1 and _LAST_PRODUCT.search(name):
+                parameter.mul_(0.2)
         if hasattr(layer, "post_feedforward_layernorm"):  # it would make up for that
             layer.post_attention_layernorm.weight.mul_(0.2)
             layer.post_feedforward_layernorm.weight.mul_(0.2)

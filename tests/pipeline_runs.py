@@ -17,6 +17,7 @@ from ppd_runtime.models.loading import ModelInfo, describe, load_layers, load_to
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.pipeline.main_process import MainProcess
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
+from ppd_runtime.pipeline.requests import begin_request
 from ppd_runtime.pipeline.rest import Rest
 from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.sub_process import SubProcess
@@ -93,7 +94,7 @@ class Bench:
         """The oracle."""
         stage = self.stage()
         capacity = len(prompt) + params.max_new_tokens
-        pairs = list(autoregressive(stage, prompt, capacity, Sampler(params), self._stop(params)))
+        pairs = list(autoregressive(stage, prompt, capacity, Sampler(params, len(prompt)), self._stop(params)))
         return Decoded([token for token, _ in pairs], pairs[-1][1] or "", stage.decisive)
 
     def pipelined(
@@ -112,7 +113,7 @@ class Bench:
     ) -> Decoded:
         """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
         network, ranks = MachineNetwork(seed, impatience), range(1, (workers or k) + 1)
-        begin, sampler = begin_message(prompt, params), Sampler(params)
+        begin, sampler = begin_message(prompt, params), Sampler(params, len(prompt))
         for rank in lost:
             network.add(rank, iter_forever())
         main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, not run_ahead, rest)
@@ -156,20 +157,7 @@ def iter_forever():
 
 def begin_message(prompt: Sequence[int], params: SamplingParams) -> Begin:
     """The request as the client would send it."""
-    return Begin(
-        CLIENT,
-        1,
-        list(prompt),
-        params.max_new_tokens,
-        float(params.temperature),
-        params.top_k,
-        float(params.top_p),
-        float(params.repetition_penalty),
-        params.seed,
-        list(params.stop),
-        params.ignore_eos,
-        True,
-    )
+    return begin_request(1, prompt, params, live=True)
 
 
 def rehearsed(

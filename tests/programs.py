@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-WORDS = {"exception": "an exception of the user's", "interrupt": "KeyboardInterrupt", "kill": ""}
+WORDS = {"exception": "an exception of the user's", "interrupt": "KeyboardInterrupt", "kill": "", "terminate": ""}
 """What a program says last, by the way it ends."""
-_SIGNALS = {"interrupt": signal.SIGINT, "kill": signal.SIGKILL}
+_SIGNALS = {"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _SHARED_MEMORY = Path("/dev/shm")
 _SOURCE = """
 import sys, time
@@ -81,7 +81,11 @@ class Program:
     def end(self) -> None:
         """End it in its way, and check that nothing stays."""
         self.interrupt()
-        assert WORDS[self._ending] in self._last_words()
+        words = self._last_words()
+        assert WORDS[self._ending] in words
+        if self._ending == "terminate":
+            assert self.process.returncode == -signal.SIGTERM, "143 to a shell"
+            assert "SIGTERM" not in words, "Ray's core says where in C++ it was"
         self.check_that_nothing_is_left()
 
     def interrupt(self) -> None:

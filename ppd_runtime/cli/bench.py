@@ -9,7 +9,7 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.cli.outputs import check_image, check_outputs, check_resume, give_json
 from ppd_runtime.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _METHODS = """"all", or rows with commas between them, such as "layerskip:exit_layer=6;num_speculations=2,ppd:k=3". A
 row is a method, with a colon and settings where they are not the defaults. Methods: those of `ppd generate` (ppd runs
-with launcher=processes), assistant_early_exit and prompt_lookup (transformers' own). Ordinary decoding is always
+with launcher=auto), assistant_early_exit and prompt_lookup (transformers' own). Ordinary decoding is always
 there."""
 
 
@@ -47,10 +47,9 @@ def bench(
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything here; results are kept beside it until then.")
-    ] = None,
+    ignore_eos: options.IgnoreEos = False,
+    as_json: options.AsJson = False,
+    out: options.KeptOut = None,
     markdown: Annotated[Path | None, typer.Option(help="Write all tables into this file.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw a bar chart into this image.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
@@ -66,17 +65,19 @@ def bench(
     All methods decode a prompt before the next one comes, each time beginning with another; a first run of each is
     dropped. What "all" asks for and the model has no part for is left out, and named.
     """
-    with one_line_errors():
+    with one_line_errors(bench):
         from ppd_runtime.config import SamplingParams
 
-        _check_outputs(json_file, markdown, chart, resume)
+        check_resume(resume, out)
+        check_outputs(out, markdown, chart)
+        check_image(chart)
         sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, ignore_eos=ignore_eos)
         groups = _read_groups(prompts or ["demo"], limit, categories)
         shared = {"dtype": dtype, "device": device, "threads": threads, "compile": compile_}
         with contextlib.ExitStack() as opened:
-            run, left_out = _open(opened, model, methods, shared, groups, sampling, rounds, json_file, resume)
+            run, left_out = _open(opened, model, methods, shared, groups, sampling, rounds, out, resume)
             _measure(run)
-            _report(run, left_out, json_file, markdown, chart)
+            _report(run, left_out, as_json, out, markdown, chart)
 
 
 def _read_groups(prompts: list[str], limit: int | None, categories: str | None) -> "list[GroupedPrompt]":
@@ -95,7 +96,7 @@ def _open(
     groups: "list[GroupedPrompt]",
     sampling: "SamplingParams",
     rounds: int,
-    json_file: Path | None,
+    out: Path | None,
     resume: bool,
 ) -> "tuple[ComparisonRun, list[LeftOut]]":
     """The run, ready to measure, and the rows that it goes without; what is opened is closed with `opened`."""
@@ -109,18 +110,7 @@ def _open(
     check_whole("rounds", rounds, 1)
     rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)
     ready = opened.enter_context(Methods(OrdinaryDecoding(model, **shared), rows))
-    return ComparisonRun(ready, groups, sampling, rounds, json_file, resume), left_out
-
-
-def _check_outputs(json_file: Path | None, markdown: Path | None, chart: Path | None, resume: bool) -> None:
-    """Find out before the measurement what would stop the report after it."""
-    if resume and json_file is None:
-        raise ValueError("--resume goes on from what is kept beside the --json file: give --json as well")
-    check_outputs(json_file, markdown, chart)
-    if chart is not None:
-        from ppd_runtime.image_files import check_image_file
-
-        check_image_file(chart)
+    return ComparisonRun(ready, groups, sampling, rounds, out, resume), left_out
 
 
 def _measure(run: "ComparisonRun") -> None:
@@ -136,11 +126,12 @@ def _measure(run: "ComparisonRun") -> None:
 def _report(
     run: "ComparisonRun",
     left_out: "list[LeftOut]",
-    json_file: Path | None,
+    as_json: bool,
+    out: Path | None,
     markdown: Path | None,
     chart: Path | None,
 ) -> None:
-    from ppd_runtime.measure.comparison.report import summarise, write_json, write_markdown
+    from ppd_runtime.measure.comparison.report import summarise, write_markdown
 
     report = summarise(run, left_out)
     if chart is not None:
@@ -149,11 +140,12 @@ def _report(
         draw_bars(report, chart)
     if markdown is not None:
         write_markdown(report, markdown)
-    if json_file is not None:
-        write_json(report, json_file)
+    if as_json or out is not None:
+        give_json(report.as_dict(), as_json, out)
     if run.partial:
         run.partial.discard()
-    _print(report)
+    if not as_json:
+        _print(report)
 
 
 def _print(report: "ComparisonReport") -> None:

@@ -4,14 +4,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import print_stream, show_progress
 from ppd_runtime.imports import quick_imports
+from ppd_runtime.measure.machine_load import busy_note
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from ppd_runtime.measure.against_ordinary import Comparison
 
 _USUAL_MATCH_RATE = 0.8  # of the embedded model on its own prompts, at any k, where nothing else runs
+_NO_DIFFERENCE = 0.005
 _PROMPT = "def read_lines(path):"
 _TIMED_PROMPTS = (_PROMPT, "class Reader:", "    def __init__(self, name, value=None):")
 
@@ -19,9 +24,10 @@ _TIMED_PROMPTS = (_PROMPT, "class Reader:", "    def __init__(self, name, value=
 def demo(
     k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens for each text.")] = 96,
+    ray_address: options.RayAddress = None,
 ) -> None:
-    """Stream a completion from the embedded model, then time pipelined beside ordinary decoding."""
-    with one_line_errors():
+    """Stream a completion from the embedded model, then time pipelined beside ordinary decoding on this host."""
+    with one_line_errors(demo):
         with quick_imports():
             from ppd_runtime import OrdinaryDecoding, PPDRuntime
             from ppd_runtime.config import SamplingParams
@@ -29,8 +35,10 @@ def demo(
             from ppd_runtime.measure.against_ordinary import compare
 
         SamplingParams(max_new_tokens)  # refuses what cannot work before anything starts
+        if max_new_tokens < 2:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: times are for tokens after the first, give at least 2")
         cores = available_cores()
-        with PPDRuntime(k=k, progress=show_progress) as runtime:
+        with PPDRuntime(k=k, ray_address=ray_address, progress=show_progress) as runtime:
             print_stream(runtime.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT)
         layouts = _layouts(k, cores)
         print(f"\nTimed on {cores} CPU cores: " + ", then ".join(_name(*layout) for layout in layouts))
@@ -43,10 +51,7 @@ def demo(
                     comparison = compare(runtime, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)
                     comparisons[timed_k, workers] = comparison
         show_progress("")
-        best = min(comparisons, key=lambda layout: comparisons[layout].ratio)
-        _print_summary(comparisons[best], _name(*best))
-        for layout in comparisons.keys() - {best}:
-            print(f"With {_name(*layout)} the ratio was {comparisons[layout].ratio:.3f}.")
+        _print_all({_name(*layout): comparison for layout, comparison in comparisons.items()})
 
 
 def _layouts(k: int, cores: int) -> list[tuple[int, int]]:
@@ -59,7 +64,25 @@ def _name(k: int, workers: int) -> str:
     return f"k={k}" if workers == k else f"k={k} on {workers} sub-process{'es' if workers > 1 else ''}"
 
 
-def _print_summary(comparison: "Comparison", layout: str) -> None:
+def _print_all(comparisons: "Mapping[str, Comparison]") -> None:
+    """The quickest layout's table, a line for each other one, and what to make of the times."""
+    best = min(comparisons, key=lambda layout: comparisons[layout].ratio)
+    _print_table(comparisons[best], best)
+    for layout, comparison in comparisons.items():
+        if layout != best:
+            print(f"With {layout} PPD is {_outcome(comparison.ratio)} (ratio {comparison.ratio:.3f}).")
+    for note in _notes(list(comparisons.values())):
+        print(note)
+
+
+def _outcome(ratio: float) -> str:
+    """What a ratio of times means."""
+    if abs(ratio - 1) < _NO_DIFFERENCE:
+        return "as fast as ordinary decoding"
+    return f"slower: a token takes {ratio - 1:.1%} longer" if ratio > 1 else f"{1 / ratio:.2f} times as fast"
+
+
+def _print_table(comparison: "Comparison", layout: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -71,13 +94,22 @@ def _print_summary(comparison: "Comparison", layout: str) -> None:
         ("match rate", f"{comparison.match_rate:.3f}"),
         ("ordinary decoding, time per token", f"{comparison.ordinary_time_per_token_s * 1000:.2f} ms"),
         ("PPD, time per token", f"{comparison.ppd_time_per_token_s * 1000:.2f} ms"),
-        ("ratio of the two, measured", f"{comparison.ratio:.3f}, {1 / comparison.ratio:.2f} times as fast"),
+        ("ratio of the two, measured", f"{comparison.ratio:.3f}"),
         ("ratio that Theorem 4.1 predicts", f"{comparison.predicted_ratio:.3f}"),
-        ("realised saving", "-" if saving is None else f"{saving:.0%}"),
+        ("realised saving", "-" if saving is None else "none" if saving <= 0 else f"{saving:.0%}"),
         ("tokens identical", "yes, all of them" if comparison.identical else "NO"),
     ]
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    if comparison.match_rate < _USUAL_MATCH_RATE:
-        print("The match rate is low: right guesses that come too late count as misses. Is the machine busy?")
+    print(f"PPD is {_outcome(comparison.ratio)}.")
+
+
+def _notes(comparisons: "Sequence[Comparison]") -> list[str]:
+    """What a reader of the times should know."""
+    shares = [comparison.cpu_share for comparison in comparisons if comparison.cpu_share is not None]
+    busy = busy_note("Timing", min(shares, default=1.0))
+    if busy:
+        return [busy]
+    low = any(comparison.match_rate < _USUAL_MATCH_RATE for comparison in comparisons)
+    return ["The match rate is low: right guesses that come too late count as misses."] if low else []

@@ -1,30 +1,62 @@
 """What a user sees of an error: one line, and an exit code that says whose mistake it was."""
 
 import contextlib
+import io
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+from ppd_runtime.cli.entry import INTERRUPTED, STOPPED
+from ppd_runtime.cli.words import in_its_words
+
+_NO_PLACE = ("unexpected extra argument", "does not take a value")
+USAGE, FAILURE, TERMINATED = 2, 1, 143
 
 
 @contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn a ValueError into exit code 2, a runtime's failure into 1 and Ctrl-C into 130, each with one line."""
+def one_line_errors(command: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Turn a ValueError into exit code 2, a runtime's failure into 1 and Ctrl-C into 130, each with one line.
+
+    With the function of a `command`, what was wrong is told in the words of its options. SIGTERM ends the command with
+    exit code 143, its workers before it.
+    """
     try:
-        yield
+        with _closed_by_sigterm():
+            yield
     except (typer.Exit, typer.Abort):  # RuntimeErrors by descent, but nobody's failure
         raise
     except (ValueError, OSError) as error:
-        _leave(error, USAGE if isinstance(error, ValueError) else FAILURE)
+        _leave(in_its_words(error, command) if command else str(error), _code(error))
     except RuntimeError as error:
-        _leave(error, FAILURE)
+        _leave(str(error), FAILURE)
     except KeyboardInterrupt:
-        sys.stderr.write("\nppd: stopped\n")
+        sys.stderr.write(STOPPED)
         raise typer.Exit(INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _closed_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM leave the block as an exception does, where it would end the process; a second one ends it."""
+    default = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM)
+    if default is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.exit(TERMINATED)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class OneLineGroup(TyperGroup):
@@ -40,13 +72,19 @@ class OneLineGroup(TyperGroup):
         **extra: Any,
     ) -> Any:
         """Run a command; a mistake on the command line ends with exit code 2."""
+        print_what_can_be_printed()
         names = (prog_name, complete_var)
         if not standalone_mode or not (sys.argv[1:] if args is None else args):  # without arguments there is help
             return super().main(args, *names, standalone_mode, windows_expand_args, **extra)
         try:
             sys.exit(super().main(args, *names, False, windows_expand_args, **extra))
+        except typer.Abort:  # Ctrl-C outside a command
+            raise KeyboardInterrupt from None
         except typer.TyperException as error:
-            _write_line(f"{_given(error)}{error.format_message()}")
+            words = sys.argv[1:] if args is None else args
+            line = f"{_given(error)}{error.format_message()}"
+            file = _file_behind_json(words) if any(reason in line for reason in _NO_PLACE) else ""
+            _write_line(f"--json prints on standard output and takes no file: give --out {file}" if file else line)
             sys.exit(error.exit_code)
 
 
@@ -56,8 +94,28 @@ def _given(error: Exception) -> str:
     return f"{details[0]['input']!r}: " if details else ""
 
 
-def _leave(error: Exception, code: int) -> None:
-    _write_line(str(error))
+def print_what_can_be_printed() -> None:
+    """Have characters that the terminal's encoding lacks, such as ASCII's, replaced: they are no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")
+
+
+def _file_behind_json(words: Sequence[str]) -> str:
+    """A file's name behind --json, which earlier versions had in some commands; empty where there is none."""
+    for word, behind in zip(words, (*words[1:], "-"), strict=True):
+        name, _, value = word.partition("=")
+        if name == "--json" and (value or not behind.startswith("-")):
+            return value or behind
+    return ""
+
+
+def _code(error: Exception) -> int:
+    return USAGE if isinstance(error, ValueError) else FAILURE
+
+
+def _leave(line: str, code: int) -> None:
+    _write_line(line)
     raise typer.Exit(code) from None
 
 

@@ -1,8 +1,8 @@
 """`ppd generate`: continue a text."""
 
-import json
+import io
+import os
 import sys
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,7 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
 from ppd_runtime.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -70,11 +70,17 @@ def generate(
     ] = None,
     transport: Annotated[
         str | None,
-        typer.Option(help="local (threads), unix, zeromq or collective (Ray actors), or auto.", rich_help_panel=_PPD),
+        typer.Option(help="local (threads), unix, zeromq or collective (processes), or auto.", rich_help_panel=_PPD),
     ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="host:port of a running Ray cluster.", rich_help_panel=_PPD)
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            help="processes (of this host), ray, or auto: Ray where there is one to join or several hosts are asked "
+            "for, else processes.",
+            rich_help_panel=_PPD,
+        ),
     ] = None,
+    ray_address: options.RayAddress = None,
     placement: Annotated[
         str | None,
         typer.Option(help="Of Ray's actors: auto, pack, spread, strict-pack, strict-spread.", rich_help_panel=_PPD),
@@ -82,6 +88,17 @@ def generate(
     bind_interface: Annotated[
         str | None,
         typer.Option(help="An IP address of this host: processes talk over TCP, encrypted.", rich_help_panel=_PPD),
+    ] = None,
+    no_run_ahead: Annotated[
+        bool,
+        typer.Option(
+            "--no-run-ahead",
+            help="Let a lone sub-process (k=1) wait for the main process' word, as Algorithm 2 has it.",
+            rich_help_panel=_PPD,
+        ),
+    ] = False,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="New lives for a lost worker, in a row; default: 3.", rich_help_panel=_PPD)
     ] = None,
     num_speculations: Annotated[
         int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
@@ -144,11 +161,21 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = False,
+    timeout_s: Annotated[float | None, typer.Option(help="End after so many seconds with what there is.")] = None,
+    add_special_tokens: Annotated[
+        bool, typer.Option(help="Whether the prompt gets the tokenizer's special tokens.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
+    out: options.Out = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line of figures behind the text.")] = False,
     trace: options.TraceFile = None,
     timeline: options.TimelineFile = None,
 ) -> None:
@@ -159,7 +186,10 @@ def generate(
         exit_head=exit_head,
         workers=workers,
         transport=transport,
+        launcher=launcher,
         ray_address=ray_address,
+        run_ahead=False if no_run_ahead else None,
+        max_restarts=max_restarts,
         placement=placement,
         bind_interface=bind_interface,
         num_speculations=num_speculations,
@@ -177,21 +207,35 @@ def generate(
         search_seed=search_seed,
         widest=widest,
     )
-    with one_line_errors():
+    with one_line_errors(generate):
         with quick_imports():
             from ppd_runtime.config import SamplingParams
             from ppd_runtime.methods import open_method
 
-        traced = _check_outputs(trace, timeline)
+        traced = _check_outputs(out, trace, timeline)
         text = _read_prompt(prompt, prompt_file)
         params = SamplingParams(
-            max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            stop=tuple(stop or ()),
+            stop_token_ids=tuple(stop_token_ids or ()),
+            ignore_eos=ignore_eos,
+            timeout_s=timeout_s,
         )
         shared = {"dtype": dtype, "device": device, "threads": threads, "compile": compile_, "trace": traced}
         if method is Method.ppd:
             shared["progress"] = show_progress
         generator = open_method(model, method.value, **own, **shared)
-        result = _show(generator.request(text, params), generator, text, method if as_json else None)
+        generation = generator.request(text, params, add_special_tokens=add_special_tokens)
+        result = _show(generation, generator, text, as_json, quiet)
+        give_json(_as_dict(result, method, generator.dtype), as_json, out)
         _write_trace(result, generator, trace, timeline)
 
 
@@ -202,23 +246,38 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _show(
-    generation: "Generation", generator: "TextGenerator", prompt: str, json_method: Method | None
+    generation: "Generation", generator: "TextGenerator", prompt: str, silent: bool, quiet: bool
 ) -> "GenerationResult":
     with generator:
-        if json_method:
-            print_json(generation, json_method, generator.dtype)
+        if silent:
+            for _ in generation:
+                pass
+            show_progress("")
         else:
             print_stream(generation, prompt)
+    if not (silent or quiet):
+        sys.stderr.write(f"{_figures(generation.result)}\n")
     return generation.result
 
 
-def _check_outputs(trace: Path | None, timeline: Path | None) -> bool:
-    """Whether there is anything to record; raises ValueError for files that could not be written afterwards."""
-    check_outputs(trace, timeline)
-    if timeline is not None:
-        from ppd_runtime.image_files import check_image_file
+def _figures(result: "GenerationResult") -> str:
+    """A line on how it went."""
+    stats = result.stats
+    rate = "" if stats.match_rate is None else f", hit rate {stats.match_rate:.2f}"
+    early = f", {result.finish_reason}" if result.finish_reason in ("timeout", "cancelled") else ""
+    return f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{rate}{early}"
 
-        check_image_file(timeline)
+
+def _as_dict(result: "GenerationResult", method: Method, dtype: str) -> dict[str, Any]:
+    told = result.to_dict()
+    stats = told.pop("stats")
+    return {**told, "prompt_tokens": len(result.prompt_ids), "method": method.value, "dtype": dtype, "stats": stats}
+
+
+def _check_outputs(out: Path | None, trace: Path | None, timeline: Path | None) -> bool:
+    """Whether there is anything to record; raises ValueError for files that could not be written afterwards."""
+    check_outputs(out, trace, timeline)
+    check_image(timeline)
     return trace is not None or timeline is not None
 
 
@@ -239,10 +298,27 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         return _read_file(file)
     if prompt is not None:
-        return prompt
+        return _from_terminal(prompt)
     if sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --prompt-file, or on standard input")
-    return sys.stdin.read()
+    return _read_standard_input()
+
+
+def _from_terminal(text: str) -> str:
+    """An argument as UTF-8, also where Python took the terminal for one that knows ASCII only."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        return text
+
+
+def _read_standard_input() -> str:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input: no UTF-8 text at byte {error.start}; give a text") from error
 
 
 def _read_file(file: Path) -> str:
@@ -272,31 +348,3 @@ def print_stream(generation: "Generation", prompt: str) -> None:
             console.print(prompt, end="", style="dim", markup=False)
         console.print(event.text, end="", style="green" if event.hit else None, markup=False)
     console.print()
-
-
-def print_json(generation: "Generation", method: Method, dtype: str) -> None:
-    """Print the finished generation as one JSON object."""
-    for _ in generation:
-        pass
-    show_progress("")
-    result = generation.result
-    stats = asdict(result.stats) | {
-        "match_rate": result.stats.match_rate,
-        "tokens_per_second": result.stats.tokens_per_second,
-        "time_per_token_s": result.stats.time_per_token_s,
-        "ledger_per_token": asdict(result.stats.ledger_per_token),
-        "acceptance_rate": result.stats.acceptance_rate,
-        "mean_accepted_length": result.stats.mean_accepted_length,
-        "compression_rate": result.stats.compression_rate,
-        "ctar": {window: result.stats.ctar(window) for window in range(1, 7)},
-    }
-    output = {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "prompt_tokens": len(result.prompt_ids),
-        "finish_reason": result.finish_reason,
-        "method": method.value,
-        "dtype": dtype,
-        "stats": stats,
-    }
-    print(json.dumps(output))

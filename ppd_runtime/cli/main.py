@@ -1,7 +1,10 @@
 """`ppd`: the commands by name."""
 
+from typing import Annotated
+
 import typer
 
+from ppd_runtime import __version__
 from ppd_runtime.cli.bench import bench
 from ppd_runtime.cli.demo import demo
 from ppd_runtime.cli.errors import OneLineGroup
@@ -20,6 +23,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ppd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def ppd(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What comes before a command."""
+
+
 app.command()(generate)
 app.command()(demo)
 app.command()(tradeoff)

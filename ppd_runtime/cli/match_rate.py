@@ -8,7 +8,7 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.cli.outputs import check_image, check_outputs, check_resume, give_json
 from ppd_runtime.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ def match_rate(
     top_k: options.TopK = 0,
     seed: options.Seed = 0,
     limit: options.Limit = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything here; results are kept beside it until then.")
-    ] = None,
+    as_json: options.AsJson = False,
+    out: options.KeptOut = None,
     plot: Annotated[Path | None, typer.Option(help="Draw heatmaps into this image.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
     dtype: options.Dtype = "auto",
@@ -51,9 +50,9 @@ def match_rate(
     """Measure how often a layer's k candidates hold the token that full depth generates.
 
     Every generated token is compared, the first and the last included. Every layer and every k come from one
-    generation of each prompt and one more pass over its text. `ppd tradeoff --match-rates` reads the --json file.
+    generation of each prompt and one more pass over its text. `ppd tradeoff --match-rates` reads the --out file.
     """
-    with one_line_errors():
+    with one_line_errors(match_rate):
         from ppd_runtime.config import SamplingParams
         from ppd_runtime.measure.match_rate_run import MatchRateRun
         from ppd_runtime.measure.match_rates import MatchRateMeter, trained_head_meter
@@ -61,7 +60,9 @@ def match_rate(
         from ppd_runtime.models.loading import describe
         from ppd_runtime.ordinary import OrdinaryDecoding
 
-        _check_outputs(json_file, plot, resume)
+        check_resume(resume, out)
+        check_outputs(out, plot)
+        check_image(plot)
         texts = [prompt.text for prompt in read_prompts(prompts, limit)]
         sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
         info = describe(model)
@@ -69,22 +70,15 @@ def match_rate(
         setting = _setting(info, head, exit_layers, k, sampling)
         with OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads) as ordinary:
             meter = trained_head_meter(ordinary, setting, head) if head else MatchRateMeter(ordinary, setting)
-            run = MatchRateRun(meter, texts, json_file, resume)
-            _measure(run)
+            run = MatchRateRun(meter, texts, out, resume)
+            _measure(run, as_json)
         report = run.report()
-        _write(report, run, json_file, plot)
-        _print_tables(report)
-
-
-def _check_outputs(json_file: Path | None, plot: Path | None, resume: bool) -> None:
-    """Find out before the measurement what would stop the report after it."""
-    if resume and json_file is None:
-        raise ValueError("--resume goes on from what is kept beside the --json file: give --json as well")
-    check_outputs(json_file, plot)
-    if plot is not None:
-        from ppd_runtime.image_files import check_image_file
-
-        check_image_file(plot)
+        _draw(report, plot)
+        give_json(report.as_dict(), as_json, out)
+        if run.partial:
+            run.partial.discard()
+        if not as_json:
+            _print_tables(report)
 
 
 def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
@@ -114,7 +108,7 @@ def _setting(
     return setting
 
 
-def _measure(run: "MatchRateRun") -> None:
+def _measure(run: "MatchRateRun", as_json: bool) -> None:
     if run.skipped_prompts:
         skipped = f"{run.skipped_prompts} of {run.skipped_prompts + run.num_prompts} prompts"
         sys.stderr.write(f"ppd: skipped {skipped}: too long for the model's positions\n")
@@ -122,24 +116,18 @@ def _measure(run: "MatchRateRun") -> None:
         with progress_bar(run.num_prompts, run.num_done) as on_progress:
             run.measure_rest(on_progress)
     except KeyboardInterrupt:
-        if run.num_done:
+        if run.num_done and not as_json:
             _print_tables(run.report())
         if run.partial:
             sys.stderr.write(f"ppd: {run.num_done} prompts are kept in {run.partial.path}; --resume goes on\n")
         raise
 
 
-def _write(report: "MatchRateReport", run: "MatchRateRun", json_file: Path | None, plot: Path | None) -> None:
-    from ppd_runtime.measure.match_rate_report import write_report
-
+def _draw(report: "MatchRateReport", plot: Path | None) -> None:
     if plot is not None:
         from ppd_runtime.measure.plots import draw_heatmaps
 
         draw_heatmaps(report, plot)
-    if json_file is not None:
-        write_report(report, json_file)
-    if run.partial:
-        run.partial.discard()
 
 
 def _print_tables(report: "MatchRateReport") -> None:

@@ -1,7 +1,9 @@
-"""Files that a command will write: mistakes in their names show before any work is done."""
+"""What a command gives besides its tables: JSON on standard output, and files, whose names are checked before."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def check_outputs(*paths: Path | None) -> None:
@@ -16,3 +18,28 @@ def check_outputs(*paths: Path | None) -> None:
             raise ValueError(f"{path}: its folder cannot be written to; give a file in another")
         if path.resolve() in [other.resolve() for other in given[:number]]:
             raise ValueError(f"{path}: is to be written twice; give each its own file")
+
+
+def check_image(path: Path | None) -> None:
+    """Raise ValueError where an image that is to be drawn afterwards cannot be."""
+    if path is not None:
+        from ppd_runtime.image_files import check_image_file
+
+        check_image_file(path)
+
+
+def check_resume(resume: bool, out: Path | None) -> None:
+    """Raise ValueError where there is nothing to go on from."""
+    if resume and out is None:
+        raise ValueError("--resume goes on from what is kept beside the --out file: give --out as well")
+
+
+def give_json(data: Any, as_json: bool, out: Path | None) -> None:
+    """Print JSON values in a line, and write them into a file, where either is wanted."""
+    if out is not None:
+        from ppd_runtime.cost_model.tradeoff import whole_file
+
+        with whole_file(out) as unfinished:
+            unfinished.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(data))

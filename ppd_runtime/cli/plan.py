@@ -9,7 +9,7 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
-from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.cli.outputs import check_outputs, give_json
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.planner import Alternative, Plan, Ranking
@@ -26,10 +26,10 @@ def plan(
         typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
     ] = None,
     match_rates: Annotated[
-        Path | None, typer.Option(help="What `ppd match-rate --json` wrote, instead of measuring rates.")
+        Path | None, typer.Option(help="What `ppd match-rate --out` wrote, instead of measuring rates.")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What `ppd plan --json` wrote, instead of measuring times.")
+        Path | None, typer.Option(help="What `ppd plan --out` wrote, instead of measuring times.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Decoder layers, where the match rates' file lacks them.")] = None,
     k: Annotated[str | None, typer.Option(help="Candidates to plan with, such as 1,3; default: all that fit.")] = None,
@@ -50,7 +50,7 @@ def plan(
     tensor_parallel_efficiency: Annotated[
         float | None,
         typer.Option(
-            help="Speed-up over devices; default: measured on CPU cores, else gpt-fast's 0.80 at 2 and 0.61 at 4."
+            help="Rank tensor parallelism with this speed-up over devices; default: where it was measured, with that."
         ),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 64,
@@ -59,7 +59,8 @@ def plan(
     top_k: options.TopK = 0,
     seed: options.Seed = 0,
     limit: options.Limit = None,
-    json_file: options.JsonFile = None,
+    as_json: options.AsJson = False,
+    out: options.Out = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with sliders here; it needs no network.")] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -70,14 +71,14 @@ def plan(
     What is not given is measured here. With --match-rates and either --calibration or all four times nothing is, and
     the answer comes at once.
     """
-    with one_line_errors():
+    with one_line_errors(plan):
         from ppd_runtime.config import SamplingParams
         from ppd_runtime.cost_model.planner import check_request
         from ppd_runtime.cost_model.planning import Given, Subject, plan_with
-        from ppd_runtime.cost_model.report import plan_data, write_page, write_plan
+        from ppd_runtime.cost_model.report import plan_data, write_page
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 
-        check_outputs(json_file, html)
+        check_outputs(out, html)
         max_devices = (os.cpu_count() or 1) if devices is None else devices
         check_request(max_devices, tensor_parallel_efficiency)
         times = {"layer_ms": layer_ms, "head_ms": head_ms, "exit_head_ms": exit_head_ms, "hop_ms": hop_ms}
@@ -96,9 +97,9 @@ def plan(
         data = plan_data(model, planned.ranking, planned.calibration, planned.rates)
         if html is not None:
             write_page(data, html)
-        if json_file is not None:
-            write_plan(data, json_file)
-        _print(planned.ranking, model, planned.notes)
+        give_json(data, as_json, out)
+        if not as_json:
+            _print(planned.ranking, model, planned.notes)
 
 
 def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
@@ -119,7 +120,7 @@ def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
     )
     console.print(f"{summary}: predicted for a token after the first", highlight=False, markup=False)
     console.print(table, highlight=False)
-    for note in notes:
+    for note in (*notes, *ranking.footnotes):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     console.print(ranking.verdict, highlight=False, markup=False, soft_wrap=True)
 

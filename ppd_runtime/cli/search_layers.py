@@ -1,5 +1,6 @@
 """`ppd search-layers`: find what SWIFT may leave out of a model, before it decodes anything that matters."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,9 +33,10 @@ def search_layers(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = 1,
+    as_json: options.AsJson = False,
 ) -> None:
     """Run SWIFT's search to its end over given prompts, greedily (Self-SD's offline search)."""
-    with one_line_errors():
+    with one_line_errors(search_layers):
         from ppd_runtime.measure.layer_sets import find_layer_set
         from ppd_runtime.measure.prompt_files import read_prompts
 
@@ -55,6 +57,9 @@ def search_layers(
             device=device,
             threads=threads,
         )
+    if as_json:
+        print(json.dumps(json.loads(out.read_text(encoding="utf-8"))))
+        return
     best = search.best
     found = f"the best foretells {search.matchness:.3f} of the tokens" if search.steps else "so it is the uniform one"
     print(f"{out}: {search.steps} sets tried, {found}")

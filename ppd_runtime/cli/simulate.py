@@ -1,12 +1,13 @@
 """`ppd simulate`: the pipeline's state machines on virtual clocks, beside what Theorem 4.1 predicts."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.outputs import check_outputs, give_json
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.simulate import Prediction, Summary
@@ -40,17 +41,19 @@ def simulate(
     ] = True,
     runs: Annotated[int, typer.Option(help="Generations to simulate.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.AsJson = False,
+    out: options.Out = None,
 ) -> None:
     """Simulate generations whose candidates are right at random, and set the mean beside Theorem 4.1's prediction.
 
     The prediction is Algorithm 2's, whose hits wait for two hops, also where the simulated sub-process runs ahead.
     """
-    with one_line_errors():
+    with one_line_errors(simulate):
         from ppd_runtime.cost_model.simulate import Setting, predict, simulate_runs, summarise
         from ppd_runtime.cost_model.theory import Times
         from ppd_runtime.cost_model.tradeoff import parse_factors
 
+        check_outputs(out)
         setting = Setting(
             num_layers=layers,
             exit_layer=exit_layer,
@@ -65,10 +68,9 @@ def simulate(
         )
         predicted = predict(setting, match_rate)
         simulated = summarise(setting, simulate_runs(setting, match_rate, runs, seed))
-        if as_json:
-            inputs = asdict(setting) | {"match_rate": match_rate, "runs": runs, "seed": seed}
-            print(json.dumps(inputs | {"predicted": asdict(predicted), "simulated": asdict(simulated)}))
-        else:
+        inputs = asdict(setting) | {"match_rate": match_rate, "runs": runs, "seed": seed}
+        give_json(inputs | {"predicted": asdict(predicted), "simulated": asdict(simulated)}, as_json, out)
+        if not as_json:
             _print_table(predicted, simulated, runs)
 
 

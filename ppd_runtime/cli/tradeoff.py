@@ -1,13 +1,14 @@
 """`ppd tradeoff`: what pipelined decoding saves and costs, by Theorem 4.1."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.outputs import check_outputs, give_json
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.theory import Times
@@ -41,6 +42,7 @@ def tradeoff(
     exit_head_ms: Annotated[float | None, typer.Option(help="Time of an exit head.")] = None,
     hop_ms: Annotated[float | None, typer.Option(help="Time of a message between two processes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object, or a list for several.")] = False,
+    out: options.Out = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latency against compute into this image.")] = None,
 ) -> None:
@@ -50,9 +52,10 @@ def tradeoff(
     {"match_rates": {"<exit_layer>": {"<k>": rate}}}: all that Theorem 4.1 covers, or those of --exit-layer and --k.
     Where the file notes the model's num_layers, as `ppd match-rate` does, --layers is not needed.
     """
-    with one_line_errors():
+    with one_line_errors(tradeoff):
         from ppd_runtime.cost_model.tradeoff import predict, write_csv
 
+        check_outputs(out, csv, plot)
         times = _times(layer_ms, head_ms, exit_head_ms, hop_ms)
         num_layers, settings = _settings(layers, exit_layer, k, match_rate, match_rates)
         rows = [predict(num_layers, *setting, tokens, times) for setting in settings]
@@ -62,9 +65,8 @@ def tradeoff(
             draw(rows, plot)
         if csv is not None:
             write_csv(rows, csv)
-        if as_json:
-            print(json.dumps(rows[0].as_dict() if len(rows) == 1 else [row.as_dict() for row in rows]))
-        else:
+        give_json(rows[0].as_dict() if len(rows) == 1 else [row.as_dict() for row in rows], as_json, out)
+        if not as_json:
             _print_table(rows)
 
 

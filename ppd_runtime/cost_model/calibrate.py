@@ -21,6 +21,7 @@ from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.partner import PartnerProcess, PartnerSpec
 from ppd_runtime.launching import assign_cores, on_cores
+from ppd_runtime.measure.machine_load import LoadMeter
 from ppd_runtime.models.exit_heads import SharedHead
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, ExitState, HeadStart, Shutdown, Token
@@ -99,22 +100,39 @@ class Calibrator:
 
     def measure(self) -> Calibration:
         """Measure every time once more."""
+        load = self._load_meter()
         with _pinned(self._main_cores, self._threads):
             self._progress("measuring layers, heads and messages")
+            load.probe()
             with self._echoing():
                 texts = self._texts()
-            half_ms, contention = self._half_pass()
+            load.probe()
+            half_ms, contention = self._half_pass(load)
             widths = self._widths()
+        load.probe()
         times = self._decoder.times(texts)
         half = self._decoder.upper_layers * times["layer_ms"]
+        parallel_speedups = self._parallel_speedups()
+        load.probe()
         return Calibration(
             **times,
             contention=contention,
             half_factor=max(0.0, half_ms - times["pass_ms"]) / half,
-            parallel_speedups=self._parallel_speedups(),
+            parallel_speedups=parallel_speedups,
             widths=widths,
             machine=f"{platform.machine()}, {os.cpu_count()} cores, {self._ordinary.stage.device.type}",
+            devices=self._devices(),
+            cpu_share=load.share if self._on_cpu else None,
         )
+
+    def _load_meter(self) -> LoadMeter:
+        """Of the cores that the processes to measure with use; elsewhere than on the CPU they matter little."""
+        processes = max(2, self._conditions.max_devices) if self._on_cpu else 0
+        return LoadMeter(self._all_cores[: processes * self._threads], self._threads)
+
+    def _devices(self) -> int:
+        """Devices that this process may use: GPUs, or `threads` cores each."""
+        return max(1, len(self._all_cores) // self._threads) if self._on_cpu else torch.cuda.device_count()
 
     def _cores(self) -> list[tuple[int, ...]]:
         """The main process' cores and those of its partners, as the runtime's workers would have them."""
@@ -154,14 +172,15 @@ class Calibrator:
             texts.append(self._decoder.text(next(prompts), self._decoder.all_steps()))
         return texts[1:]
 
-    def _half_pass(self) -> tuple[float, float]:
+    def _half_pass(self, load: LoadMeter) -> tuple[float, float]:
         """Milliseconds of the upper half of the layers alone, token after token, and the factor on them while the
         partners work, by texts in turn; 1 where devices do not share anything."""
         self._progress("measuring how processes slow each other down")
         shares = self._on_cpu and len(self._all_cores) >= 2 * self._threads
         alone, ratios = [], []
         for prompt in itertools.islice(itertools.cycle(self._conditions.prompts), _CONTENTION_ROUNDS + 1):
-            alone.append(self._decoder.upper_text(prompt))
+            with load.computing.running():
+                alone.append(self._decoder.upper_text(prompt))
             if shares:
                 with self._working(alone[-1] * (1.2 * self._conditions.sampling.max_new_tokens) + 0.2):
                     ratios.append(self._decoder.upper_text(prompt) / alone[-1])

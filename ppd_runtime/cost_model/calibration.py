@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.cost_model.checks import check_number, check_whole
+from ppd_runtime.cost_model.checks import check_number, check_share, check_whole
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class Calibration:
     """Where the times are from, for people."""
     widths: Mapping[int, float] = field(default_factory=dict)
     """A layer's pass over several candidates at one position, in passes over one, by their number."""
+    devices: int | None = None
+    """Devices of the machine that the times are from; None where nobody knows."""
+    cpu_share: float | None = None
+    """Of the CPU time that measuring could use, what it got; less than it needs where other programs computed. None
+    where nobody knows."""
 
     def __post_init__(self) -> None:
         for name in time_names():
@@ -55,9 +60,15 @@ class Calibration:
         for devices, speedup in self.parallel_speedups.items():
             check_whole("devices", devices, 2)
             check_number(f"speed-up on {devices} devices", speedup)
+            if not speedup:
+                raise ValueError(f"speed-up on {devices} devices=0: give a number above 0")
         for candidates, width in self.widths.items():
             check_whole("candidates", candidates, 2)
             check_number(f"width of {candidates} candidates", width, 1.0)
+        if self.devices is not None:
+            check_whole("devices", self.devices, 1)
+        if self.cpu_share is not None:
+            check_share("cpu_share", self.cpu_share)
 
     def width(self, candidates: int) -> float:
         """A pass over so many candidates, in passes over one: linear between and behind the known ones, never below 1.
@@ -82,7 +93,7 @@ def time_names() -> list[str]:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A calibration's fields in a JSON file, or under "calibration" in what `ppd plan --json` writes.
+    """A calibration's fields in a JSON file, or under "calibration" in what `ppd plan --out` writes.
 
     Raises:
         ValueError: for a file that cannot be read or has another form.
@@ -94,8 +105,8 @@ def read_calibration(path: Path) -> Calibration:
             row[name] = {int(n): factor for n, factor in row.get(name, {}).items()}
         return Calibration(**row)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give a calibration that `ppd plan --json` wrote") from error
+        raise ValueError(f"{path}: {error.strerror}; give a calibration that `ppd plan --out` wrote") from error
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: not a calibration; give one that `ppd plan --json` wrote") from error
+        raise ValueError(f"{path}: not a calibration; give one that `ppd plan --out` wrote") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

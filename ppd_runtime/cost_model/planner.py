@@ -10,15 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ppd_runtime.config import can_run_ahead
+from ppd_runtime.cost_model import verdict as words
 from ppd_runtime.cost_model.ahead import entry_messages, follow
 from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.checks import check_layers, check_share, check_whole, check_workers
 from ppd_runtime.cost_model.tradeoff import Rates
-
-WORTH_IT = 1.05
-"""A speed-up below this is not worth a second device."""
-PUBLISHED_EFFICIENCY = {1: 1.0, 2: 0.80, 4: 0.61}
-"""Tensor parallelism's speed-up over its number of devices: gpt-fast's published figures."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Alternative:
     speedup: float
     compute_per_token: float
     source: str
-    """Where its speed is from: measured, given, published, interpolated or extrapolated."""
+    """Where its speed is from: measured or given."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,16 @@ class Ranking:
     plans: tuple[Plan, ...]
     ordinary: Alternative
     parallel: tuple[Alternative, ...]
-    """Tensor parallelism on as many devices as the plans have, and on all of them."""
+    """Tensor parallelism on the numbers of devices for which it was measured here; where an efficiency is given, on as
+    many devices as the plans have, and on all of them."""
     gains: bool
     """Whether a plan is at least 5 % faster than ordinary decoding."""
     verdict: str
+    """What to do, and every caution."""
+    cautions: tuple[str, ...] = ()
+    """What makes the figures less certain than they look, a sentence each."""
+    footnotes: tuple[str, ...] = ()
+    """What is published about ways that are not ranked, a sentence each."""
 
 
 def rank(
@@ -106,14 +108,19 @@ def rank(
     efficiency: float | None = None,
     workers: Sequence[int] | None = None,
     run_ahead: bool = True,
+    devices_here: int | None = None,
+    cautions: Sequence[str] = (),
 ) -> Ranking:
     """Rank every (exit layer, k) of `rates` on every number of workers that fits within `max_devices`.
 
     `workers` holds the numbers to consider; None is 1 to k, or k alone where the calibration knows of no widths.
     `run_ahead` is the runtime's: off, every plan is Algorithm 2's.
 
-    `efficiency` is tensor parallelism's speed-up over its number of devices, in (0, 1], whatever that is; None takes
-    what was measured, else the published figures.
+    `efficiency` is tensor parallelism's speed-up over its number of devices, in (0, 1], whatever that is; None ranks
+    what was measured, and nothing where nothing was: other hardware's figures say nothing of this one's.
+
+    `devices_here` is how many devices there are, None where nobody knows; plans for more are ranked, with a caution.
+    `cautions` are the caller's own, for the verdict.
 
     Raises:
         ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
@@ -128,11 +135,22 @@ def rank(
     plans.sort(key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
     counts = sorted({row.devices for row in plans} | ({max_devices} - {1}))
     ordinary = _ordinary(num_layers, calibration)
-    parallel = tuple(_parallel(ordinary, devices, calibration.parallel_speedups, efficiency) for devices in counts)
-    gains = bool(plans) and plans[0].speedup >= WORTH_IT
+    parallel = _parallel(ordinary, _speedups(counts, max_devices, calibration, efficiency))
+    gains = bool(plans) and plans[0].speedup >= words.WORTH_IT
     least = 1 + min(min(worker_counts(k, calibration, workers), default=k) for _, k in rates)
-    verdict = _verdict(plans, parallel, least, max_devices, calibration)
-    return Ranking(num_layers, max_devices, run_ahead, tuple(plans), ordinary, parallel, gains, verdict)
+    cautions = (*words.beyond(plans, max_devices, devices_here), *cautions)
+    return Ranking(
+        num_layers=num_layers,
+        max_devices=max_devices,
+        run_ahead=run_ahead,
+        plans=tuple(plans),
+        ordinary=ordinary,
+        parallel=parallel,
+        gains=gains,
+        verdict=words.verdict(plans, parallel, least, max_devices, calibration, cautions),
+        cautions=cautions,
+        footnotes=words.footnotes(counts, parallel),
+    )
 
 
 def check_request(max_devices: int, efficiency: float | None) -> None:
@@ -288,94 +306,22 @@ def _waiting(early: int, between: int, workers: int, match_rate: float, times: C
     return min(match_rate * most, waited)
 
 
-def parallel_efficiency(devices: int) -> tuple[float, str]:
-    """Tensor parallelism's efficiency from gpt-fast's published figures, and how it follows from them.
-
-    Between the published numbers of devices, and behind them, it is linear in their logarithm; never worse than one.
-    """
-    check_whole("devices", devices, 1)
-    if devices in PUBLISHED_EFFICIENCY:
-        return PUBLISHED_EFFICIENCY[devices], "gpt-fast's published figure"
-    low, high = (2, 4) if devices > 2 else (1, 2)
-    share = math.log2(devices / low) / math.log2(high / low)
-    efficiency = PUBLISHED_EFFICIENCY[low] + share * (PUBLISHED_EFFICIENCY[high] - PUBLISHED_EFFICIENCY[low])
-    how = "interpolated between" if devices < 4 else "extrapolated from"
-    return max(efficiency, 1 / devices), f"{how} gpt-fast's published figures"
-
-
 def _ordinary(num_layers: int, calibration: Calibration) -> Alternative:
     return Alternative("ordinary decoding", 1, ordinary_ms(num_layers, calibration), 1.0, 1.0, "from the layers' times")
 
 
-def _parallel(
-    ordinary: Alternative, devices: int, measured: Mapping[int, float], efficiency: float | None
-) -> Alternative:
+def _speedups(
+    counts: Sequence[int], max_devices: int, calibration: Calibration, efficiency: float | None
+) -> dict[int, tuple[float, str]]:
+    """Tensor parallelism's speed-ups by the number of devices, and where each is from."""
     if efficiency is not None:
-        speedup, source = efficiency * devices, "efficiency given"
-    elif devices in measured:
-        speedup, source = measured[devices], "measured here"
-    else:
-        published, source = parallel_efficiency(devices)
-        speedup = published * devices
-    return Alternative("tensor parallelism", devices, ordinary.ms_per_token / speedup, speedup, 1.0, source)
+        return {devices: (efficiency * devices, "efficiency given") for devices in counts}
+    measured = sorted(calibration.parallel_speedups.items())
+    return {devices: (speedup, "measured") for devices, speedup in measured if devices <= max_devices}
 
 
-def _verdict(
-    plans: Sequence[Plan],
-    parallel: Sequence[Alternative],
-    least: int,
-    max_devices: int,
-    calibration: Calibration,
-) -> str:
-    if not plans:
-        return f"don't: a main process and its sub-processes need at least {least} devices, there is {max_devices}"
-    best = plans[0]
-    fewer = f", workers={best.workers}" if best.workers < best.k else ""
-    ahead = ", running ahead" if best.runs_ahead else ""
-    setting = f"exit layer {best.exit_layer} with k={best.k}{fewer} on {best.devices} devices{ahead}"
-    if best.speedup >= WORTH_IT:
-        text = f"{setting}: {best.ms_per_token:.3g} ms a token, {best.speedup:.2f} times ordinary decoding's speed"
-    else:
-        text = f"don't: the best, {setting}, reaches {best.speedup:.2f} times ordinary decoding's speed, less than 1.05"
-        text += f": {_reason(best, calibration)}"
-    return text + _beside(best, parallel)
-
-
-def _reason(best: Plan, calibration: Calibration) -> str:
-    if best.ideal_speedup < WORTH_IT:
-        return (
-            f"a match rate of {best.match_rate:.2f} allows {best.ideal_speedup:.2f} times at the most, "
-            "even if messages cost nothing"
-        )
-    time = best.time
-    costs = {
-        _waiting_for(best, calibration): time.waiting,
-        f"sending and taking in messages ({calibration.message_ms:.3g} ms each)": time.messages,
-        f"the devices slowing each other down ({calibration.contention - 1:.0%})": time.contention,
-        "running the layers in two parts": time.passes - calibration.pass_ms,
-        "importing key/value entries": time.entries,
-    }
-    what = max(costs, key=costs.__getitem__)
-    return (
-        f"the match rate of {best.match_rate:.2f} would allow {best.ideal_speedup:.2f} times, but {what} "
-        f"costs {costs[what]:.3g} ms a token beside {calibration.layer_ms:.3g} ms a layer"
+def _parallel(ordinary: Alternative, speedups: Mapping[int, tuple[float, str]]) -> tuple[Alternative, ...]:
+    return tuple(
+        Alternative("tensor parallelism", devices, ordinary.ms_per_token / speedup, speedup, 1.0, source)
+        for devices, (speedup, source) in speedups.items()
     )
-
-
-def _waiting_for(best: Plan, calibration: Calibration) -> str:
-    width = calibration.width(math.ceil(best.k / best.workers))
-    why = f"a hop takes {calibration.hop_ms:.3g} ms"
-    if width > 1:
-        why += f", a pass over a worker's candidates {width:.2f} times one over one"
-    what = "early starts and key/value entries" if best.runs_ahead else "early starts"
-    return f"waiting for {what} ({why})"
-
-
-def _beside(best: Plan, parallel: Sequence[Alternative]) -> str:
-    """What tensor parallelism does on as many devices, or on all of them, where it is faster."""
-    faster = [row for row in parallel if row.ms_per_token < best.ms_per_token and row.devices >= best.devices]
-    if not faster:
-        return ""
-    first = min(faster, key=lambda row: row.devices)
-    how = f"{first.ms_per_token:.3g} ms a token, {first.speedup:.2f} times ({first.source})"
-    return f"; tensor parallelism on {first.devices} devices is faster: {how}"

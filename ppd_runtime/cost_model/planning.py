@@ -16,6 +16,7 @@ from ppd_runtime.cost_model.calibration import Calibration, read_calibration
 from ppd_runtime.cost_model.checks import check_number, check_whole
 from ppd_runtime.cost_model.planner import Ranking, rank
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
+from ppd_runtime.measure.machine_load import busy_note
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.measured import Measurement
@@ -132,11 +133,32 @@ def plan_with(
     if times is None:
         times = subject.measurement.calibrate(max_devices, max(k for _, k in rates.rates), shares, progress)
         times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
-        if not times.machine.endswith("cuda") and max_devices > (os.cpu_count() or 1):
-            notes.append(f"this machine has {os.cpu_count()} cores: the plan is for {max_devices} devices like them")
     progress("")
-    ranking = rank(num_layers, times, rates.rates, max_devices, efficiency, given.workers, given.run_ahead)
+    ranking = rank(
+        num_layers,
+        times,
+        rates.rates,
+        max_devices,
+        efficiency,
+        given.workers,
+        given.run_ahead,
+        _devices(times, subject),
+        _load_cautions(times),
+    )
     return Planned(ranking, times, rates, notes)
+
+
+def _devices(times: Calibration, subject: Subject) -> int | None:
+    """Devices of the machine that the times are from; without one, CPU cores here, unless the plan is for GPUs."""
+    if times.devices is not None or subject.device.startswith("cuda"):
+        return times.devices
+    return max(1, (os.cpu_count() or 1) // max(1, subject.threads))
+
+
+def _load_cautions(times: Calibration) -> list[str]:
+    """Whether the times are a busy machine's."""
+    note = None if times.cpu_share is None else busy_note("Measuring", times.cpu_share)
+    return [note] if note else []
 
 
 def _check_widths(given: Given, times: Calibration, shares: Sequence[int]) -> None:

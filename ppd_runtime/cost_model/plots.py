@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppd_runtime.cost_model.tradeoff import Tradeoff, whole_file
+from ppd_runtime.cost_model.tradeoff import Tradeoff
+from ppd_runtime.image_files import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,18 +20,13 @@ def draw(rows: Sequence[Tradeoff], path: Path) -> None:
     Raises:
         ValueError: where matplotlib is not installed, or does not know the kind of file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'ppd-runtime[plots]'") from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = new_figure(11, 4.5)
     per_time, per_token = figure.subplots(1, 2, sharey=True)
     _draw_panel(per_time, rows, "compute_per_time", "compute resources in use, on average (ordinary: 1)")
     _draw_panel(per_token, rows, "compute_per_token", "compute per token (ordinary: 1)")
     per_time.set_ylabel("latency (ordinary: 1)")
     per_token.legend()
-    with whole_file(path) as unfinished:
-        figure.savefig(unfinished, dpi=150, format=path.suffix[1:] or "png")
+    save_figure(figure, path, dpi=150)
 
 
 def _draw_panel(axes: "Axes", rows: Sequence[Tradeoff], compute: str, label: str) -> None:

@@ -10,7 +10,7 @@ from ppd_runtime.cost_model.calibration import Calibration
 from ppd_runtime.cost_model.planner import Ranking
 from ppd_runtime.cost_model.tradeoff import MatchRates, whole_file
 
-_PLACE = "/*DATA*/null"
+_STYLE, _DATA = "/*STYLE*/", "/*DATA*/null"
 
 
 def plan_data(model: str, ranking: Ranking, calibration: Calibration, measured: MatchRates) -> dict[str, object]:
@@ -24,12 +24,6 @@ def plan_data(model: str, ranking: Ranking, calibration: Calibration, measured: 
     }
 
 
-def write_plan(data: Mapping[str, object], path: Path) -> None:
-    """Write `plan_data` as JSON; the file appears when it is whole."""
-    with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
 def write_page(data: Mapping[str, object], path: Path) -> None:
     """Write `plan_data` as a page; the file appears when it is whole."""
     with whole_file(path) as unfinished:
@@ -38,10 +32,13 @@ def write_page(data: Mapping[str, object], path: Path) -> None:
 
 def page(data: Mapping[str, object]) -> str:
     """The page; no text in the data can end the script that holds them."""
-    template = (resources.files("ppd_runtime.cost_model") / "report.html").read_text(encoding="utf-8")
     held = json.dumps(data).replace("<", "\\u003c")
-    before, after = template.split(_PLACE)
+    before, after = _shipped("report.html").replace(_STYLE, _shipped("report.css")).split(_DATA)
     return before + held + after
+
+
+def _shipped(name: str) -> str:
+    return (resources.files("ppd_runtime.cost_model") / name).read_text(encoding="utf-8")
 
 
 def _by_exit(measured: MatchRates) -> dict[str, dict[str, float]]:

@@ -47,6 +47,11 @@ class EarlyExitDrafting(ABC):
         """The exit layer over the model's layers."""
         return self.exit_layer / self.stage.num_layers
 
+    @property
+    def steered_by(self) -> int:
+        """None: `begin` forgets what was learned."""
+        return 0
+
     def begin(self, capacity: int) -> None:
         """Forget the last sequence, and what the threshold learned from it."""
         self.stage.begin(capacity)

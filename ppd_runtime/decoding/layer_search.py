@@ -93,6 +93,8 @@ class LayerSearch:
         self.settings, self._layers = settings, num_layers
         self.steps = 0
         """Suggestions scored."""
+        self.requests = 0
+        """Requests whose tokens it has gone by, or may have."""
         self._random = np.random.default_rng(settings.seed)
         wanted = settings.steps and settings.bayes_interval
         self._surrogate = Surrogate(2 * (num_layers - 2)) if wanted else None
@@ -107,6 +109,10 @@ class LayerSearch:
         self.windows = 0
         """Windows of text by which the best set was scored; `matchness` is their mean."""
         self._since, self._verifications, self._drafted, self._accepted = 0, 0, 0, 0
+
+    def begin_request(self) -> None:
+        """A request begins: where the search is not finished, its text will have a say in what is left out."""
+        self.requests += not self.finished
 
     @property
     def finished(self) -> bool:

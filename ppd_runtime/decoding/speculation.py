@@ -41,6 +41,11 @@ class SpeculativeMethod(Protocol):
         """c: the layers that a draft step runs, as a share of the model's."""
         ...
 
+    @property
+    def steered_by(self) -> int:
+        """Earlier requests whose tokens have a say in the next one's drafts; asked for before it begins."""
+        ...
+
     def begin(self, capacity: int) -> None:
         """Forget the last sequence; the next has at most `capacity` tokens."""
         ...
@@ -121,8 +126,10 @@ def speculate(
     reason = stop.finish_reason(token)
     yield token, None, reason
     while reason is None:
-        left = len(prompt_ids) + most_tokens - len(history)
-        draft, verdict = _round(method, stage, rule, propose, history, left - 1, progress)
+        most = len(prompt_ids) + most_tokens - len(history) - 1
+        together = stage.most_together(len(history) - 1)
+        most = most if together is None else min(most, together - 1)
+        draft, verdict = _round(method, stage, rule, propose, history, most, progress)
         progress.lengths.append(0)
         right: bool | None
         for token, right in _outcome(draft, verdict):

@@ -17,7 +17,7 @@ from ppd_runtime.decoding.speculation import Propose
 from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.chains import GreedyChains
 from ppd_runtime.models.layer_sets import read_layer_set
-from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP, ModelInfo
+from ppd_runtime.models.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP, ModelInfo, check_leaving_out
 from ppd_runtime.models.skipping import LayerSet, share_run, sparse_piece
 from ppd_runtime.models.stage import Stage
 
@@ -51,8 +51,15 @@ class Swift:
         """The parameters of the attentions and MLPs that a draft step runs, as a share of the model's."""
         return self._cost
 
+    @property
+    def steered_by(self) -> int:
+        """The requests that the search has gone by."""
+        return self.search.requests if self.search else 0
+
     def begin(self, capacity: int) -> None:
         """Forget the last sequence, not what the search found; a tree's side branches need rows of their own."""
+        if self.search:
+            self.search.begin_request()
         self.stage.begin(capacity + self._stopping.most * (self._widest - 1))
         self.stop_drafting = StopDrafting(self._stopping)
 
@@ -170,6 +177,7 @@ class SwiftSettings:
         for name, value in (("context_window", window), ("widest", widest)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+        check_leaving_out(info, "swift")
         if self.layer_set is not None:
             if self.skip_ratio is not None:
                 raise ValueError(f"skip_ratio={self.skip_ratio}: layer_set says what to leave out; give one of them")

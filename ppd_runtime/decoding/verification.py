@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.decoding.drafts import Draft, Proposal
-from ppd_runtime.sampling import Sampler, Stream
+from ppd_runtime.sampling import Draws, Sampler
 
 ACCEPTANCE_RULES = ("shared-noise", "rejection")
 
@@ -51,10 +51,13 @@ class AcceptanceRule(Protocol):
         ...
 
 
-def acceptance_rule(name: str, sampler: Sampler) -> AcceptanceRule:
-    """The rule called `name`, one of `ACCEPTANCE_RULES`; greedily both are equality."""
+def acceptance_rule(name: str, sampler: Sampler, prompt_length: int = 0, earlier: int = 0) -> AcceptanceRule:
+    """The rule called `name`, one of `ACCEPTANCE_RULES`, for one request; greedily both are equality.
+
+    `prompt_length` and `earlier` are as `Draws` has them.
+    """
     if name == "rejection" and not sampler.params.greedy:
-        return RejectionSampling(sampler)
+        return RejectionSampling(sampler, Draws(sampler.params.seed, prompt_length, earlier))
     return SharedNoise(sampler)
 
 
@@ -103,24 +106,25 @@ class RejectionSampling:
     """Speculative sampling (Leviathan et al.): a drawn token stays with probability min(1, p/q), else max(p − q, 0).
 
     p is the whole model's processed distribution, q the draft's. Tokens that were named outright stay where a draw from
-    p is one of them. Its draws are keyed by seed and position too, so a run can be repeated.
+    p is one of them. No random number is used twice, so that thresholds and searches may go by what became of earlier
+    drafts (docs/exactness.md); they come in one order from the request's seed, so a run can be repeated.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, draws: Draws) -> None:
+        self._sampler, self._draws = sampler, draws
         self.takes_highest_logit = False
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """A draw from p."""
-        return self._draw(self._sampler.distribution(logits, history), history)
+        return self._draws.token(self._sampler.distribution(logits, history))
 
     @torch.inference_mode()
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
-        """A draw from q; where several are asked for, the likeliest, named outright."""
+        """A draw from q; where several are asked for, or q is no distribution, the likeliest, named outright."""
         chances = self._sampler.distribution(logits, history)
-        if most > 1:
+        if most > 1 or chances[0].isnan():
             return _likeliest(chances, most)
-        token = self._sampler.draw(chances, len(history), Stream.DRAFT)
+        token = self._draws.token(chances)
         return [Proposal(token, float(chances[token]), chances)]
 
     @torch.inference_mode()
@@ -129,27 +133,25 @@ class RejectionSampling:
         path, text = [0], list(history)
         while True:
             chances = self._sampler.distribution(logits[path[-1]], text)
-            child, token = self._decide(draft, path[-1], chances, text)
+            child, token = self._decide(draft, path[-1], chances)
             if child is None:
                 return Verdict(tuple(path), token)
             path.append(child)
             text.append(token)
 
-    def _decide(self, draft: Draft, node: int, chances: Tensor, text: Sequence[int]) -> tuple[int | None, int]:
+    def _decide(self, draft: Draft, node: int, chances: Tensor) -> tuple[int | None, int]:
         """The child that stays, if any, and the token behind `node`."""
         children = draft.children(node)
         drawn_from = draft.distributions[children[0]] if children else None
         if drawn_from is None:
-            token = self._draw(chances, text)
+            token = self._draws.token(chances)
             return draft.child_with(node, token), token
         (child,) = children
         token = draft.tokens[child]
-        if self._sampler.uniform(len(text), Stream.ACCEPT) * float(drawn_from[token]) < float(chances[token]):
+        if self._draws.uniform() * float(drawn_from[token]) < float(chances[token]):
             return child, token
-        return None, self._draw((chances - drawn_from).clamp(min=0), text)
-
-    def _draw(self, chances: Tensor, text: Sequence[int]) -> int:
-        return self._sampler.draw(chances, len(text), Stream.CHOICE)
+        rest = (chances - drawn_from).clamp(min=0)
+        return None, self._draws.token(rest if rest.any() else chances)  # no rest: p is q but for rounding
 
 
 def _likeliest(chances: Tensor, most: int) -> list[Proposal]:

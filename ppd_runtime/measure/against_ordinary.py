@@ -3,10 +3,11 @@
 import contextlib
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
-from ppd_runtime.launching import on_cores
+from ppd_runtime.launching import assign_cores, available_cores, on_cores
+from ppd_runtime.measure.machine_load import LoadMeter
 from ppd_runtime.ordinary import OrdinaryDecoding
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
@@ -27,6 +28,8 @@ class Comparison:
     """What Theorem 4.1 gives for the match rate of these runs."""
     identical: bool
     """Whether every pair's tokens were the same."""
+    cpu_share: float | None = None
+    """Of the CPU time that was there for the timing, what it could have; None where nobody looked."""
 
     @property
     def match_rate(self) -> float:
@@ -50,14 +53,28 @@ def compare(
 
     Ordinary decoding stays on the core that the main process has, so that both run under the same conditions.
     """
-    pairs = []
-    for turn in range(rounds + 1):
-        for prompt in prompts:
-            with on_core_of(runtime):
-                expected = ordinary.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
-            pair = (expected, runtime.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True))
-            pairs += [pair] if turn else []
-    return summarise(runtime, pairs, max_new_tokens)
+    threads = ordinary.config.threads_per_worker
+    for prompt in prompts:
+        _pair(runtime, ordinary, prompt, max_new_tokens, LoadMeter((), threads))
+    load = LoadMeter(_cores(runtime), threads)
+    pairs = [_pair(runtime, ordinary, prompt, max_new_tokens, load) for _ in range(rounds) for prompt in prompts]
+    return replace(summarise(runtime, pairs, max_new_tokens), cpu_share=load.share)
+
+
+def _pair(
+    runtime: PPDRuntime, ordinary: OrdinaryDecoding, prompt: str | Sequence[int], max_new_tokens: int, load: LoadMeter
+) -> tuple[GenerationResult, GenerationResult]:
+    load.probe()
+    with on_core_of(runtime), load.computing.running():
+        expected = ordinary.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+    return expected, runtime.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+
+
+def _cores(runtime: PPDRuntime) -> list[int]:
+    """The cores of the runtime's workers; where they share what there is, all of that."""
+    config = runtime.config
+    needed = (1 + (config.workers or config.k)) * config.threads_per_worker
+    return [core for cores in assign_cores(min(needed, available_cores()), 1) for core in cores]
 
 
 def summarise(

@@ -1,14 +1,11 @@
 """Places of tokens → match rates with confidence intervals, in all and by position in the output, and their file."""
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
-from ppd_runtime.cost_model.tradeoff import whole_file
 from ppd_runtime.measure.match_rates import MatchRateSetting, TextPlaces
 from ppd_runtime.models.exit_heads import SHARED
 
@@ -88,7 +85,7 @@ class MatchRateReport:
             "dtype": self.dtype,
             "exit_head": self.exit_head,
             "num_layers": self.setting.num_layers,
-            "sampling": asdict(self.setting.sampling),
+            "sampling": self.setting.sampling.as_dict(),
             "num_prompts": self.num_prompts,
             "skipped_prompts": self.skipped_prompts,
             "ranking": self.setting.rankings[0],
@@ -151,12 +148,6 @@ def wilson_interval(hits: int, comparisons: int) -> tuple[float, float]:
     centre = (share + weight / 2) / (1 + weight)
     half = math.sqrt(weight * (share * (1 - share) + weight / 4)) / (1 + weight)
     return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
-def write_report(report: MatchRateReport, path: Path) -> None:
-    """Write the report as JSON; the file appears when it is whole."""
-    with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def _count(setting: MatchRateSetting, texts: Sequence[TextPlaces], ranking: str) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,8 @@ SHARED_NOISE = "shared_noise"
 ExitLogits = Callable[[Tensor, int], Tensor]
 """Hidden states behind an exit layer, `[rows, hidden_size]`, and the layer → `[rows, vocab_size]` float32 logits."""
 
+_BY_THE_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logits_processors")
+"""Settings that change scores by the text so far."""
 _ROWS = 128  # positions ranked at once: bounds the memory that a large vocabulary's logits take
 
 
@@ -62,9 +64,9 @@ class MatchRateSetting:
             if layer not in range(1, self.num_layers):
                 choice = f"with {self.num_layers} layers choose 1 to {self.num_layers - 1}"
                 raise ValueError(f"exit_layer={layer}: {choice}")
-        if self.sampling.repetition_penalty != 1:
-            penalty = self.sampling.repetition_penalty
-            raise ValueError(f"repetition_penalty={penalty}: match rates are measured without one, leave it at 1")
+        for name in _BY_THE_TEXT:
+            if (value := getattr(self.sampling, name)) != getattr(SamplingParams, name):
+                raise ValueError(f"{name}={value}: match rates are measured without it, leave it out")
         object.__setattr__(self, "exit_layers", tuple(sorted(set(self.exit_layers))))
         object.__setattr__(self, "ks", tuple(sorted(set(self.ks))))
 

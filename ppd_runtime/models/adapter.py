@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ppd_runtime.models.behaviour import shallow_copy
 from ppd_runtime.models.loading import ModelInfo
 from ppd_runtime.models.skipping import without
-from ppd_runtime.models.stage import layer_range, shallow_copy
+from ppd_runtime.models.stage import layer_range
 from ppd_runtime.models.trained_parts import PartInfo, describe_part, save_part
 
 

@@ -17,12 +17,14 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.compiling import (
     MOST_SEVERAL,
     READ_BY_PRODUCTS,
+    compile_head,
     compile_layers,
     compile_part,
     compile_part_head,
     layer_for,
     weights_of,
 )
+from ppd_runtime.models.kept_files import is_whole
 from ppd_runtime.models.kept_weights import in_large_pages
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 from ppd_runtime.models.launched import LaunchedPasses
@@ -37,7 +39,7 @@ from ppd_runtime.models.native.products import (
     in_half_the_memory,
     same_numbers,
 )
-from ppd_runtime.models.stage import FinalHead, Piece, layer_range
+from ppd_runtime.models.stage import FinalHead, Piece
 from ppd_runtime.models.trees import TokenTree
 
 
@@ -65,16 +67,21 @@ class CompiledLayers:
         model: whose layers they are.
         files: a file for each layer, by the number of tokens that a pass is over, or by what stands for one.
         halves: weights in bfloat16, by name, which other processes share.
+        code_of: makes the model's files for a kind of passes, or for its head, where no earlier run has made them.
 
     Raises:
         ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
     """
 
     def __init__(
-        self, model: PreTrainedModel, files: Mapping[int, Sequence[Path]], halves: Mapping[str, Tensor] | None = None
+        self,
+        model: PreTrainedModel,
+        files: Mapping[int, Sequence[Path]],
+        halves: Mapping[str, Tensor] | None = None,
+        code_of: "Callable[[PreTrainedModel, int], Sequence[Path]] | None" = None,
     ) -> None:
-        _check_embedding(model)
-        self._model = model
+        self._model, self._code_of = model, code_of or _code_of
+        files = {kind: self._whole(kind, paths) for kind, paths in files.items()}
         self._passes: Any = _passes(model, {path for paths in files.values() for path in paths})
         self._loaded: dict[Path, Any] = {}
         named = dict(model.named_parameters()) if halves else {}
@@ -89,9 +96,14 @@ class CompiledLayers:
 
     def add(self, *passes: int) -> None:
         """Have code for these passes too, such as `SEVERAL`; makes what no earlier run has made."""
-        model = self._model
         for kind in set(passes) - set(self._layers):
-            self._load(kind, compile_layers(model.config, model.dtype, model.device, kind))
+            self._load(kind, self._code_of(self._model, kind))
+
+    def _whole(self, kind: int, paths: Sequence[Path]) -> Sequence[Path]:
+        """The files, or others where one of them has been damaged or removed since it was made: a worker that starts
+        again may be told of one from long ago.
+        """
+        return paths if all(map(is_whole, set(paths))) else self._code_of(self._model, kind)
 
     def _load(self, kind: int, paths: Sequence[Path]) -> None:
         for path in set(paths) - set(self._loaded):
@@ -138,9 +150,8 @@ class CompiledLayers:
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":
         """A model of one layer behind another model, such as an adapter, for one token and for several."""
-        head = compile_part_head(part)
-        files = {kind: [compile_part(part, kind)] for kind in (1, SEVERAL)}
-        return CompiledLayers(part, files | {HEAD: [head]} if head else files)
+        files = {kind: _code_of_part(part, kind) for kind in (1, SEVERAL, HEAD)}
+        return CompiledLayers(part, {kind: paths for kind, paths in files.items() if paths}, code_of=_code_of_part)
 
     def forget(self) -> None:
         """Let go of the last sequence's caches."""
@@ -227,20 +238,23 @@ def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | Lau
     return LaunchedPasses(model.device) if any(map(calls_python, files)) else NativePasses()
 
 
+def _code_of(model: PreTrainedModel, kind: int) -> Sequence[Path]:
+    """A model's files for a kind of passes, or for its head where that is compiled."""
+    if kind != HEAD:
+        return compile_layers(model.config, model.dtype, model.device, kind)
+    head = compile_head(model.config, model.dtype, model.device)
+    return [head] if head else []
+
+
+def _code_of_part(part: PreTrainedModel, kind: int) -> Sequence[Path]:
+    """The same for a model of one layer behind another model."""
+    head = compile_part_head(part) if kind == HEAD else compile_part(part, kind)
+    return [head] if head else []
+
+
 def _kinds(piece: Piece) -> list[int]:
     """What of each layer one token's pass through a piece runs."""
     return [
         WITHOUT_ATTENTION if i not in piece.attending else WITHOUT_MLP if i in piece.without_mlp else 1
         for i in piece.numbers
     ]
-
-
-def _check_embedding(model: PreTrainedModel) -> None:
-    """Refuse a decoder that does more to a token than look it up."""
-    if isinstance(model.model.embed_tokens, nn.Identity):
-        return
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        embedded = layer_range(model, 0, 0)(input_ids=token, use_cache=False).last_hidden_state
-        if not torch.equal(embedded, model.model.embed_tokens(token)):
-            raise ValueError(f"compile: a {model.config.model_type} model changes its embeddings; leave compile out")

@@ -39,9 +39,10 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ppd_runtime.models import kv_cache, skipping
+from ppd_runtime.models import behaviour, kv_cache, skipping
 from ppd_runtime.models.artifacts import artifact, capabilities
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache, sliding_windows
+from ppd_runtime.models.behaviour import cache_windows, embedding_scale
+from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
@@ -80,16 +81,19 @@ def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
     with torch.device("meta"):
         skeleton = _model(config, dtype)
 
-    def piece(index: int) -> nn.Module:
-        return layer_for(_model(config, dtype), index, passes)
+    scale = embedding_scale(skeleton)
 
-    return [_compiled_file(skeleton, i, partial(piece, i), device, passes) for i in range(config.num_hidden_layers)]
+    def piece(index: int) -> nn.Module:
+        return layer_for(_model(config, dtype), index, passes, scale)
+
+    windows = enumerate(cache_windows(config))
+    return [_compiled_file(skeleton, i, window, partial(piece, i), device, passes) for i, window in windows]
 
 
 def compile_part(part: PreTrainedModel, passes: int) -> Path:
     """As `compile_layers`, for a model of one layer that is there already, such as an adapter."""
-    twin = copy.deepcopy(layer_for(part, 0, passes))
-    return _compiled_file(part, 0, lambda: twin, part.device, passes)
+    twin, (window,) = copy.deepcopy(layer_for(part, 0, passes)), cache_windows(part.config)
+    return _compiled_file(part, 0, window, lambda: twin, part.device, passes)
 
 
 def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Path | None:
@@ -114,11 +118,12 @@ def compile_part_head(part: PreTrainedModel) -> Path | None:
     return _compiled_head(part, lambda: twin, part.device)
 
 
-def layer_for(model: PreTrainedModel, index: int, passes: int) -> nn.Module:
-    """The model's decoder with what passes of a kind run of one layer."""
+def layer_for(model: PreTrainedModel, index: int, passes: int, scale: str | None = None) -> nn.Module:
+    """The model's decoder with what passes of a kind run of one layer; `scale` as `decoder_of` has it."""
     layer = model.model.layers[index]
     left_out = {"attention": passes == WITHOUT_ATTENTION, "mlp": passes == WITHOUT_MLP}
-    return decoder_of(model, {index: without(layer, **left_out) if any(left_out.values()) else layer})
+    piece = {index: without(layer, **left_out) if any(left_out.values()) else layer}
+    return decoder_of(model, piece, scale)
 
 
 def weights_of(piece: nn.Module) -> dict[str, Tensor]:
@@ -156,7 +161,11 @@ class OneTokenLayer(nn.Module):
         self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
     ) -> Tensor:
         """`[1, 1, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
-        return self._behind(hidden, position, (keys, values), weights, {})
+        rows = torch.arange(keys.shape[0], device=hidden.device)
+        hides = rows > position if self._window is None else (rows > position) | (rows <= position - self._window)
+        mask = torch.where(hides, torch.finfo(hidden.dtype).min, 0.0).to(hidden.dtype).view(1, 1, 1, -1)
+        others = {"position_ids": position[None], "attention_mask": mask}
+        return self._behind(hidden, position, (keys, values), weights, others)
 
     def _behind(
         self,
@@ -287,10 +296,15 @@ def own_attention(
 
 
 def _compiled_file(
-    model: PreTrainedModel, index: int, make: Callable[[], nn.Module], device: torch.device, passes: int
+    model: PreTrainedModel,
+    index: int,
+    window: int | None,
+    make: Callable[[], nn.Module],
+    device: torch.device,
+    passes: int,
 ) -> Path:
-    ingredients = _versions(type(model), model.dtype, device) | _kind(model, index, passes) | {"passes": passes}
-    window = sliding_windows(model.config)[index]
+    known = _kind(model, index, passes) | {"window": window, "passes": passes}
+    ingredients = _versions(type(model), model.dtype, device) | known
     return artifact(ingredients, partial(_compile, make, index, window, model.dtype, device, passes))
 
 
@@ -430,6 +444,8 @@ def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidd
     feed = {"inputs_embeds": hidden, "past_key_values": SomeLayersCache([cache], [index]), "use_cache": True}
     torch.func.functional_call(piece, weights, (), feed)
     cache.length = ATTENDED_ROWS
+    for module in piece.modules():  # long-RoPE's second table is made in a pass, and is not to be this pass' own
+        vars(module).pop("long_inv_freq", None)
     return cache.next_rows()
 
 
@@ -455,7 +471,6 @@ def _kind(model: PreTrainedModel, index: int, passes: int) -> dict[str, Any]:
     of_layer = {k: v[index] for k, v in config.items() if "layer" in k and isinstance(v, list)}
     return {
         "config": config | of_layer,
-        "window": sliding_windows(model.config)[index],
         "constants": sorted(_constants(piece)),
         "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
     }
@@ -469,7 +484,7 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    sources = [__file__, kv_cache.__file__, skipping.__file__, inspect.getfile(model_class)]
+    sources = [__file__, behaviour.__file__, kv_cache.__file__, skipping.__file__, inspect.getfile(model_class)]
     sources += [native.__file__, attention.__file__, products.__file__]
     return {
         "dtype": str(dtype),

@@ -4,8 +4,11 @@ On a GPU launching a small layer takes longer than running it. A recording holds
 with, so there is one for each layer range, tree of tokens, number of attended rows and set of caches.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Hashable
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,16 @@ Launch = Callable[[Tensor, Tensor], Tensor]
 """Runs a pass: hidden states `[1, tokens, hidden_size]` and their position `[1]`, both on the GPU, in; states out."""
 
 
+def current_device(device: str | torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one while the block lasts; nothing for a CPU.
+
+    Each thread has a current device of its own, the first GPU to begin with, and what is not told where to go goes
+    there, such as the launches of a recording.
+    """
+    place = torch.device(device)
+    return torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
@@ -26,23 +39,37 @@ class _Recording:
 
 
 class Recordings:
-    """Recorded passes of one stage. Where a pass cannot be recorded, it and all later ones are launched as they are."""
+    """Recorded passes of one stage. Where a pass cannot be recorded, it and all later ones are launched as they are.
+
+    Before it is used a recording is replayed over poisoned memory, and has to give what the launched pass gave, to the
+    last bit: one that is empty, or made on another device, gives what was there before, without an error.
+    """
+
+    _capturing = threading.Lock()
+    """One capture at a time in a process: before one begins the device is waited for, which fails during another."""
 
     def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._works = True
 
-    def run(self, key: Hashable, hidden: Tensor, position: int, launch: Launch) -> Tensor:
-        """The pass over `hidden`; `key` tells all that makes a recording another one. The result is the caller's."""
+    def run(
+        self, key: Hashable, hidden: Tensor, position: int, launch: Launch, written: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The pass over `hidden`; `key` tells all that makes a recording another one. The result is the caller's.
+
+        `written` are what a pass writes besides its result, such as caches' rows, each contiguous.
+        """
         where = torch.full((1,), position, dtype=torch.int64, device=hidden.device)
         if not self._works:
             return launch(hidden, where)
         recording = self._recordings.get(key)
         if recording is None:
             try:
-                recording = self._record(key, hidden, where, launch)
+                recording = self._record(key, hidden, where, launch, written)
             except RuntimeError as error:
                 self._works = False
+                self._recordings.clear()
                 logger.warning("CUDA graphs are left out: %s", " ".join(str(error).split())[:200])
                 return launch(hidden, where)
         recording.hidden.copy_(hidden)
@@ -50,18 +77,60 @@ class Recordings:
         recording.graph.replay()
         return recording.output.clone()
 
-    def _record(self, key: Hashable, hidden: Tensor, position: Tensor, launch: Launch) -> _Recording:
-        """Launch once to warm up, which writes what the replay will write again, then record."""
+    def _record(
+        self, key: Hashable, hidden: Tensor, position: Tensor, launch: Launch, written: Sequence[Tensor]
+    ) -> _Recording:
+        """Launch once to warm up, which writes what the replay will write again, then record and try the recording."""
         if len(self._recordings) >= _MOST_RECORDINGS:
             self._recordings.clear()
         hidden, position = hidden.clone(), position.clone()
-        side, current = torch.cuda.Stream(hidden.device), torch.cuda.current_stream(hidden.device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            launch(hidden, position)
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # links may be opening in other threads
-            output = launch(hidden, position)
-        self._recordings[key] = _Recording(graph, hidden, position, output)
-        return self._recordings[key]
+        with self._capturing, _streams_restored(hidden.device):
+            stream, current = self._stream(hidden.device), torch.cuda.current_stream(hidden.device)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                expected = launch(hidden, position).clone()
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # links may be opening in other threads
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                output = launch(hidden, position)
+        recording = _Recording(graph, hidden, position, output)
+        _check(recording, expected, written)
+        self._recordings[key] = recording
+        return recording
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream to capture on, of this device and nobody else's: with the last of a stream's recordings goes the
+        memory that others of the same stream work in.
+        """
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+@contextlib.contextmanager
+def _streams_restored(device: torch.device) -> Iterator[None]:
+    """The device is current; a capture that fails would leave its stream behind as this thread's."""
+    with torch.cuda.device(device):
+        before = torch.cuda.current_stream(device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
+
+
+def _check(recording: _Recording, expected: Tensor, written: Sequence[Tensor]) -> None:
+    """Raise RuntimeError where a replay does not write what the launched pass has written."""
+    wanted = [expected, *(tensor.clone() for tensor in written)]
+    got = [recording.output, *written]
+    for tensor in got:
+        tensor.fill_(math.nan)
+    recording.graph.replay()
+    if not all(torch.equal(_bits(ours), _bits(theirs)) for ours, theirs in zip(got, wanted, strict=True)):
+        for ours, theirs in zip(got, wanted, strict=True):
+            ours.copy_(theirs)
+        raise RuntimeError("a recording does not give what the pass gave that it was made of")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

@@ -1,6 +1,5 @@
 """Which dtype is fastest for one-token passes on this machine's CPU: measured once for a model's shapes, then kept."""
 
-import contextlib
 import json
 import logging
 import platform
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ppd_runtime.models.artifacts import cache_folder, capabilities, ingredients_name
+from ppd_runtime.models.artifacts import cache_folder, capabilities, ingredients_name, with_way_out
+from ppd_runtime.models.kept_files import find, keep
 
 logger = logging.getLogger(__name__)
 CLEARLY_FASTER = 1.2
@@ -41,7 +41,7 @@ def fastest_dtype(layer: nn.Module, num_layers: int, stored: torch.dtype, thread
     try:
         ratio = _kept_ratio(shapes, num_layers, stored, threads)
     except (OSError, ValueError) as error:
-        logger.warning("dtype auto: float32, because no finding can be kept: %s", error)
+        logger.warning("dtype auto: float32, because no finding can be kept: %s", with_way_out(error))
         return torch.float32
     logger.info("dtype auto: %s products with one token are %.2f times as fast as float32's", stored, ratio)
     return stored if ratio > CLEARLY_FASTER else torch.float32
@@ -70,22 +70,22 @@ def _kept_ratio(shapes: Sequence[Shape], num_layers: int, stored: torch.dtype, t
         "dtype": str(stored),
         "threads": threads,
     }
-    path = cache_folder() / f"dtype-{ingredients_name(about)}.json"
-    if not path.exists():
-        _keep(path, about | {"float32_over_dtype": measure_ratio(shapes, num_layers, stored, threads)})
+    folder, name = cache_folder(), f"dtype-{ingredients_name(about)}"
+    path = find(folder, name, ".json")
+    if not path:
+        path = _keep(folder, name, about | {"float32_over_dtype": measure_ratio(shapes, num_layers, stored, threads)})
     try:
         return float(json.loads(path.read_text())["float32_over_dtype"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
 
 
-def _keep(path: Path, finding: dict[str, object]) -> None:
+def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:
     """Write what was found, unless another process was quicker: then its finding stays."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
-        unfinished = Path(folder, path.name)
-        unfinished.write_text(json.dumps(finding, indent=2) + "\n")
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(unfinished)
+    with tempfile.TemporaryDirectory(prefix="ppd-finding-") as making:
+        made = Path(making, "finding.json")
+        made.write_text(json.dumps(finding, indent=2) + "\n")
+        return keep(made, folder, name, ".json")
 
 
 def _weights(shapes: Sequence[Shape], num_layers: int, dtype: torch.dtype) -> list[Tensor]:

@@ -1,11 +1,16 @@
 """Where a model's files are: the demo's, a local folder, or a hub's at one revision; code among them is not fetched."""
 
+import contextlib
 import os
 import re
 from importlib import resources
 from pathlib import Path
 
 DEMO = "demo"
+_GGUF = (
+    "GGUF files are not read; give the hub name of the model that it was made of, or a folder with its config.json "
+    "and safetensors weights"
+)
 _FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What is fetched: no other format of weights, and no code."""
 
@@ -23,7 +28,10 @@ def find_model(model: str) -> tuple[str, Path]:
         return model, Path(str(resources.files("ppd_runtime.models") / "demo"))
     if not model:
         raise ValueError(f"model {model!r}: give a folder, a hub name or 'demo'")
+    if model.lower().endswith(".gguf"):
+        raise ValueError(f"model {model!r}: {_GGUF}")
     if os.path.isdir(model):  # noqa: PTH112 (a Path raises where a name is too long)
+        _check_format(model, Path(model))
         return model, Path(model)
     name, _, revision = model.partition("@")
     if os.path.exists(model) or model.startswith((".", "/", "~")) or name.count("/") > 1:  # noqa: PTH110
@@ -32,6 +40,14 @@ def find_model(model: str) -> tuple[str, Path]:
         raise ValueError(f"model {model!r}: {revision!r} is no revision; give a branch, a tag or a commit behind the @")
     folder = _download(model, name, revision or None)
     return f"{name}@{folder.name}", folder
+
+
+def _check_format(model: str, folder: Path) -> None:
+    """Raise ValueError for a folder that holds a model for other programs alone."""
+    with contextlib.suppress(OSError):  # what cannot be read is told by who reads it
+        suffixes = {path.suffix.lower() for path in folder.iterdir()}
+        if ".gguf" in suffixes and not suffixes & {".safetensors", ".json"}:
+            raise ValueError(f"model {model!r}: {_GGUF}")
 
 
 def _download(model: str, name: str, revision: str | None) -> Path:

@@ -2,7 +2,7 @@
 dtype than a model's files have, and so that Linux can map them in large pages.
 
 A copy is a safetensors file like any other, filled up to whole pages; its tensors stand at the beginnings of the
-processor's cache lines where their sizes allow that.
+processor's cache lines where their sizes allow that. Each start reads it once to see that it is whole (`kept_files`).
 """
 
 import contextlib
@@ -12,19 +12,29 @@ import math
 import mmap
 import os
 import platform
-import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ppd_runtime.models.artifacts import cache_folder, ingredients_name
+from ppd_runtime.models.artifacts import cache_folder, ingredients_name, with_way_out
+from ppd_runtime.models.kept_files import (
+    BLOCK,
+    CHECKED,
+    UNFINISHED,
+    find,
+    find_alone,
+    note_whole,
+    of_blocks,
+    only_one,
+    unfinished,
+)
 
 logger = logging.getLogger(__name__)
 SMALLEST_BYTES = 2**24
@@ -35,14 +45,10 @@ _UNUSED_S = 14 * 24 * 3600.0
 _ORPHANED_S = 600.0
 """Copies that nobody has asked for in this time, or in that where the model has gone or changed, go when another is
 made; so does what a killed maker left."""
-_MAKING_S = 60.0
-"""Longest wait for other processes that make the same copies."""
 _FORMAT = 1
-_SUFFIX, _UNFINISHED = ".safetensors", ".safetensors.unfinished"
+_SUFFIX = ".safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_CHUNK = 2**23
-"""Bytes that are written at once: Linux keeps them in memory in as large pages as it writes."""
 _LENGTH, _LINE, _LARGE_PAGE = 8, 64, 2**21
 _MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
 _Stored = dict[str, tuple[torch.dtype | None, list[int]]]
@@ -61,7 +67,7 @@ def kept_copies(
 
     None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES` or larger
     than `most_bytes`, `dtype` cannot hold every number, a file cannot be read, there is no room, or no folder to keep
-    them in.
+    them in. A damaged copy is made anew.
 
     Args:
         order: gives the tensors' names in the order in which they are read: one after the other they come faster.
@@ -80,20 +86,20 @@ def kept_copies(
     if not (even_as_stored if kinds == {dtype} else dtype == torch.float32 or may_round()):
         return {}
     try:
-        names = {path: cache_folder() / f"{_name(path, versions[path], dtype)}{_SUFFIX}" for path in files}
-        missing = [path for path in files if not _in_use(names[path])]
+        folder = cache_folder()
+        names = {path: _name(path, versions[path], dtype) for path in files}
+        copies = {path: copy for path in files if (copy := find(folder, names[path], _SUFFIX))}
+        missing = [path for path in files if path not in copies]
         if not _settled(missing):
             return {}
         _check_room(sum(_num_bytes(stored[path], dtype) for path in missing))
-        patience = time.monotonic() + _MAKING_S
         for path in missing:
-            with FileLock(names[path].with_suffix(".lock"), timeout=max(0.0, patience - time.monotonic())):
-                if not names[path].exists():
-                    _make(path, versions[path], dtype, order, names[path])
-    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:  # no home, no memory, no locks
-        logger.warning("each process reads %s for itself, for no copy can be kept: %s", files[0].parent, error)
+            copies[path] = _made(path, versions[path], dtype, order, folder, names[path])
+    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
+        reason = with_way_out(error)
+        logger.warning("each process reads %s for itself, for no copy can be kept: %s", files[0].parent, reason)
         return {}
-    return names
+    return copies
 
 
 def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -105,7 +111,7 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """
     with path.open("rb") as file:
         if not (size := os.fstat(file.fileno()).st_size):
-            raise ValueError(f"{path} is damaged, remove it to have it made anew: it is empty")
+            raise ValueError(f"{path} is damaged: it is empty")
         memory = mmap.mmap(file.fileno(), 0, **_MAP) if _MAP else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
@@ -118,7 +124,7 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             raise ValueError(f"it has {size} bytes")
         tensors = {name: _tensor(memory, data_at, field) for name, field in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
+        raise ValueError(f"{path} is damaged: {error}") from error
     yield from tensors.items()
 
 
@@ -160,15 +166,6 @@ def _name(path: Path, version: list[int], dtype: torch.dtype) -> str:
     return ingredients_name({"of": str(path.resolve()), "version": version, "dtype": str(dtype), "format": _FORMAT})
 
 
-def _in_use(copy: Path) -> bool:
-    """Whether it is there; it counts as used now."""
-    if not copy.exists():
-        return False
-    with contextlib.suppress(OSError):  # a cache that can be read only
-        os.utime(copy)
-    return True
-
-
 def _settled(files: Iterable[Path]) -> bool:
     return all(abs(time.time() - path.stat().st_mtime) > SETTLED_S for path in files)
 
@@ -177,14 +174,18 @@ def _check_room(num_bytes: int) -> None:
     """Remove what nobody uses; raise ValueError where the copies would take more than half of what is free."""
     if not num_bytes:
         return
-    for old in [path for path in cache_folder().iterdir() if path.name.endswith((_SUFFIX, _UNFINISHED))]:
+    for old in [path for path in cache_folder().iterdir() if path.name.endswith((_SUFFIX, UNFINISHED, CHECKED))]:
         with contextlib.suppress(OSError):  # somebody else's turn
             kept_s = _UNUSED_S if old.suffix == _SUFFIX and _is_of_use(old) else _ORPHANED_S
             if time.time() - old.stat().st_mtime > kept_s:
                 old.unlink()  # whoever has mapped it keeps it
     free = shutil.disk_usage(cache_folder()).free
     if free < 2 * num_bytes:
-        raise ValueError(f"{num_bytes / 1e9:.1f} GB would leave too little of the {free / 1e9:.1f} GB that are free")
+        raise ValueError(f"{_size(num_bytes)} would leave too little of the {_size(free)} that are free")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def _is_of_use(copy: Path) -> bool:
@@ -199,29 +200,53 @@ def _is_of_use(copy: Path) -> bool:
         return True
 
 
-def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], copy: Path) -> None:
+def _made(
+    path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], folder: Path, name: str
+) -> Path:
+    """The copy, made by this process or by one that was quicker."""
+    with only_one(folder, name):
+        return find_alone(folder, name, _SUFFIX) or _make(path, version, dtype, order, folder / name)
+
+
+def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], stem: Path) -> Path:
     logger.info("keeping a copy of %s in %s", path, dtype)
-    own = f"-{os.getpid()}-{secrets.token_hex(4)}"  # not every network's file system knows locks
-    unfinished = copy.with_name(f"{copy.stem}{own}{_UNFINISHED}")
-    try:
-        with safe_open(path, "pt") as file, unfinished.open("wb") as out:
-            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
-            pending = bytearray(_header(shapes, dtype, path, version))
-            for name in shapes:
-                tensor = file.get_tensor(name).to(dtype).contiguous()
-                pending += memoryview(tensor.view(-1).view(torch.uint8).numpy())
-                while len(pending) >= _CHUNK:
-                    out.write(pending[:_CHUNK])
-                    del pending[:_CHUNK]
-            out.write(pending)
+    with unfinished(stem.with_name(f"{stem.name}{_SUFFIX}")) as new:
+        with safe_open(path, "pt") as file, new.open("wb") as out:
+            sums = []
+            for block in _blocks(_content(file, dtype, order, path, version)):
+                out.write(block)  # Linux keeps it in memory in as large pages as it is written
+                sums.append(zlib.crc32(block))
             out.flush()
-            os.fsync(out.fileno())  # a file that a crash has left half empty would be taken for whole
+            os.fsync(out.fileno())  # else a crash leaves a file that is half empty
         if _version(path) != version:
             raise ValueError(f"{path} has changed meanwhile")
-        unfinished.replace(copy)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        copy = stem.with_name(f"{stem.name}-{of_blocks(sums)}{_SUFFIX}")
+        new.replace(copy)
+    note_whole(copy)
+    return copy
+
+
+def _content(
+    file: Any, dtype: torch.dtype, order: Callable[[], Iterable[str]], path: Path, version: list[int]
+) -> Iterator[bytes | memoryview]:
+    shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
+    yield _header(shapes, dtype, path, version)
+    for name in shapes:
+        tensor = file.get_tensor(name).to(dtype).contiguous()
+        yield memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
+    """The pieces joined and cut into blocks; the last one may be shorter."""
+    pending = bytearray()
+    for piece in pieces:
+        pending += piece
+        while len(pending) >= BLOCK:
+            yield pending[:BLOCK]
+            del pending[:BLOCK]
+    if pending:
+        yield pending
 
 
 def _header(shapes: dict[str, list[int]], dtype: torch.dtype, path: Path, version: list[int]) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig
+from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 ATTENDED_ROWS = 64
@@ -143,17 +143,25 @@ class _SharedMemory:
 
 
 class StageCache:
-    """The entries of a stage's layers for one sequence of at most `capacity` tokens."""
+    """The entries of a stage's layers for one sequence of at most `capacity` tokens; `windows` has each layer's."""
 
-    def __init__(self, config: PretrainedConfig, capacity: int) -> None:
-        windows = sliding_windows(config)
+    def __init__(self, windows: Sequence[int | None], capacity: int) -> None:
         self._memory = _SharedMemory(len(windows))
         self.layers = [PreallocatedLayer(capacity, window, self._memory, i) for i, window in enumerate(windows)]
+        self._shapes: dict[int, tuple[int, ...]] = {}
 
-    @property
-    def entry_shape(self) -> tuple[int, ...]:
-        """Of one token's keys or values in a layer, `(heads, head_dim)`; empty before the first pass."""
-        return tuple(self.layers[0].rows[0].shape[1:]) if self.layers[0].rows else ()
+    def entry_shape(self, last: int) -> tuple[int, ...]:
+        """Of one token's keys or values in any of the layers 0 to `last`, `(heads, head_dim)`; empty before the first
+        pass.
+
+        Where they have different sizes, as in latent attention, the largest ones: the others are padded.
+        """
+        if (whole := self._memory.whole) is not None:
+            return tuple(whole.shape[3:])
+        if last not in self._shapes and all(layer.rows for layer in self.layers[:last]):
+            shapes = [rows.shape[1:] for layer in self.layers[:last] for rows in layer.rows]
+            self._shapes[last] = tuple(map(max, *shapes))
+        return self._shapes.get(last, ())
 
     def view(self, numbers: Sequence[int]) -> SomeLayersCache:
         """The layers with these numbers, for forward passes that run no others."""
@@ -182,8 +190,9 @@ class StageCache:
         """
         if (whole := self._memory.whole) is not None:
             return whole[:last, :, first:end].permute(2, 0, 1, 3, 4).contiguous()
-        rows = [rows[first:end] for layer in self.layers[:last] for rows in layer.rows]
-        return torch.stack(rows, dim=1).view(end - first, last, 2, *rows[0].shape[1:])
+        heads, dim = self.entry_shape(last)
+        rows = [_padded(rows[first:end], heads, dim) for layer in self.layers[:last] for rows in layer.rows]
+        return torch.stack(rows, dim=1).view(end - first, last, 2, heads, dim)
 
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append consecutive tokens' entries, each as `export_entries` gives it, to the layers they came from."""
@@ -193,7 +202,9 @@ class StageCache:
             return
         stacked = torch.stack(list(entries), dim=3)  # [layers, 2, heads, tokens, head_dim]
         for layer, (keys, values) in zip(layers, stacked.unbind(), strict=True):
-            layer.write(keys[None], values[None])
+            sizes = [rows.shape[1:] for rows in layer.rows] or [keys.shape[::2], values.shape[::2]]
+            (heads, key_dim), (_, value_dim) = sizes
+            layer.write(keys[None, :heads, :, :key_dim], values[None, :heads, :, :value_dim])
 
     def _import_at_once(self, layers: Sequence[PreallocatedLayer], entries: Sequence[Tensor]) -> None:
         first = layers[0].length
@@ -207,15 +218,12 @@ class StageCache:
         self._memory.whole[: len(layers), :, first:end] = torch.stack(list(entries), dim=2)
 
 
+def _padded(rows: Tensor, heads: int, dim: int) -> Tensor:
+    """Rows `[tokens, heads, head_dim]` with zeros up to so many heads and numbers."""
+    missing = (0, dim - rows.shape[2], 0, heads - rows.shape[1])
+    return torch.nn.functional.pad(rows, missing) if any(missing) else rows
+
+
 def whole_rows(length: int) -> int:
     """The rows of a cache that a compiled pass attends to, where so many hold a token."""
     return -(-length // ATTENDED_ROWS) * ATTENDED_ROWS
-
-
-def sliding_windows(config: PretrainedConfig) -> list[int | None]:
-    """Each layer's window in tokens, None where it attends to everything."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -91,7 +91,8 @@ class LaunchedPasses:
             tensors = [tensor for pair in rows for tensor in pair]
             places = tuple(tensor.data_ptr() for tensor in tensors)
             key = (key, tree, tensors[0].shape[0], places)
-            return self._recordings.run(key, hidden, position, launch)
+            written = [tensor[position : position + tokens] for tensor in tensors]
+            return self._recordings.run(key, hidden, position, launch, written)
         return launch(hidden, self._position.fill_(position))
 
 

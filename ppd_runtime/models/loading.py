@@ -18,18 +18,28 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
+    DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
+from ppd_runtime.models.behaviour import (
+    attention_masks,
+    cache_windows,
+    check_cut_layers,
+    embedding_scale,
+    recomputed_at,
+)
 from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.fastest_dtype import fastest_dtype
 from ppd_runtime.models.hub import find_model, one_line
 from ppd_runtime.models.kept_weights import kept_copies, map_tensors
+from ppd_runtime.models.kv_cache import PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.native import library as native
-from ppd_runtime.models.stage import Stage, layer_range
+from ppd_runtime.models.skipping import check_sub_layers
+from ppd_runtime.models.stage import FinalHead, Stage, decoder_of, some_layers
 
 logger = logging.getLogger(__name__)
 SEVERAL = 0
@@ -41,7 +51,6 @@ HEAD = -4
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_IN_LARGE_PAGES = 2**30
 """Bytes of weights up to which compiled code gets a copy that Linux maps in large pages, however they are stored."""
-_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class ModelInfo:
     vocab_size: int
     max_positions: int | None
     eos_token_ids: frozenset[int]
+    recomputed_at: int | None = None
+    """Tokens of a text at which transformers' `generate` drops its cache and reads the text anew; None: never."""
 
 
 def describe(model: str, needs_weights: bool = True) -> ModelInfo:
@@ -69,7 +80,7 @@ def describe(model: str, needs_weights: bool = True) -> ModelInfo:
     """
     name, folder = find_model(model)
     config = _read_config(model, folder)
-    _check_architecture(model, config)
+    skeleton = _check_architecture(model, config)
     if needs_weights and not weight_files(folder):
         raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
     return ModelInfo(
@@ -77,7 +88,8 @@ def describe(model: str, needs_weights: bool = True) -> ModelInfo:
         folder=folder,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=(most := getattr(config, "max_position_embeddings", None)),
+        recomputed_at=_recomputed_at(model, skeleton, most) if most else None,
         eos_token_ids=_eos_token_ids(folder, config),
     )
 
@@ -279,7 +291,8 @@ def _needs_own_code(folder: Path) -> bool:
     return "auto_map" in fields and fields.get("model_type") not in CONFIG_MAPPING
 
 
-def _check_architecture(model: str, config: PretrainedConfig) -> None:
+def _check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
+    """A skeleton of the model, with a layer of each kind; ValueError for one that cannot be cut into stages."""
     refuse = f"model {model!r} ({config.model_type}): "
     needed = "a decoder with `model.layers`, `model.norm` and `lm_head` is needed, such as Llama, Mistral or Qwen"
     if getattr(config, "is_encoder_decoder", False):
@@ -288,19 +301,73 @@ def _check_architecture(model: str, config: PretrainedConfig) -> None:
         raise ValueError(f"{refuse}not a causal language model; {needed}")
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{refuse}its weights are quantised; give the model in float32, bfloat16 or float16")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds <= _ATTENTION_KINDS:
-        raise ValueError(f"{refuse}layers of kind {', '.join(sorted(kinds - _ATTENTION_KINDS))} have no plain cache")
     try:
-        skeleton, deeper = _skeleton(config, 1), _skeleton(config, 2)
+        windows = cache_windows(config)
+        skeleton, deeper = _skeleton(config, 1), _skeleton(config, _depth_of_all_kinds(config, windows))
     except Exception as error:  # every architecture checks its settings in its own way
         raise ValueError(f"{refuse}cannot be built from its config.json: {one_line(error)}") from error
     base = getattr(skeleton, "model", None)
     layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not hasattr(skeleton, "lm_head"):
+    if not isinstance(layers, nn.ModuleList) or not layers:
+        raise ValueError(f"{refuse}{needed}")
+    if not hasattr(base, "norm") or not hasattr(skeleton, "lm_head"):
         raise ValueError(f"{refuse}{needed}")
     if _constants(layers[0]) != _constants(deeper.model.layers[0]):
         raise ValueError(f"{refuse}what a layer computes depends on how many there are, so they cannot be cut")
+    try:
+        scale = embedding_scale(deeper)
+        _check_layers(deeper, windows, scale)
+    except Exception as error:  # every architecture asks for its own inputs
+        raise ValueError(f"{refuse}its layers cannot run one by one: {one_line(error)}; {needed}") from error
+    return deeper
+
+
+def _recomputed_at(model: str, skeleton: PreTrainedModel, most_tokens: int) -> int | None:
+    try:
+        return recomputed_at(skeleton, most_tokens)
+    except Exception as error:  # every architecture prepares its inputs in its own way
+        kind, reason = skeleton.config.model_type, one_line(error)
+        raise ValueError(f"model {model!r} ({kind}): does not say how it goes on with a text: {reason}") from error
+
+
+def check_leaving_out(info: ModelInfo, user: str) -> None:
+    """Raise ValueError where attentions and MLPs of the model cannot be left out, as `user` would; reads no weights."""
+    config = _config(info.folder)
+    try:
+        check_sub_layers(_skeleton(config, _depth_of_all_kinds(config, cache_windows(config))))
+    except ValueError as error:
+        raise ValueError(
+            f"{user} cannot run model {info.name!r} ({config.model_type}): {error}; choose another method"
+        ) from error
+
+
+def _depth_of_all_kinds(config: PretrainedConfig, windows: Sequence[int | None]) -> int:
+    """Layers up to the first one of the last kind; 2 at least, if there are so many."""
+    names = getattr(config, "layer_types", None) or [""] * len(windows)
+    kinds = list(zip(names, windows, strict=False))
+    return min(len(windows), max(2, *(1 + kinds.index(kind) for kind in set(kinds))))
+
+
+def _check_layers(skeleton: PreTrainedModel, windows: Sequence[int | None], scale: str | None) -> None:
+    """Refuse layers that a token's pass cannot run one by one, from hidden states and a cache alone."""
+    layers = skeleton.model.layers
+    position = 1 + max(window or 1 for window in windows)
+    cache = DynamicCache(config=skeleton.config)
+    for layer in cache.layers:
+        entries = torch.zeros(1, 1, position, 1, device="cpu")
+        layer.update(entries, entries)
+    kinds = getattr(skeleton.config, "layer_types", None) or ["one kind"] * len(layers)
+    for kind, mask in zip(kinds, attention_masks(skeleton, cache, 1, position), strict=True):
+        if mask is not None and not mask.all():
+            raise ValueError(f"in layers of {kind} a token attends to less than their caches hold")
+    check_cut_layers(skeleton, lambda decoder, number: some_layers(decoder, [number]))
+    states = torch.zeros(1, 1, skeleton.config.hidden_size, device="meta", dtype=skeleton.dtype)
+    for number, layer in enumerate(layers):
+        view = SomeLayersCache([PreallocatedLayer(1, windows[number])], [number])
+        piece = decoder_of(skeleton, {number: layer}, scale)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # without numbers experts cannot be chosen
+            piece(inputs_embeds=states, past_key_values=view, use_cache=True)
+    FinalHead(skeleton).module(inputs_embeds=states, use_cache=False)
 
 
 def _skeleton(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -323,17 +390,12 @@ def _constants(layer: nn.Module) -> dict[tuple[str, str], float]:
 def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
     """Refuse a decoder whose pass does more than embed, run layers and norm: a cut would lose or repeat that."""
     probe = torch.linspace(-1, 1, model.config.hidden_size, device=model.device, dtype=model.dtype).view(1, 1, -1)
-    bare = layer_range(model, 0, 0)
-    try:
-        with torch.inference_mode():
-            same = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
-            bare.norm = model.model.norm
-            normed = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
-            exact = torch.equal(same, probe) and torch.equal(normed, model.model.norm(probe))
-    except Exception as error:  # every architecture asks for its own inputs
-        raise ValueError(f"model {info.name!r} cannot run from hidden states: {one_line(error)}") from error
-    if not exact:
-        raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
+    bare = decoder_of(model, {}, embedding_scale(model))
+    bare.norm = model.model.norm
+    with torch.inference_mode():
+        normed = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
+        if not torch.equal(normed, model.model.norm(probe)):
+            raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
 
 
 def _eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -1,5 +1,6 @@
 """Decoder layers with a sub-layer left out: what remains is the library's own layer, residual stream and norms."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage import Piece, Stage, shallow_copy
+from ppd_runtime.models.behaviour import embedding_scale, shallow_copy
+from ppd_runtime.models.stage import Piece, Stage, decoder_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,25 @@ def without(layer: nn.Module, *, attention: bool = False, mlp: bool = False) -> 
     if mlp:
         twin.mlp = _NoMLP()
     return twin
+
+
+def check_sub_layers(skeleton: PreTrainedModel) -> None:
+    """Raise ValueError where a layer is not an attention and an MLP that can be left out one by one.
+
+    `skeleton` may be on the meta device.
+    """
+    states = torch.zeros(1, 1, skeleton.config.hidden_size, device=skeleton.device, dtype=skeleton.dtype)
+    scale = embedding_scale(skeleton)
+    for number, layer in enumerate(skeleton.model.layers):
+        for left_out in ("attention", "mlp"):
+            if not hasattr(layer, {"attention": "self_attn", "mlp": "mlp"}[left_out]):
+                raise ValueError(f"layer {number + 1} has no {left_out} of its own to leave out")
+            piece = decoder_of(skeleton, {number: without(layer, **{left_out: True})}, scale)
+            try:
+                with torch.inference_mode(), contextlib.suppress(NotImplementedError, RuntimeError):
+                    piece(inputs_embeds=states, use_cache=False)  # without numbers experts cannot be chosen
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"layer {number + 1} does not run without its {left_out} ({error})") from error
 
 
 def sparse_piece(stage: Stage, left_out: LayerSet) -> Piece:

@@ -8,17 +8,18 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from ppd_runtime.models.behaviour import attention_masks, cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.kv_cache import SomeLayersCache, StageCache
 from ppd_runtime.models.rotary import RotaryTable
 from ppd_runtime.models.shared_heads import share_heads
-from ppd_runtime.models.trees import chain_of, token_tree
+from ppd_runtime.models.trees import TokenTree, chain_of, token_tree
 from ppd_runtime.recorder import Recorder
 from ppd_runtime.spans import Kind
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ppd_runtime.models.native.drafts import ChainDrafting
 
 _MOST_JOINED = 16  # rows of the embedding: to look up more at once takes less time
+_SEVERAL_ROWS = 3  # stand for any number of rows, where the library is asked what it does for several
 _MOST_VIEWS = 4096  # of single tokens' rows of the embedding, kept: to make one takes two operators
 
 
@@ -58,15 +60,20 @@ class Stage:
         self._ranges: dict[tuple[int, int], Piece] = {}
         self._views: dict[tuple[int, ...], SomeLayersCache] = {}
         rotary = getattr(model.model, "rotary_emb", None)
-        self._rotary = None if rotary is None else RotaryTable(rotary)
+        most_positions = getattr(model.config, "max_position_embeddings", None)
+        self._rotary = None if rotary is None else RotaryTable(rotary, most_positions)
         self._positions = torch.arange(0, device=model.device)[None]
         self._compiled_head = compiled.head if compiled else None
         self.head = self._compiled_head or FinalHead(model)
         embedding = model.model.embed_tokens
-        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+        self._entrance, self._scale = layer_range(model, 0, 0), embedding_scale(model)
+        plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not self._scale
         look_up = lru_cache(_MOST_VIEWS)(lambda token: embedding.weight.detach()[token].view(1, 1, -1))
         self._embed_one = look_up if plain else None
-        self.cache = StageCache(model.config, 0)
+        self._windows = cache_windows(model.config)
+        self._masks: dict[int, Tensor] = {}  # what the pass under way hides from each layer, where that is ours to say
+        self._says_masks = {tokens: not self._library_masks_fit(tokens) for tokens in (1, _SEVERAL_ROWS)}
+        self.cache = StageCache(self._windows, 0)
 
     def compile_for(self, *passes: int) -> None:
         """Where passes are compiled, have code for these too, such as `SEVERAL`; the first time takes a while."""
@@ -90,7 +97,7 @@ class Stage:
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
-        self.cache = StageCache(self.model.config, capacity)
+        self.cache = StageCache(self._windows, capacity)
         self._views.clear()
         if self._compiled:
             self._compiled.forget()
@@ -148,6 +155,11 @@ class Stage:
         self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
         self.layer_passes += piece.num_layers
         return hidden
+
+    def most_together(self, position: int) -> int | None:
+        """How many tokens from `position` on a pass may have, for each to be what a pass of its own gives; None: any
+        number. Long-RoPE models embed positions by the longest one of a pass."""
+        return self._rotary.most_together(position) if self._rotary else None
 
     def length(self, layer: int) -> int:
         """Tokens whose entries `layer` holds."""
@@ -227,7 +239,22 @@ class Stage:
             rows = [look_up(token) for token in token_ids]
             return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         with torch.inference_mode():
-            return self.model.model.embed_tokens(torch.tensor([token_ids], device=self.device))
+            ids = torch.tensor([token_ids], device=self.device)
+            return self._looked_up(ids) if self._only_looks_up else self._entered(ids)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        decoder = self.model.model
+        return decoder.embed_tokens(ids) * getattr(decoder, self._scale) if self._scale else decoder.embed_tokens(ids)
+
+    def _entered(self, ids: Tensor) -> Tensor:
+        """What the first layer is given for token ids, `[1, tokens]`, by the decoder's own code."""
+        return self._entrance(input_ids=ids, use_cache=False).last_hidden_state
+
+    @cached_property
+    def _only_looks_up(self) -> bool:
+        """Whether a look-up, and the embedding's scale, are all that happens to a token before the first layer."""
+        few = torch.arange(min(8, self.model.config.vocab_size), device=self.device)[None]
+        return torch.equal(self._looked_up(few), self._entered(few))
 
     @torch.inference_mode()
     def _run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
@@ -243,8 +270,7 @@ class Stage:
         if self._compiled and position and self._compiled.runs_tree(len(token_ids)):
             return self._compiled.run_tree(0, self.num_layers, self._embed(token_ids), tree, self.cache.layers)
         places = self._positions[:, position + tree.depths]
-        masks = tree.masks(self.cache.layers, self.model)
-        return self._run_library(0, self.num_layers, token_ids, position, position_ids=places, attention_mask=masks)
+        return self._run_library(0, self.num_layers, token_ids, position, places, tree)
 
     def check_position(self, layer: int, position: int) -> None:
         """Raise RuntimeError where a layer holds other than `position` tokens."""
@@ -254,34 +280,79 @@ class Stage:
 
     def _wait_for_device(self) -> None:
         if self._on_cuda:  # whoever sends or judges the result waits for it anyway
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     @torch.inference_mode()
-    def _run_library(self, first: int, last: int, inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
+    def _run_library(
+        self,
+        first: int,
+        last: int,
+        inputs: list[int] | Tensor,
+        position: int,
+        places: Tensor | None = None,
+        tree: TokenTree | None = None,
+    ) -> Tensor:
         if (first, last) not in self._ranges:
             layers = dict(enumerate(self.model.model.layers))
             numbers = tuple(range(first, last))
             self._ranges[first, last] = self.piece({i: layers[i] for i in numbers}, numbers)
-        return self._call(self._ranges[first, last], inputs, position, **others)
+        return self._call(self._ranges[first, last], inputs, position, places, tree)
 
-    def _call(self, piece: "Piece", inputs: list[int] | Tensor, position: int, **others: Any) -> Tensor:
-        feed: dict[str, Any]
-        if isinstance(inputs, Tensor):
-            feed = {"inputs_embeds": inputs.to(self.device)}
-        else:
-            feed = {"input_ids": torch.tensor([inputs], device=self.device)}
+    def _call(
+        self,
+        piece: "Piece",
+        inputs: list[int] | Tensor,
+        position: int,
+        places: Tensor | None = None,
+        tree: TokenTree | None = None,
+    ) -> Tensor:
+        """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which stand at `places`."""
+        states = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
         if piece.attending not in self._views:
             self._views[piece.attending] = self.cache.view(piece.attending)
-        size = next(iter(feed.values())).shape[1]
-        feed |= {"position_ids": self._positions[:, position : position + size]} | others
-        output = piece.decoder(**feed, past_key_values=self._views[piece.attending], use_cache=True)
-        return output.last_hidden_state
+        size = states.shape[1]
+        places = self._positions[:, position : position + size] if places is None else places
+        feed = {"inputs_embeds": states, "position_ids": places}
+        if tree is None and position and self._says_masks[1 if size == 1 else _SEVERAL_ROWS]:
+            tree = chain_of(size, self.device)
+        if tree is None:
+            return self._output(piece, feed)
+        caches = {number: self.cache.layers[number] for number in piece.attending}
+        self._masks.update(tree.masks(caches, self.model.dtype))
+        try:
+            return self._output(piece, feed | {"attention_mask": self._masks[piece.attending[0]]})
+        finally:
+            self._masks.clear()
+
+    def _output(self, piece: "Piece", feed: Mapping[str, Any]) -> Tensor:
+        view = self._views[piece.attending]
+        return piece.decoder(**feed, past_key_values=view, use_cache=True).last_hidden_state
+
+    @torch.inference_mode()
+    def _library_masks_fit(self, tokens: int) -> bool:
+        """Whether, in a pass of so many tokens, the library shows each of them what a pass of its own would.
+
+        Not where its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
+        """
+        chain = chain_of(tokens, torch.device("cpu"))
+        for position in {1 + max(window or 1, 1) for window in self._windows}:
+            cache = StageCache(self._windows, 0)
+            for layer in cache.layers:
+                layer.length = position
+            layers = dict(enumerate(cache.layers))
+            found = attention_masks(self.model, cache.view(range(self.num_layers)), tokens, position)
+            for mask, ours in zip(found, chain.masks(layers, torch.float32).values(), strict=True):
+                seen = torch.ones_like(ours, dtype=torch.bool) if mask is None else mask.cpu()
+                if not torch.equal(seen, ours == 0):
+                    return False
+        return True
 
     def piece(
         self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()
     ) -> "Piece":
         """Some layers by their numbers, or stand-ins for them; see `Piece`."""
-        decoder = decoder_of(self.model, layers)
+        hidden_from = {number: _with_mask_of(self._masks, number, layer) for number, layer in layers.items()}
+        decoder = decoder_of(self.model, hidden_from, self._scale)
         if self._rotary is not None:
             decoder.rotary_emb = self._rotary
         return Piece(decoder, tuple(layers), attending, without_mlp)
@@ -349,17 +420,36 @@ class Piece(NamedTuple):
 
 
 def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
-    """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights."""
-    return decoder_of(model, {i: model.model.layers[i] for i in range(first, last)})
+    """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights.
+
+    With `first` 0 it takes tokens or their embeddings, else hidden states.
+    """
+    scale = embedding_scale(model) if first else None
+    return decoder_of(model, {i: model.model.layers[i] for i in range(first, last)}, scale)
 
 
-def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module]) -> nn.Module:
-    """The model's decoder with only these layers, or stand-ins for them, by their numbers, and no final norm."""
-    decoder = shallow_copy(model.model)
+def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module], scale: str | None = None) -> nn.Module:
+    """The model's decoder with only these layers, or stand-ins for them, by their numbers, and no final norm.
+
+    `scale` is the model's `embedding_scale`, which it leaves out where it is given hidden states.
+    """
+    decoder = some_layers(model.model, list(layers))
     decoder.layers = nn.ModuleList(layers.values())
     decoder.norm = nn.Identity()
-    decoder.config = _some_layers_config(model.model.config, list(layers))
+    if scale:
+        setattr(decoder, scale, 1.0)
     return decoder
+
+
+def some_layers(decoder: nn.Module, numbers: Sequence[int]) -> nn.Module:
+    """The decoder with the layers of these numbers, and with what else it has one of for each layer."""
+    config = cast("PretrainedConfig", decoder.config)
+    twin, size = shallow_copy(decoder), config.num_hidden_layers
+    for name, child in decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == size:
+            setattr(twin, name, nn.ModuleList(child[number] for number in numbers))
+    twin.config = _some_layers_config(config, numbers)
+    return twin
 
 
 class _NormOnly(nn.Module):
@@ -373,10 +463,16 @@ class _NormOnly(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
 
 
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """The same module with a table of children of its own; parameters and children are shared."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+def _with_mask_of(masks: Mapping[int, Tensor], number: int, layer: nn.Module) -> nn.Module:
+    """The layer, which in each pass takes its mask from `masks`, if there are any, in place of the decoder's."""
+    twin, forward = shallow_copy(layer), layer.forward
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        if number in masks:
+            kwargs["attention_mask"] = masks[number]
+        return forward(*args, **kwargs)
+
+    twin.forward = masked
     return twin
 
 

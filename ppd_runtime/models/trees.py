@@ -1,11 +1,10 @@
 """Attention within a tree of tokens that is run in one pass: each sees those it stands behind, and no other branch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppd_runtime.models.kv_cache import PreallocatedLayer
 
@@ -30,22 +29,23 @@ class TokenTree:
         self._ahead: dict[int, Tensor] = {}
         self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
-    def masks(self, layers: Sequence[PreallocatedLayer], model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
-        """The library's additive masks, `[1, 1, tokens, attended]`; by kind where layers have different windows.
+    def masks(self, layers: Mapping[int, PreallocatedLayer], dtype: torch.dtype) -> dict[int, Tensor]:
+        """What each layer adds to its scores, `[1, 1, tokens, attended]`, by the numbers that `layers` has them by.
 
-        `layers` are the caches of all layers of `model`, each before the pass.
+        `layers` are the caches, each before the pass.
         """
-        windows = [layer.sliding_window for layer in layers]
-        masks = {window: self._mask(layers[windows.index(window)], model.dtype) for window in set(windows)}
-        if len(masks) == 1:
-            return masks[windows[0]]
-        return {kind: masks[window] for kind, window in zip(model.config.layer_types, windows, strict=True)}
+        made: dict[tuple[int | None, int], Tensor] = {}
+        for layer in layers.values():
+            if (key := (layer.sliding_window, layer.length)) not in made:
+                made[key] = self._mask(layer, dtype)
+        return {number: made[layer.sliding_window, layer.length] for number, layer in layers.items()}
 
     def _mask(self, layer: PreallocatedLayer, dtype: torch.dtype) -> Tensor:
         size = len(self.parents)
         attended, _ = layer.get_mask_sizes(size)
         start = torch.tensor([layer.length], device=self.depths.device)
-        return self.mask(start, layer.length + size, layer.sliding_window, dtype)[..., -attended:]
+        hides = self._hides(start, layer.length + size, layer.sliding_window)[None, None, :, -attended:]
+        return torch.where(hides, *self._scale(dtype))
 
     def mask(self, start: Tensor, rows: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """What the tokens see of a cache's first rows: an additive mask, `[1, 1, tokens, rows]`.

@@ -1,5 +1,7 @@
 """Whether a cluster has room for the workers: equal bundles of resources, and hosts that hold so many of each."""
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +31,8 @@ class Bundle:
     gpus: float
 
     def __str__(self) -> str:
-        return _amount(self.cpus, "CPU") + (f" and {_amount(self.gpus, 'GPU')}" if self.gpus else "")
+        cpus = _amount(self.cpus, "CPU") if self.cpus else "no CPU to itself"
+        return cpus + (f" and {_amount(self.gpus, 'GPU')}" if self.gpus else "")
 
     def resources(self, host: str = "") -> dict[str, float]:
         """As Ray wants it; only nodes of `host` have it where one is named."""
@@ -39,7 +42,17 @@ class Bundle:
     def places_on(self, node: Node) -> int:
         """How many such bundles a node holds when nothing else runs on it."""
         wanted = ((self.cpus, node.cpus), (self.gpus, node.gpus))
-        return min(int(has / amount + 1e-9) for amount, has in wanted if amount)
+        return min((int(has / amount + 1e-9) for amount, has in wanted if amount), default=sys.maxsize)
+
+
+def cpus_beside_others(count: int, threads: int, free: float) -> float:
+    """CPUs that each of `count` workers asks for where one of those that are free stays for others.
+
+    All that they use, if there are so many; else equal parts of what there is, in hundredths, and they share cores.
+    """
+    if count * threads <= free - 1:
+        return threads
+    return max(0, math.floor(100 * (free - 1) / count) / 100)
 
 
 def strategies(placement: str, one_host: bool, bundle: Bundle, count: int, nodes: Sequence[Node]) -> list[str]:

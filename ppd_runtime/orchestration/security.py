@@ -19,9 +19,9 @@ def check_version(version: str) -> None:
 
 def no_cluster(address: str) -> str:
     """What to say where Ray finds no cluster; Ray says no more where the cluster asks for a token and gets none."""
-    mode = os.environ.get("RAY_AUTH_MODE", "")
+    mode, place = os.environ.get("RAY_AUTH_MODE", ""), "on this host" if address == "auto" else f"at {address}"
     return (
-        f"no Ray cluster takes this program in at {address}: start one with `ray start --head`, or, where one runs "
+        f"no Ray cluster takes this program in {place}: start one with `ray start --head`, or, where one runs "
         f"that asks for a token (RAY_AUTH_MODE={mode!r} here), set RAY_AUTH_MODE=token and see that the token is in "
         "~/.ray/auth_token or RAY_AUTH_TOKEN_PATH"
     )

@@ -14,10 +14,12 @@ import msgpack
 import torch
 from torch import Tensor
 
+from ppd_runtime.config import LogitsProcessor
 from ppd_runtime.pipeline.fields import (
     MOST_TEXTS,
     Bytes,
     Candidates,
+    Chance,
     Count,
     Finite,
     Int64,
@@ -25,6 +27,7 @@ from ppd_runtime.pipeline.fields import (
     Length,
     Limit,
     NotNegative,
+    Penalty,
     Plan,
     Position,
     Positive,
@@ -33,6 +36,7 @@ from ppd_runtime.pipeline.fields import (
     Request,
     Seed,
     Share,
+    StopTokenIds,
     TensorBytes,
     TokenId,
     TokenIds,
@@ -43,7 +47,7 @@ from ppd_runtime.pipeline.fields import (
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, outgoing
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -87,6 +91,18 @@ class Begin(Message):
     """Whether the client wants every process' `Spans`."""
     delivered: TokenIds = field(default_factory=list)
     """Tokens behind the prompt that the client has already got."""
+    min_p: Chance = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    stop_token_ids: StopTokenIds = field(default_factory=list)
+    num_generated: Limit = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BeginHere(Begin):
+    """A `Begin` between threads of one process, with functions: it has no form on the wire."""
+
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +335,7 @@ def encode(message: Message) -> list[Frame]:
     """The message's frames: the header, then its tensor's bytes, in its own memory where they lie there in one piece.
 
     Raises:
-        WireError: where the header would be longer than `decode` takes.
+        WireError: where the header would be longer, or the tensor another, than `decode` takes.
     """
     plan = _PLANS[type(message)]
     values = plan.values(message)
@@ -345,7 +361,7 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
     """The message's header, and its tensor's bytes `[num_bytes]` on the tensor's device, perhaps in its memory.
 
     Raises:
-        WireError: where the header would be longer than `decode` takes.
+        WireError: where the header would be longer, or the tensor another, than `decode` takes.
     """
     plan = _PLANS[type(message)]
     values = plan.values(message)

@@ -61,9 +61,10 @@ class Arriving(NamedTuple):
 
 @lru_cache(_MOST_SHAPES)
 def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
-    """What is known of tensors of this dtype and shape."""
-    memory = ctypes.c_ubyte * (math.prod(shape) * dtype.itemsize)
-    return Outgoing(pack_numbers([_DTYPES.index(dtype), *shape]), memory)
+    """What is known of tensors of this dtype and shape; raises WireError for those that no message may have."""
+    if dtype not in _DTYPES:
+        raise WireError(f"a tensor of {dtype}")
+    return Outgoing(pack_numbers([_DTYPES.index(dtype), *shape]), ctypes.c_ubyte * _num_bytes(dtype, shape))
 
 
 @lru_cache(_MOST_SHAPES)
@@ -73,9 +74,14 @@ def arriving(description: bytes) -> Arriving:
     if not numbers or not 0 <= numbers[0] < len(_DTYPES):
         raise WireError("a tensor of an unknown dtype")
     dtype, shape = _DTYPES[numbers[0]], tuple(numbers[1:])
+    return Arriving(dtype, shape, _num_bytes(dtype, shape))
+
+
+def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """How many bytes a tensor has; raises WireError for a shape that no message may have, coming or going."""
     if len(shape) > _MOST_DIMENSIONS:
         raise WireError("a tensor with too many dimensions")
     num_bytes = math.prod(shape) * dtype.itemsize
     if not all(size > 0 for size in shape) or num_bytes > _MOST_BYTES:
         raise WireError("a tensor with an impossible shape")
-    return Arriving(dtype, shape, num_bytes)
+    return num_bytes

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.measure.exit_heads import HeadComparison, compare_heads
 from ppd_runtime.models.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.models.loading import check_leaving_out, describe
 from ppd_runtime.models.stage import FinalHead, layer_range
 from ppd_runtime.training.loop import FrozenModel, LearningFromModel, distillation_loss
 from ppd_runtime.training.recipe import ExitRecipe
@@ -58,6 +59,7 @@ class AdapterRun(PartRun):
         self, model: str, data: str, recipe: AdapterRecipe, out: Path, dtype: str = "auto", device: str = "auto"
     ) -> None:
         self.recipe = recipe
+        check_leaving_out(describe(model), "an adapter, which is a layer without its MLP,")
         super().__init__(model, data, recipe, out, dtype, device)
 
     def new_training(self, frozen: PreTrainedModel) -> AdapterTraining:

@@ -43,8 +43,12 @@ REFUSED = "refused"
 SEEDS, TRIES = 40, 2000
 STATE = torch.linspace(-1, 1, 8).view(1, 1, 8)
 ENTRIES = torch.linspace(-1, 1, 16).bfloat16().view(1, 2, 2, 1, 4)
+BEGIN = Begin(
+    -1, 1, [5, 6, 7], 16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ["\n\n", "é"], False, True, True, [8, 9],
+    0.05, 1.5, -0.5, [3, 4], 2,
+)  # fmt: skip
 MESSAGES: tuple[Message, ...] = (
-    Begin(-1, 1, [5, 6, 7], 16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ["\n\n", "é"], False, True, True, [8, 9]),
+    BEGIN,
     ExitState(0, 1, 4, STATE),
     Candidate(1, 1, 5, (17,)),
     Candidate(2, 1, 5, (17, 18), [3, 4]),

@@ -90,6 +90,10 @@ def round_trip(data: bytes) -> int:
             live=bool(values.number(2)),
             traced=bool(values.number(2)),
             delivered=values.token_ids(),
+            min_p=values.number(1001) / 1000,
+            presence_penalty=values.number(4001) / 1000 - 2,
+            frequency_penalty=values.number(4001) / 1000 - 2,
+            stop_token_ids=values.token_ids(),
         )
     assert_same(decode([bytes(frame) for frame in encode(message)]), message)
     return 1

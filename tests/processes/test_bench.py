@@ -11,9 +11,9 @@ from ppd_runtime.cli.main import app
 
 def test_pipelined_decoding_in_a_comparison(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    given = ("--model", model_folder("llama"), "--methods", "ppd", "--limit", 1, "--max-new-tokens", 8, "--json", out)
+    given = ("--model", model_folder("llama"), "--methods", "ppd", "--limit", 1, "--max-new-tokens", 8, "--out", out)
     result = CliRunner().invoke(app, ["bench", *map(str, given), "--dtype", "float32"])
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
-    assert report["rows"]["ppd"]["settings"] == {"launcher": "processes"}
+    assert report["rows"]["ppd"]["settings"] == {"launcher": "auto"}
     assert report["overall"]["ppd"]["equal_tokens"] == 1

@@ -139,6 +139,7 @@ def check_results(out: Path, folder: str, prompts: list[str], compared: set[int]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["index"] for row in rows] == list(range(len(prompts)))
     ordinary = OrdinaryDecoding(folder, dtype="float32")
+    assert [row["prompt"] for row in rows] == list(prompts)
     for index in compared:
         expected = ordinary.generate(prompts[index], **SETTINGS, seed=index)
         assert rows[index]["token_ids"] == list(expected.token_ids)
@@ -207,6 +208,21 @@ def test_a_job_without_the_token_is_told_so(cluster, arguments, tmp_path, monkey
     assert refused.returncode == 1
     assert f"ppd: no Ray cluster takes this program in at 127.0.0.1:{cluster.gcs}" in refused.stderr
     assert "asks for a token (RAY_AUTH_MODE='' here), set RAY_AUTH_MODE=token" in refused.stderr
+
+
+def test_every_command_joins_the_cluster_that_the_environment_names(cluster, folder, monkeypatch):
+    generate = [sys.executable, "-m", "ppd_runtime.cli.entry", "generate", "x", "--model", folder]
+    refused = cluster.run(*generate, "--k", "9")
+    assert refused.returncode == 1
+    assert "ppd: the runtime needs 10 bundles of 1 CPU on one node" in refused.stderr
+    wrong = cluster.folder / "wrong"
+    wrong.write_text(secrets.token_hex(16))
+    monkeypatch.setitem(cluster.env, "RAY_AUTH_TOKEN_PATH", str(wrong))
+    for place in ([], ["--ray-address", f"127.0.0.1:{cluster.gcs}"]):
+        refused = cluster.run(*generate, "--k", "1", *place)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(f"ppd: no Ray cluster takes this program in at 127.0.0.1:{cluster.gcs}: ")
+        assert refused.stderr.count("\n") == 1
 
 
 def lines(out: Path) -> int:

@@ -261,7 +261,7 @@ def test_layers_of_one_kind_are_compiled_once_and_kept(model_folder: ModelFolder
     assert len(set(files)) == 1
     compiled_layers(load_eager(model_folder("llama")).model)  # unpacks them
     before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
-    assert all(path.suffix in (".pt2", ".so") for path in before), "nothing half-written is left"
+    assert all(path.suffix in (".pt2", ".so", ".lock") for path in before), "nothing half-written is left"
     with without_compiler():
         compiled_layers(load_eager(model_folder("llama", seed=5)).model)
         compiled_layers(load_eager(model_folder("llama"), last=1).model)
@@ -329,7 +329,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
         artifact({"x": 1}, fail)
     assert list(cache_folder().iterdir()) == []
     path = artifact({"x": 1}, by_two)
-    assert path.read_text() == "ours"
+    assert path.read_text() == "the other process'", "which was quicker"
     assert artifact({"x": 1}, fail) == path
     assert artifact({"x": 2}, lambda other: other.write_text("2")) != path
 
@@ -347,16 +347,13 @@ def test_a_broken_library_is_made_anew(model_folder: ModelFolder, kept: Path, tm
     (package,) = {Path(shutil.copy(path, tmp_path)) for path in compile_layers(model.config, model.dtype, model.device)}
     Code(package)
     (library,) = tmp_path.glob("*.so")
-    size = library.stat().st_size
-    for number, broken in enumerate((b"", b"no code".ljust(size, b"!"))):
+    content = library.read_bytes()
+    for number, broken in enumerate((b"", b"no code".ljust(len(content), b"!"))):
         other = Path(shutil.copy(package, tmp_path / f"other{number}.pt2"))
         unpacked = other.with_name(library.name.replace(package.stem, other.stem))
         unpacked.write_bytes(broken)
-        if len(broken) == size:
-            with pytest.raises(ValueError, match="cannot be loaded .*header.*; remove it to have it made anew"):
-                Code(other)
         assert Code(other).metadata
-        assert unpacked.stat().st_size == size
+        assert unpacked.read_bytes() == content
 
 
 @needs_compiler
@@ -365,7 +362,7 @@ def test_a_package_where_nothing_can_be_written(
 ) -> None:
     model = load_eager(model_folder("llama")).model
     (package,) = {Path(shutil.copy(path, tmp_path)) for path in compile_layers(model.config, model.dtype, model.device)}
-    monkeypatch.setattr(layers, "whole_file", lambda path: (tmp_path / "no such folder" / "file").open("wb"))
+    monkeypatch.setattr(layers, "keep", lambda *_: (tmp_path / "no such folder" / "file").open("wb"))
     assert Code(package).metadata
     assert not list(tmp_path.glob("*.so"))
 

@@ -352,7 +352,16 @@ def test_the_time_of_a_verification_is_noted(model_folder: ModelFolder) -> None:
     assert ledger.layers_s > ledger.heads_s > 0
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), SamplingParams(repetition_penalty=1.3)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(frequency_penalty=-0.5),
+        SamplingParams(logits_processors=(max,)),
+    ],
+)
 def test_only_the_highest_logit_is_drafted_this_way(params: SamplingParams) -> None:
     stage = type("_", (), {"recorder": None})
     for rule in ("shared-noise", "rejection"):

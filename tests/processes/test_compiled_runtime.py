@@ -60,7 +60,7 @@ def test_threads_with_fewer_workers_than_candidates(model_folder):
 
 def test_ray(ray_node, model_folder):
     folder = str(model_folder("llama", num_layers=5))
-    check(OrdinaryDecoding(folder, compile=True, dtype="float32"), k=2, exit_layer=3)
+    check(OrdinaryDecoding(folder, compile=True, dtype="float32"), k=2, exit_layer=3, launcher="ray")
 
 
 def _layers_kept():

@@ -77,7 +77,9 @@ def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
     k, exit_layer = LAYOUTS[(number * 2 + DTYPES.index(dtype) * 3) % len(LAYOUTS)]
     vocab_size = describe(folder).vocab_size
     head = RehearsedHead(tuple((*prompt, *tokens) for prompt, tokens in texts.items()), 0.7, vocab_size)
-    with PPDRuntime(folder, k=k, exit_layer=exit_layer, dtype=dtype, exit_head=head, transport="zeromq") as runtime:
+    with PPDRuntime(
+        folder, k=k, exit_layer=exit_layer, dtype=dtype, exit_head=head, transport="zeromq", launcher="ray"
+    ) as runtime:
         check(runtime, texts)
 
 
@@ -91,7 +93,10 @@ def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
 def test_demo_model_over_ray(ray_node, k, dtype, transport):
     folder = str(describe("demo").folder)
     texts = expected_tokens(folder, dtype, new_tokens=24)
-    with PPDRuntime(k=k, dtype=dtype, transport=transport) as runtime, OrdinaryDecoding(dtype=dtype) as ordinary:
+    with (
+        PPDRuntime(k=k, dtype=dtype, transport=transport, launcher="ray") as runtime,
+        OrdinaryDecoding(dtype=dtype) as ordinary,
+    ):
         check(runtime, texts, new_tokens=24)
         settings = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed": k}
         for prompt in list(texts)[::4]:

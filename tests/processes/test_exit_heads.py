@@ -48,7 +48,7 @@ def test_exact_tokens_with_trained_heads(
     ray_node: None, model: Path, tmp_path: Path, transport: str, kind: str
 ) -> None:
     ordinary, folder = OrdinaryDecoding(str(model)), make_head(tmp_path / "head", model, kind, 3).folder
-    with PPDRuntime(str(model), k=2, exit_head=folder, transport=transport) as runtime:
+    with PPDRuntime(str(model), k=2, exit_head=folder, transport=transport, launcher="ray") as runtime:
         assert runtime.exit_layer == 3
         for setting in ({}, {"temperature": 1.0, "seed": 3}):
             result = runtime.generate(PROMPT, max_new_tokens=16, **setting)
@@ -67,7 +67,7 @@ def test_train_measure_and_generate(model: Path, tmp_path: Path) -> None:
     assert f"{card['training']['held_out']['after']['match_rates']['greedy']['3']:.4f}" in shown
 
     rates = tmp_path / "rates.json"
-    measured = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 8, "--json", rates)
+    measured = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 8, "--out", rates)
     run(*measured, "--exit-head", out)
     report = json.loads(rates.read_text())
     assert (list(report["match_rates"]), report["exit_head"]) == (["3"], f"lm-head {card['weights_sha256']}")
@@ -119,7 +119,7 @@ def test_a_stopped_training_says_how_to_go_on(model: Path, tmp_path: Path, monke
     assert not out.exists()
     refused = invoke(*command, "--seed", 1)
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "unfinished training with seed=0, not 1" in refused.stderr
+    assert "unfinished training with --seed 0, not 1" in refused.stderr
     run(*command)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "texts.jsonl"]
 
@@ -135,10 +135,10 @@ def test_a_stopped_training_says_how_to_go_on(model: Path, tmp_path: Path, monke
         ("match-rate --exit-head FOLDER/none", "holds no exit_head.json"),
         ("train exit-head --out HEAD", "is there already: choose another folder"),
         ("train exit-head --out FOLDER/a/b", "give a new folder in one that exists"),
-        ("train exit-head --out FOLDER/new --exit-layer 4", "exit_layer=4: with 4 layers choose 1 to 3"),
-        ("train exit-head --out FOLDER/new --kind mlp", "kind='mlp': choose one of lm-head, affine"),
+        ("train exit-head --out FOLDER/new --exit-layer 4", "--exit-layer 4: with 4 layers choose 1 to 3"),
+        ("train exit-head --out FOLDER/new --kind mlp", "--kind mlp: choose one of lm-head, affine"),
         ("train exit-head --out FOLDER/new --data FOLDER/broken.jsonl", "broken.jsonl, line 2: no JSON at column"),
-        ("train exit-head --out FOLDER/new --threads 0", "threads=0"),
+        ("train exit-head --out FOLDER/new --threads 0", "--threads 0: must"),
     ],
 )
 def test_mistakes_get_one_line(
@@ -157,12 +157,12 @@ def test_mistakes_get_one_line(
 
 def test_results_of_another_head_are_not_mixed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = [make_head(tmp_path / kind, model, kind, 3).folder for kind in KINDS]
-    measure = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 4, "--json", tmp_path / "rates.json")
+    measure = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 4, "--out", tmp_path / "rates.json")
     with monkeypatch.context() as patch:
         patch.setattr("ppd_runtime.measure.partial_results.PartialResults.discard", lambda partial: None)
         run(*measure, "--exit-head", heads[0])
     for other in (heads[1], "shared"):
         refused = invoke(*measure, "--exit-head", other, "--exit-layers", 3, "--resume")
         assert refused.exit_code == 2
-        assert "was measured with exit_head='lm-head " in refused.stderr
+        assert "was measured with --exit-head" in refused.stderr
     run(*measure, "--exit-head", heads[0], "--resume")

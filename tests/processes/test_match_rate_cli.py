@@ -58,7 +58,7 @@ def run(*arguments: object) -> str:
 
 def test_a_greedy_measurement(model: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "rates.json"
-    shown = run("--model", model, "--prompts", prompts, "--max-new-tokens", 16, "--json", out)
+    shown = run("--model", model, "--prompts", prompts, "--max-new-tokens", 16, "--out", out)
     assert "greedy: 48 tokens of 3 prompts compared" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
     report = json.loads(out.read_text())
@@ -80,7 +80,7 @@ def test_a_greedy_measurement(model: str, prompts: str, tmp_path: Path) -> None:
 def test_a_sampled_measurement_gives_both_rankings(model: str, prompts: str, tmp_path: Path) -> None:
     arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--exit-layers", "3,2", "--k", 2)
     out = tmp_path / "rates.json"
-    shown = run(*arguments, "--temperature", 1, "--top-p", 0.9, "--seed", 5, "--limit", 2, "--json", out)
+    shown = run(*arguments, "--temperature", 1, "--top-p", 0.9, "--seed", 5, "--limit", 2, "--out", out)
     assert "candidates by logits and shared noise" in shown
     report = json.loads(out.read_text())
     assert (report["ranking"], list(report["rankings"])) == ("shared_noise", ["shared_noise", "logits"])
@@ -101,7 +101,7 @@ def test_the_heatmaps(model: str, prompts: str, tmp_path: Path) -> None:
 def test_skipped_prompts_are_counted(model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("x" * 600, "The quick")))
-    result = invoke("--model", model, "--prompts", path, "--max-new-tokens", 4, "--json", tmp_path / "out.json")
+    result = invoke("--model", model, "--prompts", path, "--max-new-tokens", 4, "--out", tmp_path / "out.json")
     assert result.exit_code == 0
     assert result.stderr == "ppd: skipped 1 of 2 prompts: too long for the model's positions\n"
     report = json.loads((tmp_path / "out.json").read_text())
@@ -111,7 +111,7 @@ def test_skipped_prompts_are_counted(model: str, tmp_path: Path) -> None:
 def test_an_interruption_keeps_what_was_measured(
     model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--json", tmp_path / "rates.json")
+    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--out", tmp_path / "rates.json")
     measure, calls = MatchRateMeter.measure, []
 
     def interrupted(*given: object) -> object:
@@ -139,7 +139,7 @@ def test_control_c_while_it_runs(model: str, prompts: str, tmp_path: Path) -> No
     path = Path(prompts)
     path.write_text(path.read_text() * 200)
     out, partial = tmp_path / "rates.json", tmp_path / "rates.json.partial.jsonl"
-    command = [sys.executable, "-c", RUN_ALONE, "--model", model, "--prompts", prompts, "--json", str(out)]
+    command = [sys.executable, "-c", RUN_ALONE, "--model", model, "--prompts", prompts, "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline and (not partial.exists() or partial.read_bytes().count(b"\n") < 3):
@@ -153,14 +153,14 @@ def test_control_c_while_it_runs(model: str, prompts: str, tmp_path: Path) -> No
     assert not out.exists()
 
 
-def test_a_plot_without_matplotlib_names_the_extra(
+def test_a_plot_without_matplotlib_says_what_to_install(
     model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     out, plot = tmp_path / "rates.json", tmp_path / "a.png"
-    result = invoke("--model", model, "--prompts", prompts, "--json", out, "--plot", plot)
+    result = invoke("--model", model, "--prompts", prompts, "--out", out, "--plot", plot)
     assert result.exit_code == 2
-    assert result.stderr == "ppd: plots need matplotlib: pip install 'ppd-runtime[plots]'\n"
+    assert result.stderr == f"ppd: plots need matplotlib: {sys.executable} -m pip install matplotlib\n"
     assert list(tmp_path.iterdir()) == [Path(prompts)]
 
 
@@ -169,22 +169,22 @@ def test_a_plot_without_matplotlib_names_the_extra(
     [
         ("--exit-layers 4", "exit_layer=4: with 4 layers choose 1 to 3"),
         ("--exit-layers 0,2", "exit_layer=0"),
-        ("--exit-layers some", "--exit-layers='some': give whole numbers with commas between them"),
-        ("--k 301", "k=301 is more than the 300 tokens of the vocabulary"),
-        ("--k 0", "k=0"),
-        ("--k 1,", "--k='1,'"),
-        ("--max-new-tokens 0", "max_new_tokens=0"),
-        ("--max-new-tokens 600", "none of the 3 prompts and max_new_tokens=600 fit the model's 512 positions"),
-        ("--temperature -1", "temperature=-1"),
-        ("--top-p 0", "top_p=0"),
-        ("--limit 0", "limit=0"),
-        ("--resume", "give --json as well"),
-        ("--json FOLDER/none/rates.json", "give a file in a folder that exists"),
+        ("--exit-layers some", "--exit-layers some: give whole numbers with commas between them"),
+        ("--k 301", "--k 301 is more than the 300 tokens of the vocabulary"),
+        ("--k 0", "--k 0"),
+        ("--k 1,", "--k 1,"),
+        ("--max-new-tokens 0", "--max-new-tokens 0"),
+        ("--max-new-tokens 600", "none of the 3 prompts and --max-new-tokens 600 fit the model's 512 positions"),
+        ("--temperature -1", "--temperature -1"),
+        ("--top-p 0", "--top-p 0"),
+        ("--limit 0", "--limit 0"),
+        ("--resume", "give --out as well"),
+        ("--out FOLDER/none/rates.json", "give a file in a folder that exists"),
         ("--plot FOLDER", "give a file in a folder that exists"),
         ("--plot FOLDER/a.xyz", "no kind of image"),
         ("--prompts FOLDER/none.jsonl", "none.jsonl: No such file or directory"),
-        ("--prompts FOLDER/broken.jsonl --json FOLDER/rates.json", "broken.jsonl, line 2: no JSON at column 11"),
-        ("--prompts FOLDER/other.jsonl --json FOLDER/rates.json", 'other.jsonl, line 1: no text under "prompt"'),
+        ("--prompts FOLDER/broken.jsonl --out FOLDER/rates.json", "broken.jsonl, line 2: no JSON at column 11"),
+        ("--prompts FOLDER/other.jsonl --out FOLDER/rates.json", 'other.jsonl, line 1: no text under "prompt"'),
         ("--prompts FOLDER/empty.jsonl", "empty.jsonl: holds no prompts"),
         ("--model FOLDER/none", "no such folder"),
     ],

@@ -3,23 +3,30 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from busy_cores import busy, cores
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.plan import plan as command
 from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.calibrate import Calibrator
 from ppd_runtime.cost_model.calibration import Calibration, read_calibration
 from ppd_runtime.cost_model.measured import Measurement
 from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
 from ppd_runtime.cost_model.report import plan_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
+from ppd_runtime.launching import available_cores
+from ppd_runtime.measure.machine_load import UNDISTURBED, busy_note
 
 PROMPTS = ("The quick brown fox", "A model writes")
 BROWSER = ("chromium", "chromedriver")
@@ -45,7 +52,7 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
     app = typer.Typer()
     app.command()(command)
     arguments = ["--model", model_folder("llama"), "--prompts", prompts, "--devices", 2, "--max-new-tokens", 17]
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json", str(out)])
+    result = CliRunner().invoke(app, [*map(str, arguments), "--out", str(out)])
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     data, calibration = json.loads(out.read_text()), read_calibration(out)
     settings = {(row["exit_layer"], row["k"], row["workers"]) for row in data["plans"]}
@@ -59,6 +66,18 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
     assert data["match_rates_source"] == "2 prompts, 32 tokens"  # 16 of each text have candidates
     assert all(abs(rate * 32 - round(rate * 32)) < 1e-9 for rate in rates.rates.values())
     assert data["verdict"] in result.stdout
+    assert 0 < calibration.cpu_share <= 1
+    assert calibration.devices == available_cores()
+    assert {row["source"] for row in data["parallel"]} <= {"measured"}
+
+
+def test_other_programs_are_noticed_while_times_are_measured(model_folder: Callable[..., Path]) -> None:
+    """On the core of the other process alone."""
+    measurement = Measurement(str(model_folder("llama")), PROMPTS, sampling=SamplingParams(max_new_tokens=2))
+    with Calibrator(measurement.ordinary, measurement.conditions(1, 1)) as calibrator, busy(cores()[:2][-1]):
+        times = calibrator.measure()
+    assert times.cpu_share is not None
+    assert times.cpu_share < UNDISTURBED
 
 
 def test_rates_are_those_that_the_runtime_finds(model_folder: Callable[..., Path]) -> None:
@@ -159,3 +178,92 @@ def test_the_pages_formulas_are_pythons(page: webdriver.Chrome, run_ahead: bool)
         assert figures["ms"] == pytest.approx(expected.ms_per_token, rel=1e-12)
         assert figures["compute"] == pytest.approx(expected.compute_per_token, rel=1e-12)
     assert page.execute_script("return ordinary") == pytest.approx(ordinary_ms(12, CALIBRATION), rel=1e-12)
+
+
+def busy_page(browser: webdriver.Chrome, folder: Path, calibration: Calibration, **settings: Any) -> None:
+    """Open the page of a plan for more devices than there are."""
+    path = folder / "busy.html"
+    ranking = rank(12, calibration, RATES, 4, devices_here=2, **settings)
+    write_page(plan_data("m" * 80, ranking, calibration, MatchRates("a test", RATES, 12)), path)
+    browser.get(path.as_uri())
+
+
+def test_the_page_says_what_the_verdict_says(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    note = busy_note("Measuring", 0.3)
+    busy_page(browser, tmp_path, replace(CALIBRATION, parallel_speedups={}, cpu_share=0.3), cautions=[note])
+    verdict = browser.find_element(By.ID, "verdict").text
+    assert "The plan may have 4 devices, but there are 2" in verdict
+    assert verdict.endswith(str(note))
+    assert "gpt-fast published" in browser.find_element(By.ID, "footnotes").text
+    assert "tensor" not in browser.find_element(By.ID, "ranking").text
+    assert browser.find_elements(By.CSS_SELECTOR, "#times tr")[-1].text.endswith("0.300")
+
+
+def test_an_outlier_lies_at_the_plots_edge(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    def highest_tick() -> float:
+        ticks = browser.find_elements(By.CSS_SELECTOR, "#grid text[text-anchor='end']:not(.far)")
+        return max(float(tick.text) for tick in ticks if tick.text.replace(".", "").isdigit())
+
+    busy_page(browser, tmp_path, CALIBRATION)
+    usual = highest_tick()
+    assert browser.find_elements(By.CSS_SELECTOR, "#plot .far") == []
+    assert not browser.find_element(By.ID, "beyond").is_displayed()
+    busy_page(browser, tmp_path, replace(CALIBRATION, parallel_speedups={2: 0.02}))
+    assert highest_tick() <= 2 * usual
+    (far,) = browser.find_elements(By.CSS_SELECTOR, "#plot .far")
+    slow = ordinary_ms(12, CALIBRATION) / 0.02
+    assert far.text == f"↑ tensor parallelism, 2 devices: {slow:.0f} ms"
+    assert browser.find_element(By.ID, "beyond").is_displayed()
+
+
+def test_a_slow_plan_lies_at_the_plots_edge(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    script = "data.plans.at(-1).ms_per_token = arguments[0]; Object.assign(area, reachOfAll()); drawPlot(); draw()"
+    busy_page(browser, tmp_path, CALIBRATION)
+    browser.execute_script(script, 1e4)
+    (dot,) = browser.find_elements(By.CSS_SELECTOR, "#dots .far")
+    top = float(str(browser.find_element(By.ID, "frame").get_attribute("y")))
+    assert float(str(dot.get_attribute("cy"))) == pytest.approx(top)
+    others = browser.find_elements(By.CSS_SELECTOR, "#dots .dot:not(.far)")
+    assert min(float(str(other.get_attribute("cy"))) for other in others) > top
+    lowest = max(float(str(other.get_attribute("cy"))) for other in others)
+    assert lowest - top > 100  # the rest has room
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 800)])
+def test_the_page_fits_a_telephone_and_a_desk(
+    browser: webdriver.Chrome, tmp_path: Path, width: int, height: int
+) -> None:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        busy_page(browser, tmp_path, replace(CALIBRATION, parallel_speedups={2: 0.02}))
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        for table in browser.find_elements(By.CSS_SELECTOR, "table"):
+            box = table.find_element(By.XPATH, "..")
+            assert box.value_of_css_property("overflow-x") == "auto"
+            assert box.rect["x"] + box.rect["width"] <= width
+        plot = browser.find_element(By.ID, "plot").rect
+        assert plot["width"] > 0.75 * min(width, 992)
+        words = browser.find_elements(By.CSS_SELECTOR, "#plot text:not([transform])")
+        assert all(word.rect["height"] >= 12 for word in words)
+        assert all(plot["x"] <= word.rect["x"] for word in words)
+        assert all(word.rect["x"] + word.rect["width"] <= plot["x"] + plot["width"] for word in words)
+        first = browser.find_element(By.CSS_SELECTOR, "#ranking tr.plan td")
+        assert first.rect["height"] < 80  # its words are not broken letter by letter
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_plot_follows_the_windows_width(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    busy_page(browser, tmp_path, CALIBRATION)
+    wide = browser.find_element(By.ID, "plot").get_dom_attribute("viewBox")
+    metrics = {"width": 412, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        WebDriverWait(browser, 20).until(
+            lambda page: page.find_element(By.ID, "plot").get_dom_attribute("viewBox") != wide
+        )
+        dot = float(str(browser.find_element(By.ID, "chosen").get_attribute("cx")))
+        assert dot < 412
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

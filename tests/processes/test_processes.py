@@ -109,7 +109,7 @@ def test_emulated_workers_come_before_those_of_higher_rank(folder):
 
 def test_a_killed_sub_process_costs_no_token_and_comes_back(folder, rehearsed_at_length, caplog):
     expected, head = rehearsed_at_length
-    slow = EmulatedDevice(layer_ms=6.0)  # the text takes longer than a worker takes to start
+    slow = EmulatedDevice(layer_ms=15.0)  # the text takes longer than a worker's start, on busy cores too
     with PPDRuntime(folder, k=2, launcher="processes", exit_head=head, emulate=slow) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=len(expected))
         events = [next(stream) for _ in range(5)]

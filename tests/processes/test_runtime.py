@@ -1,5 +1,6 @@
 """How a runtime behaves: calls in turn, cancelled streams, lost workers, errors, and nothing left behind."""
 
+import contextlib
 import signal
 import threading
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
@@ -129,7 +131,7 @@ def test_a_closed_runtime_says_so(folder):
         ({"exit_layer": 4}, "exit_layer=4: .*2 to 3"),
         ({"workers": 4, "k": 3}, "workers=4 with k=3: .*give 3 or fewer"),
         ({"transport": "pigeon"}, "transport='pigeon'"),
-        ({"launcher": "mpi"}, "launcher='mpi': choose one of ray, processes"),
+        ({"launcher": "mpi"}, "launcher='mpi': choose one of auto, ray, processes"),
         ({"launcher": "processes", "transport": "local"}, "launcher='processes' with transport='local'.*drop one"),
         ({"launcher": "processes", "ray_address": "h:1"}, "ray_address='h:1' with launcher='processes'.*drop one"),
         ({"dtype": "int8"}, "dtype='int8'"),
@@ -146,19 +148,21 @@ def test_bad_settings_are_refused_before_anything_starts(folder, settings, words
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
 
 
-def test_an_address_that_nobody_answers_at(folder):
-    began = time.monotonic()
-    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9.*nobody answers"):
-        PPDRuntime(folder, ray_address="127.0.0.1:9")
-    assert time.monotonic() - began < 10
-    with pytest.raises(ValueError, match="host:port"):
-        PPDRuntime(folder, ray_address="somewhere")
+def test_another_ray_than_the_programs(ray_node, folder):
+    for address in ("127.0.0.1:9", "local"):
+        with pytest.raises(
+            ValueError, match=f"ray_address='{address}': this program is connected to Ray at .* already"
+        ):
+            PPDRuntime(folder, ray_address=address)
+    here = ray.get_runtime_context().gcs_address
+    for address in (here, "auto"):
+        assert PPDRuntime(folder, ray_address=address).launcher == "ray"
 
 
 def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
     head = RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
-    with PPDRuntime(folder, k=2, exit_head=head) as runtime:
+    with PPDRuntime(folder, k=2, exit_head=head, launcher="ray") as runtime:
         for victim in ("PPDSub", "PPDMain"):
             stream = runtime.stream(PROMPT, max_new_tokens=300)
             got = [next(stream).token_id for _ in range(5)]
@@ -179,7 +183,7 @@ def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
 def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, caplog):
     monkeypatch.setattr(ppd_runtime.orchestration.workers, "ANSWER_DEADLINE_S", 3.0)
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
-    with PPDRuntime(folder, k=1) as runtime:
+    with PPDRuntime(folder, k=1, launcher="ray") as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=300)
         got = [next(stream).token_id for _ in range(5)]
         stopped = _kill("PPDMain", most=1, by=signal.SIGSTOP)
@@ -190,8 +194,22 @@ def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, ca
     assert not alive
 
 
+def test_an_actor_that_is_stopped_while_it_starts_has_failed(ray_node, folder, monkeypatch):
+    monkeypatch.setattr(ppd_runtime.orchestration.workers, "ANSWER_DEADLINE_S", 5.0)
+    stopped = []
+    stopper = threading.Thread(target=lambda: stopped.append(_stop_as_it_starts("ray::PPDSub.location")))
+    stopper.start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it has not answered for 5 s"):
+        PPDRuntime(folder, k=1, launcher="ray").start()
+    assert time.monotonic() - began < 60
+    stopper.join()
+    _, alive = psutil.wait_procs(stopped, timeout=10)
+    assert not alive
+
+
 def test_a_main_process_that_is_given_up_is_an_error_with_its_name(ray_node, folder):
-    runtime = PPDRuntime(folder, k=1, max_restarts=0)
+    runtime = PPDRuntime(folder, k=1, max_restarts=0, launcher="ray")
     with runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=500)
         next(stream)
@@ -210,13 +228,23 @@ def test_a_worker_that_cannot_start_says_why(ray_node, folder, tmp_path):
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(RuntimeError, match="failed to start.*cannot be read"):
-        PPDRuntime(str(broken), k=1).start()
+        PPDRuntime(str(broken), k=1, launcher="ray").start()
 
 
 @pytest.mark.parametrize("never", [True, False])
 def test_what_ray_took_back_before_it_ran_is_told_apart(never):
     error = ActorDiedError(ActorDiedErrorContext(actor_id=bytes(16), error_message="node lost", never_started=never))
     assert ppd_runtime.orchestration.workers._never_ran(error) == never
+
+
+def _stop_as_it_starts(title: str) -> psutil.Process:
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if title in "".join(process.cmdline()):
+                    time.sleep(1)  # it has answered once, and PyTorch takes longer
+                    process.suspend()
+                    return process
 
 
 def _actor_name(process: psutil.Process) -> str:

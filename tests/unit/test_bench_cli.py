@@ -48,7 +48,7 @@ def run(*arguments: object) -> str:
 def test_a_comparison(model: str, prompts: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / name for name in ("out.json", "out.md", "out.png")]
-    outputs = [part for pair in zip(("--json", "--markdown", "--chart"), files, strict=True) for part in pair]
+    outputs = [part for pair in zip(("--out", "--markdown", "--chart"), files, strict=True) for part in pair]
     shown = run("--model", model, "--prompts", prompts, "--methods", ROWS, "--max-new-tokens", 24, *outputs)
     assert "1 of 3 prompts were longer" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
@@ -78,7 +78,7 @@ def test_samples_and_rounds(model: str, prompts: str, tmp_path: Path) -> None:
     methods = "layerskip,adaspeed:exit_layer=2;threshold=0.1"
     sampling = ("--temperature", 0.9, "--top-p", 0.95, "--seed", 3)
     run("--model", model, "--prompts", prompts, "--methods", methods, *sampling, "--max-new-tokens", 12, "--rounds", 2,
-        "--categories", "qa", "--limit", 1, "--json", out)  # fmt: skip
+        "--categories", "qa", "--limit", 1, "--out", out)  # fmt: skip
     report = json.loads(out.read_text())
     assert [figures["texts"] for figures in report["overall"].values()] == [2, 2, 2]
     assert [figures["equal_tokens"] for figures in report["overall"].values()] == [1, 1, 1]
@@ -103,7 +103,7 @@ def test_an_interruption_keeps_what_was_measured(
     model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, partial = tmp_path / "out.json", tmp_path / "out.json.partial.jsonl"
-    arguments = ("--model", model, "--prompts", prompts, "--methods", "layerskip", "--max-new-tokens", 8, "--json", out)
+    arguments = ("--model", model, "--prompts", prompts, "--methods", "layerskip", "--max-new-tokens", 8, "--out", out)
     generate, calls, stop_at = OwnMethod.generate, [], [6]  # two are dropped, two are the first prompt's
 
     def interrupted(*given: object) -> object:
@@ -142,7 +142,7 @@ def test_a_failure_of_transformers_is_its_rows(
     monkeypatch.setattr(GenerationMixin, "_assisted_decoding", refuse)
     out = tmp_path / "out.json"
     shown = run("--model", model, "--prompts", prompts, "--methods", "assistant_early_exit,layerskip",
-                "--max-new-tokens", 4, "--json", out)  # fmt: skip
+                "--max-new-tokens", 4, "--out", out)  # fmt: skip
     assert "assistant_early_exit failed: TypeError: no early exit for this one" in " ".join(shown.split())
     report = json.loads(out.read_text())
     assert list(report["overall"]) == ["autoregressive", "layerskip"]
@@ -152,7 +152,7 @@ def test_a_failure_of_transformers_is_its_rows(
 def test_a_text_that_differs_shows_by_how_much(model: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     run("--model", model, "--prompts", prompts, "--methods", "layerskip:acceptance=rejection", "--temperature", 1,
-        "--max-new-tokens", 16, "--json", out)  # fmt: skip
+        "--max-new-tokens", 16, "--out", out)  # fmt: skip
     figures = json.loads(out.read_text())["overall"]["layerskip:acceptance=rejection"]
     assert figures["equal_texts"] < 1
     assert figures["largest_gap"] > 0
@@ -177,14 +177,19 @@ def test_a_text_that_differs_shows_by_how_much(model: str, prompts: str, tmp_pat
         ("--methods layerskip:acceptance=all", "acceptance='all': choose one of shared-noise, rejection"),
         ("--prompts none.jsonl", "none.jsonl: No such file or directory"),
         ("--categories art", "category 'art'"),
-        ("--rounds 0", "rounds=0: give a whole number of at least 1"),
-        ("--limit 0", "limit=0: give a whole number of at least 1"),
-        ("--max-new-tokens 512", "max_new_tokens=512 leaves no room for prompts in the model's 512 positions"),
-        ("--dtype int8", "dtype='int8': choose one of"),
-        ("--resume", "--resume goes on from what is kept beside the --json file"),
-        ("--json FOLDER/none/out.json", "give a file in a folder that exists"),
+        ("--rounds 0", "--rounds 0: give a whole number of at least 1"),
+        ("--limit 0", "--limit 0: give a whole number of at least 1"),
+        ("--max-new-tokens 512", "--max-new-tokens 512 leaves no room for prompts in the model's 512 positions"),
+        ("--dtype int8", "--dtype int8: choose one of"),
+        ("--json out.json", "--json prints on standard output and takes no file: give --out out.json"),
+        (
+            "--methods layerskip:foo=3",
+            "has no setting 'foo': it has acceptance, adaptive, exit_layer, ",
+        ),
+        ("--resume", "--resume goes on from what is kept beside the --out file"),
+        ("--out FOLDER/none/out.json", "give a file in a folder that exists"),
         ("--chart FOLDER/out.txt", "no kind of image"),
-        ("--markdown FOLDER/out --json FOLDER/out", "is to be written twice"),
+        ("--markdown FOLDER/out --out FOLDER/out", "is to be written twice"),
     ],
 )
 def test_mistakes_get_one_line(model: str, prompts: str, tmp_path: Path, arguments: str, named: str) -> None:

@@ -160,7 +160,7 @@ def test_rows_with_settings() -> None:
         "kangaroo:adapter=some/folder",
     ]
     assert dict(rows[1].settings) == {"exit_layer": 6, "num_speculations": 2}
-    assert full_settings(rows[2]) == {"k": 3, "launcher": "processes"}
+    assert full_settings(rows[2]) == {"k": 3, "launcher": "auto"}
     assert (rows[3].settings["adapter"], rows[3].required) == ("some/folder", True)
     assert len(rows) == len(presets()) + 3
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.config import RuntimeConfig, SamplingParams, stop_texts
+from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name, sampling_from
 
 
 def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: object) -> None:
     text = str(error.value)
-    assert text.startswith(f"{name}={value!r}"[:200])
+    named = value if isinstance(value, tuple) else ()  # of several, the one that is wrong
+    assert text.startswith(tuple(f"{name}={one!r}"[:100] for one in (*named, value)))
     assert ": " in text
     assert "\n" not in text
 
@@ -32,7 +35,7 @@ def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: obj
         ("temperature", True),
         ("temperature", "hot"),
         ("temperature", None),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 1.5),
         ("top_k", False),
         ("top_p", 0),
@@ -59,6 +62,25 @@ def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: obj
         ("stop", "END"),
         ("stop", 5),
         ("stop", None),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "0.5"),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (2**31,)),
+        ("stop_token_ids", (1.0,)),
+        ("stop_token_ids", (True,)),
+        ("stop_token_ids", [1]),
+        ("stop_token_ids", (1,) * 1001),
+        ("timeout_s", 0),
+        ("timeout_s", -1.0),
+        ("timeout_s", math.inf),
+        ("timeout_s", "1"),
+        ("logits_processors", (5,)),
+        ("logits_processors", print),
+        ("num_generated", -1),
     ],
 )
 def test_sampling_params_refuse(name: str, value: object) -> None:
@@ -91,6 +113,35 @@ def test_defaults_are_greedy_and_complete() -> None:
     assert (params.seed, params.stop, params.ignore_eos) == (0, (), False)
 
 
+def test_a_top_k_of_minus_one_is_all() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams()
+
+
+def test_settings_come_by_name_or_as_params() -> None:
+    assert sampling_from(SamplingParams(seed=3), {}) == sampling_from(None, {"seed": 3})
+    assert sampling_from(None, {"stop_token_ids": 7}).stop_token_ids == (7,)
+    assert sampling_from(None, {"stop_token_ids": [7, 8]}).stop_token_ids == (7, 8)
+    assert sampling_from(None, {"logits_processors": max}).logits_processors == (max,)
+    with pytest.raises(ValueError, match="params and seed are both given"):
+        sampling_from(SamplingParams(), {"seed": 3})
+    with pytest.raises(ValueError, match="sampling has no setting 'max_tokens': it has .*max_new_tokens"):
+        sampling_from(None, {"max_tokens": 3})
+    with pytest.raises(ValueError, match="give SamplingParams"):
+        sampling_from({"seed": 3}, {})
+
+
+def test_files_of_earlier_versions_are_recognised() -> None:
+    """What they note of the sampling is what is noted today where none of the newer settings is used."""
+    earlier = {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "ignore_eos"}
+    assert set(SamplingParams().as_dict()) == earlier
+    assert set(SamplingParams(min_p=0.1).as_dict()) == {*earlier, "min_p"}
+
+
+def test_paths_and_pytorchs_own_dtypes_become_names() -> None:
+    assert (model_name(Path("a/b")), dtype_name(torch.bfloat16)) == ("a/b", "bfloat16")
+    assert (model_name("demo"), dtype_name("auto"), dtype_name(5)) == ("demo", "auto", 5)
+
+
 def test_settings_cannot_be_changed_afterwards() -> None:
     for settings, name in ((SamplingParams(), "seed"), (RuntimeConfig(), "k")):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -101,8 +152,12 @@ def test_settings_cannot_be_changed_afterwards() -> None:
     ("given_stop", "expected"),
     [(None, ()), ("END", ("END",)), ([], ()), (["a", "b"], ("a", "b")), (("a",), ("a",)), ("", ("",))],
 )
-def test_stop_texts(given_stop: object, expected: tuple[str, ...]) -> None:
-    assert stop_texts(given_stop) == expected
+def test_stops_may_stand_alone(given_stop: object, expected: tuple[str, ...]) -> None:
+    if given_stop == "":
+        with pytest.raises(ValueError, match="stop=''"):
+            sampling_from(None, {"stop": given_stop})
+    else:
+        assert sampling_from(None, {"stop": given_stop}).stop == expected
 
 
 @pytest.mark.parametrize(

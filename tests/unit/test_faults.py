@@ -10,7 +10,7 @@ import pytest
 from chaos import Fate, chaos
 
 import ppd_runtime.calls
-import ppd_runtime.runtime
+import ppd_runtime.startup
 import ppd_runtime.supervision
 import ppd_runtime.worker
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -66,7 +66,7 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
     print(f"PPD_FAULT_SEED={seed}")  # shown where the test fails
     caplog.set_level(logging.WARNING, "ppd_runtime")
     fate, draw = Fate(seed, **MISHAPS[mishaps]), random.Random(seed)
-    monkeypatch.setattr(ppd_runtime.runtime, "LocalWorkers", chaos(fate))
+    monkeypatch.setattr(ppd_runtime.startup, "LocalWorkers", chaos(fate))
     hits = requests = slowest = 0
     expected = ordinary.generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
     head = RehearsedHead(((*PROMPT, *expected),), 0.8, 300)

@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from compilers import needs_compiler
+from damage import WAYS, clear
+from disks import disk, read_only
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import ppd_runtime.runtime
-from ppd_runtime import PPDRuntime
-from ppd_runtime.models import kept_weights
+import ppd_runtime.startup
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models import kept_files, kept_weights
 from ppd_runtime.models.artifacts import cache_folder
+from ppd_runtime.models.kept_files import is_whole
 from ppd_runtime.models.kept_weights import in_large_pages, kept_copies, map_tensors
 from ppd_runtime.models.loading import HEAD, compile_ahead, describe, load_layers, load_stage
 
@@ -133,7 +139,7 @@ def _unusual(family: str, stored: str, folder: Path) -> Path:
 
 def test_a_copy_is_made_once_however_many_ask(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, make = [], kept_weights._make
-    monkeypatch.setattr(kept_weights, "_make", lambda *arguments: (made.append(1), make(*arguments)))
+    monkeypatch.setattr(kept_weights, "_make", lambda *arguments: made.append(1) or make(*arguments))
     with ThreadPoolExecutor(8) as pool:
         copies = set(pool.map(lambda _: copy_of(path), range(16)))
     assert len(copies) == len(made) == 1
@@ -196,7 +202,11 @@ def test_what_nobody_uses_any_more_goes(path: Path, tmp_path: Path, monkeypatch:
 
 def test_makers_that_no_lock_keeps_apart_make_whole_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As between two hosts on some networks' file systems."""
-    monkeypatch.setattr(kept_weights, "FileLock", lambda *_, **__: contextlib.nullcontext())
+
+    def no_locks(*_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(kept_files.FileLock, "acquire", no_locks)
     meeting = threading.Barrier(2)
 
     def order() -> list[str]:
@@ -214,8 +224,8 @@ def test_makers_that_no_lock_keeps_apart_make_whole_copies(path: Path, monkeypat
 def test_a_maker_is_waited_for_but_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = copy_of(path)
     copy.unlink()
-    monkeypatch.setattr(kept_weights, "_MAKING_S", 0.2)
-    with FileLock(copy.with_suffix(".lock")):
+    monkeypatch.setattr(kept_files, "PATIENCE_S", 0.2)
+    with FileLock(copy.with_name(f"{copy.stem.partition('-')[0]}.lock")):
         assert copy_of(path) is None
     assert copy_of(path) == copy
 
@@ -231,9 +241,9 @@ def test_a_start_without_a_home_needs_no_copies(path: Path, monkeypatch: pytest.
 
 
 def test_the_runtime_has_copies_made_before_its_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, make, workers = [], kept_weights._make, ppd_runtime.runtime.LocalWorkers
-    monkeypatch.setattr(kept_weights, "_make", lambda *given: (events.append("a copy"), make(*given)))
-    monkeypatch.setattr(ppd_runtime.runtime, "LocalWorkers", lambda *given: events.append("workers") or workers(*given))
+    events, make, workers = [], kept_weights._make, ppd_runtime.startup.LocalWorkers
+    monkeypatch.setattr(kept_weights, "_make", lambda *given: events.append("a copy") or make(*given))
+    monkeypatch.setattr(ppd_runtime.startup, "LocalWorkers", lambda *given: events.append("workers") or workers(*given))
     with PPDRuntime("demo", k=1, transport="local", dtype="float32") as runtime:
         runtime.generate([5], max_new_tokens=2)
     assert events == ["a copy", "workers"]
@@ -258,7 +268,7 @@ def test_without_room_each_process_converts_for_itself(
     usage = shutil.disk_usage(path)
     monkeypatch.setattr(kept_weights.shutil, "disk_usage", lambda _: usage._replace(free=10**7))
     assert copy_of(path) is None
-    assert "0.0 GB would leave too little of the 0.0 GB that are free" in caplog.text
+    assert re.search(r" [\d.]*[1-9] MB would leave too little of the 10 MB that are free", caplog.text)
     assert not list(cache_folder().iterdir())
 
 
@@ -291,7 +301,7 @@ def test_a_copy_that_cannot_be_mapped_is_left_alone(
 def test_a_damaged_copy_is_named(tmp_path: Path, content: bytes) -> None:
     damaged = tmp_path / "kept.safetensors"
     damaged.write_bytes(content)
-    with pytest.raises(ValueError, match=r"kept\.safetensors is damaged, remove it to have it made anew"):
+    with pytest.raises(ValueError, match=r"kept\.safetensors is damaged"):
         list(map_tensors(damaged))
 
 
@@ -300,6 +310,93 @@ def test_a_copy_that_was_cut_short_is_named(path: Path) -> None:
     os.truncate(copy, copy.stat().st_size - 100)
     with pytest.raises(ValueError, match="is damaged"):
         list(map_tensors(copy))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_damaged_copy_gives_no_wrong_token(
+    way: str, model_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In ordinary decoding and in a pipeline; the copy is whole afterwards."""
+    folder, texts = str(model_folder("llama", dtype="bfloat16")), []
+    for damaged in (False, True, True):
+        (copy,) = cache_folder().glob("*.safetensors") if texts else (None,)
+        if damaged:
+            WAYS[way](copy)
+        if len(texts) < 2:
+            texts.append(OrdinaryDecoding(folder, dtype="float32").generate([5, 9], max_new_tokens=12).token_ids)
+        else:
+            with PPDRuntime(folder, k=1, transport="local", dtype="float32") as runtime:
+                texts.append(runtime.generate([5, 9], max_new_tokens=12).token_ids)
+        lines = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+        assert lines == [f"{copy} is damaged, so it is removed and made anew"] * damaged
+        caplog.clear()
+    assert texts == texts[:1] * 3
+    assert load_file(copy).keys() == load_file(model_folder("llama", dtype="bfloat16") / "model.safetensors").keys()
+
+
+_STARTS = """
+import sys, time
+from pathlib import Path
+import torch
+from ppd_runtime.models import kept_weights
+from ppd_runtime.models.kept_weights import kept_copies, map_tensors
+kept_weights.SETTLED_S = -1.0
+model = Path(sys.argv[1])
+print("imported", flush=True)
+sys.stdin.readline()
+(copy,) = kept_copies([model], torch.float32).values()
+print(float(sum(tensor.double().sum() for _, tensor in map_tensors(copy))), flush=True)
+"""
+
+
+def test_processes_that_find_it_damaged_together(tmp_path: Path) -> None:
+    """One of them says so and makes it anew, the other waits for that."""
+    path = tmp_path / "large.safetensors"
+    save_file({"a": torch.randn(6_000_000, generator=torch.manual_seed(0)).to(NARROW)}, path)
+    expected = float(load_file(path)["a"].double().sum())
+    clear(copy_of(path))
+    command, pipes = [sys.executable, "-c", _STARTS, str(path)], dict.fromkeys(("stdin", "stdout", "stderr"), -1)
+    starts = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    assert [start.stdout.readline() for start in starts] == ["imported\n"] * 2
+    for start in starts:
+        start.stdin.write("go\n")
+        start.stdin.flush()
+    outcomes = [start.communicate(timeout=100) for start in starts]
+    assert [float(said) for said, _ in outcomes] == [pytest.approx(expected)] * 2
+    assert "".join(complaint for _, complaint in outcomes).count("is damaged, so it is removed") == 1
+    assert is_whole(copy_of(path))
+
+
+def test_a_disk_that_fills_up_while_a_copy_is_made(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with disk(tmp_path / "disk", 1000) as base:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+        monkeypatch.setattr(kept_weights, "_check_room", lambda num_bytes: None)
+        assert copy_of(path) is None
+        assert "No space left on device; set XDG_CACHE_HOME to a folder" in caplog.text
+        assert [kept.suffix for kept in cache_folder().iterdir()] == [".lock"]
+
+
+def test_copies_in_a_folder_that_can_be_read_only(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as an administrator's: a whole one is used, for a damaged or a missing one the model itself."""
+    with disk(tmp_path / "disk", 100_000) as base:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+        copy = copy_of(path)
+        read_only(base)
+        assert copy_of(path) == copy
+        assert not caplog.records
+        assert copy_of(path, NARROW, may_round=lambda: True) is None
+        assert "Read-only file system" in caplog.text
+        assert caplog.text.count("\n") == caplog.text.count("set XDG_CACHE_HOME to a folder") == 1
+    with disk(tmp_path / "other", 100_000) as base:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+        clear(copy_of(path))
+        read_only(base)
+        assert copy_of(path) is None
+        assert "is damaged" in caplog.text
 
 
 def _mapped_at(place: int) -> str:

@@ -8,7 +8,8 @@ from models_for_tests import build_model
 from transformers import LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ppd_runtime.models.kv_cache import PreallocatedLayer, StageCache, sliding_windows
+from ppd_runtime.models.behaviour import cache_windows
+from ppd_runtime.models.kv_cache import PreallocatedLayer, StageCache
 
 HEADS, DIM, CAPACITY, WINDOW = 2, 4, 40, 6
 WINDOWS = (None, WINDOW, 1, 2, CAPACITY)
@@ -25,7 +26,7 @@ def same(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> bo
 
 
 def filled_cache(config: LlamaConfig, tokens: int, seed: int = 0) -> StageCache:
-    cache = StageCache(config, CAPACITY)
+    cache = StageCache(cache_windows(config), CAPACITY)
     for i, layer in enumerate(cache.layers):
         layer.write(*entries(tokens, seed * 100 + i))
     return cache
@@ -47,7 +48,7 @@ def test_dropped_entries_leave_no_trace(window: int | None) -> None:
     """A random walk of appends and cuts hands out what appending the surviving tokens alone does."""
     rng = random.Random(0)
     config = LlamaConfig(num_hidden_layers=1)
-    cache = StageCache(config, CAPACITY)
+    cache = StageCache(cache_windows(config), CAPACITY)
     cache.layers = [PreallocatedLayer(CAPACITY, window)]
     survivors: list[int] = []
     for seed in range(200):
@@ -124,13 +125,13 @@ def test_an_exported_entry_is_a_copy_with_the_promised_shape() -> None:
 
 def test_entries_can_be_imported_into_an_empty_cache() -> None:
     config = LlamaConfig(num_hidden_layers=2)
-    source, target = filled_cache(config, 3), StageCache(config, CAPACITY)
+    source, target = filled_cache(config, 3), StageCache(cache_windows(config), CAPACITY)
     target.import_entries([source.export_entries(i, i + 1, 2)[0] for i in range(3)])
     assert torch.equal(target.export_entries(2, 2 + 1, 2)[0], source.export_entries(2, 2 + 1, 2)[0])
 
 
 def test_a_view_is_the_same_layers_under_the_models_numbers() -> None:
-    cache = StageCache(LlamaConfig(num_hidden_layers=5), CAPACITY)
+    cache = StageCache([None] * 5, CAPACITY)
     view = cache.view((2, 3))
     view.update(*entries(3, 0), layer_idx=2)
     view.update(*entries(3, 1), layer_idx=3)
@@ -142,9 +143,9 @@ def test_a_view_is_the_same_layers_under_the_models_numbers() -> None:
 
 def test_windows_are_read_from_the_layer_kinds() -> None:
     gemma = build_model("gemma2", num_layers=3).config
-    assert sliding_windows(gemma) == [6, None, 6]
-    assert sliding_windows(MistralConfig(num_hidden_layers=2, sliding_window=9)) == [9, 9]
-    assert sliding_windows(MistralConfig(num_hidden_layers=2, sliding_window=None)) == [None, None]
-    assert sliding_windows(LlamaConfig(num_hidden_layers=2)) == [None, None]
+    assert cache_windows(gemma) == [6, None, 6]
+    assert cache_windows(MistralConfig(num_hidden_layers=2, sliding_window=9)) == [9, 9]
+    assert cache_windows(MistralConfig(num_hidden_layers=2, sliding_window=None)) == [None, None]
+    assert cache_windows(LlamaConfig(num_hidden_layers=2)) == [None, None]
     qwen = build_model("qwen2", num_layers=3, use_sliding_window=True, sliding_window=9, max_window_layers=2).config
-    assert sliding_windows(qwen) == [None, None, 9]
+    assert cache_windows(qwen) == [None, None, 9]

@@ -42,7 +42,9 @@ from ppd_runtime.pipeline.messages import (
     WireError,
     decode,
     encode,
+    split,
 )
+from ppd_runtime.pipeline.requests import begin_request, sampling_params
 
 KINDS = (
     Begin,
@@ -67,7 +69,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 9
+VERSION = 10
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -199,6 +201,11 @@ def begin_header(**changes: object) -> bytes:
         "live": False,
         "traced": False,
         "delivered": EMPTY,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": EMPTY,
+        "num_generated": 0,
     }
     return head(VERSION, 0, *(fields | changes).values())
 
@@ -291,6 +298,15 @@ def test_encoding_leaves_the_message_alone() -> None:
         {"stop": ("x",) * 1000},
         {"stop": ("x",) * 1001},
         {"temperature": 1e300},
+        {"min_p": 1},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"stop_token_ids": (0, 2**31 - 1)},
+        {"stop_token_ids": (2**31,)},
+        {"stop_token_ids": (1,) * 1000},
+        {"stop_token_ids": (1,) * 1001},
+        {"num_generated": 1},
+        {"num_generated": 2**31},
+        {"top_k": -1},
     ],
     ids=lambda changes: str(changes)[:40],
 )
@@ -301,9 +317,38 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
     except ValueError as error:
         assert next(iter(changes)) in str(error)
         return
-    values = dataclasses.asdict(params) | {"stop": list(params.stop)}
-    begin = Begin(sender=-1, request=1, prompt_ids=[1], live=True, **values)
+    begin = begin_request(1, [1], params, live=True)
     assert_same_message(decode(on_the_wire(begin)), begin)
+    assert sampling_params(begin) == params
+
+
+def test_functions_stay_in_their_process() -> None:
+    """Between threads they are passed on; no bytes can hold them."""
+    params = SamplingParams(logits_processors=(max,), presence_penalty=1)
+    begin = dataclasses.replace(begin_request(1, [1], params, live=True), delivered=[5])
+    assert sampling_params(begin) == params
+    with pytest.raises(KeyError):
+        encode(begin)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1, 0, 8),
+        torch.zeros(0),
+        torch.zeros(1, 1, 1, 1, 1, 1, 1),
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.uint8).expand(2**31 + 1),
+        torch.zeros(1).expand(2**29 + 1),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
+)
+def test_what_would_not_arrive_is_not_sent(tensor: Tensor) -> None:
+    with pytest.raises(WireError, match="^a tensor "):
+        encode(ExitState(0, 1, 2, tensor))
+    with pytest.raises(WireError, match="^a tensor "):
+        split(ExitState(0, 1, 2, tensor))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`ppd plan` where everything is given: nothing is measured, no model is loaded."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,15 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many cores as these plans have devices, wherever the tests run."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+
+
 def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    result = invoke("--match-rates", rates, *TIMES, "--devices", 4, "--json", out)
+    result = invoke("--match-rates", rates, *TIMES, "--devices", 4, "--out", out)
     assert (result.exit_code, result.stderr) == (0, "")
     given = {(4, 1): 0.6, (4, 3): 0.8, (7, 1): 0.9, (7, 3): 0.95}
     expected = rank(8, Calibration(0.4, 0.3, 0.3, 0.1), given, 4)
@@ -45,7 +52,8 @@ def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
     best = expected.plans[0]
     shown = [f"{best.ms_per_token:.3f}", f"{best.speedup:.2f}", f"{best.compute_per_token:.2f}"]
     assert ["1", "4", "3", "4", "0.800", *shown] in lines
-    assert sum(line[:1] in (["ordinary"], ["tensor"]) for line in lines) == 3
+    assert sum(line[:1] in (["ordinary"], ["tensor"]) for line in lines) == 1
+    assert "Tensor parallelism was not measured and is not ranked" in result.stdout
     data = json.loads(out.read_text())
     assert (data["verdict"], len(data["plans"]), data["num_layers"]) == (expected.verdict, 4, 8)
     assert read_calibration(out) == Calibration(0.4, 0.3, 0.3, 0.1)
@@ -60,6 +68,36 @@ def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
     assert "with k=3, workers=2 on 3 devices" in asked.stdout
     one = invoke("--match-rates", rates, *TIMES, "--k", 1, "--devices", 4)
     assert "k=1 on 2 devices" in one.stdout
+
+
+def test_the_verdict_tells_of_missing_devices_and_of_load(rates: Path, tmp_path: Path) -> None:
+    """As on two busy cores: what others published for GPUs is not recommended beside what was measured."""
+    times = {"layer_ms": 0.4, "parallel_speedups": {"2": 0.06}, "devices": 2, "cpu_share": 0.55}
+    known, out, page = (tmp_path / name for name in ("times.json", "plan.json", "page.html"))
+    known.write_text(json.dumps(times))
+    result = invoke("--match-rates", rates, "--calibration", known, "--devices", 4, "--out", out, "--html", page)
+    data = json.loads(out.read_text())
+    assert [(row["devices"], row["speedup"], row["source"]) for row in data["parallel"]] == [(2, 0.06, "measured")]
+    assert "tensor parallelism" not in data["verdict"]
+    assert sum("tensor" in line for line in result.stdout.splitlines()) == 1
+    devices, load = data["cautions"]
+    assert devices.startswith("The plan may have 4 devices, but there are 2: ")
+    assert (
+        load == "Measuring had 55% of the CPU time that it could use: others were computing as well. Times are rough."
+    )
+    assert data["verdict"].endswith(f". {devices} {load}")
+    assert data["verdict"] in result.stdout
+    assert json.dumps(data["verdict"]) in page.read_text()
+    quiet = invoke("--match-rates", rates, "--calibration", known, "--devices", 2)
+    assert "The plan may have" not in quiet.stdout
+
+
+def test_devices_of_a_machine_that_nobody_described_are_those_here(rates: Path) -> None:
+    assert (
+        "The plan may have 5 devices, but there are 4." in invoke("--match-rates", rates, *TIMES, "--devices", 5).stdout
+    )
+    assert "but there are 2" in invoke("--match-rates", rates, *TIMES, "--devices", 4, "--threads", 2).stdout
+    assert "The plan may" not in invoke("--match-rates", rates, *TIMES, "--devices", 9, "--device", "cuda").stdout
 
 
 def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None:
@@ -80,28 +118,28 @@ def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None
         ("--match-rates FOLDER/deep.json TIMES", "deep.json: exit layer 8 is not before the last of 8 layers"),
         ("--match-rates FOLDER/zero.json TIMES", "zero.json: num_layers=0: give a whole number of at least 2"),
         ("--match-rates FOLDER/rates.json TIMES --layers 6", "--layers 6, but FOLDER/rates.json is of 8 layers"),
-        ("--match-rates FOLDER/rates.json TIMES --layers 0", "num_layers=0"),
+        ("--match-rates FOLDER/rates.json TIMES --layers 0", "--layers 0"),
         ("--match-rates FOLDER/bare.json TIMES", "does not say how many layers the model has: give --layers"),
-        ("--match-rates FOLDER/rates.json TIMES --k 2", "no match rate for exit layer 4 with k=2"),
-        ("--match-rates FOLDER/rates.json TIMES --k 0", "k=0"),
-        ("--match-rates FOLDER/rates.json TIMES --hop-ms -1", "hop_ms=-1.0: give a finite number of at least 0"),
-        ("--match-rates FOLDER/rates.json TIMES --workers 0", "workers=0"),
-        ("--match-rates FOLDER/rates.json TIMES --workers two", "--workers='two'"),
+        ("--match-rates FOLDER/rates.json TIMES --k 2", "no match rate for exit layer 4 with --k 2"),
+        ("--match-rates FOLDER/rates.json TIMES --k 0", "--k 0"),
+        ("--match-rates FOLDER/rates.json TIMES --hop-ms -1", "--hop-ms -1.0: give a finite number of at least 0"),
+        ("--match-rates FOLDER/rates.json TIMES --workers 0", "--workers 0"),
+        ("--match-rates FOLDER/rates.json TIMES --workers two", "--workers two"),
         ("--match-rates FOLDER/rates.json TIMES --workers 1", "nothing says what a pass over 3 candidates takes; give"),
-        ("--match-rates FOLDER/rates.json TIMES --width 3", "--width='3': give NUMBER:FACTOR"),
+        ("--match-rates FOLDER/rates.json TIMES --width 3", "--width 3: give NUMBER:FACTOR"),
         ("--match-rates FOLDER/rates.json TIMES --width 3:0.5", "width of 3 candidates=0.5"),
-        ("--layer-ms 0", "layer_ms=0"),
+        ("--layer-ms 0", "--layer-ms 0"),
         ("--match-rates FOLDER/none.json TIMES", "No such file"),
         ("--calibration FOLDER/rates.json", "not a calibration"),
         ("--calibration FOLDER/none.json", "No such file"),
-        ("--match-rates FOLDER/rates.json TIMES --devices 0", "devices=0"),
-        ("--tensor-parallel-efficiency 1.5", "tensor_parallel_efficiency=1.5"),
+        ("--match-rates FOLDER/rates.json TIMES --devices 0", "--devices 0"),
+        ("--tensor-parallel-efficiency 1.5", "--tensor-parallel-efficiency 1.5"),
         ("--html FOLDER/none/page.html", "give a file in a folder that exists"),
-        ("--json FOLDER", "give a file in a folder that exists"),
+        ("--out FOLDER", "give a file in a folder that exists"),
         ("--prompts FOLDER/broken.jsonl --html FOLDER/page.html", "broken.jsonl, line 2: no JSON at column 11"),
-        ("--max-new-tokens 0", "max_new_tokens=0"),
-        ("--max-new-tokens 1", "max_new_tokens=1: a plan is for tokens after the first"),
-        ("--limit 0", "limit=0"),
+        ("--max-new-tokens 0", "--max-new-tokens 0"),
+        ("--max-new-tokens 1", "--max-new-tokens 1: a plan is for tokens after the first"),
+        ("--limit 0", "--limit 0"),
         ("--model FOLDER/none", "no such folder"),
     ],
 )

@@ -19,7 +19,6 @@ from ppd_runtime.cost_model.planner import (
     ahead_time,
     compute_per_token,
     ordinary_ms,
-    parallel_efficiency,
     plan,
     rank,
     token_time,
@@ -212,7 +211,7 @@ def test_the_ranking_is_sorted_and_fits(rows: list[tuple[int, int, float]], devi
 def test_more_devices_than_one_are_named() -> None:
     ranking = rank(12, LAYERS_ONLY, RATES, 1)
     assert ranking.plans == ranking.parallel == ()
-    assert ranking.verdict == "don't: a main process and its sub-processes need at least 2 devices, there is 1"
+    assert ranking.verdict == "don't: a main process and its sub-processes need at least 2 devices, the limit is 1"
 
 
 def test_low_match_rates_are_the_reason() -> None:
@@ -242,27 +241,59 @@ def test_the_dearest_overhead_is_the_reason(overhead: dict[str, float], words: s
 
 
 def test_tensor_parallelism_is_named_where_it_is_faster() -> None:
-    ranking = rank(12, LAYERS_ONLY, RATES, 6)
-    assert ranking.gains
-    assert ranking.plans[0].devices == 6
-    assert "tensor parallelism on 6 devices is faster" in ranking.verdict
-    sources = {row.devices: row.source for row in ranking.parallel}
-    assert sources[2] == sources[4] == "gpt-fast's published figure"
-    assert sources[6] == "extrapolated from gpt-fast's published figures"
-    measured = rank(12, replace(LAYERS_ONLY, parallel_speedups={2: 1.25}), {(6, 1): 0.9}, 2)
-    assert "tensor parallelism" not in measured.verdict
-    assert (measured.parallel[0].speedup, measured.parallel[0].source) == (1.25, "measured here")
+    known = replace(LAYERS_ONLY, parallel_speedups={2: 1.25, 3: 3.0, 7: 6.5})
+    faster = rank(12, known, RATES, 6)
+    assert faster.plans[0].devices == 6
+    assert "tensor parallelism on 3 devices is faster: 1.6 ms a token, 3.00 times (measured)" in faster.verdict
+    assert [(row.devices, row.speedup) for row in faster.parallel] == [(2, 1.25), (3, 3.0)]
+    slower = rank(12, known, {(6, 1): 0.9}, 2)
+    assert "tensor parallelism" not in slower.verdict
+    assert slower.footnotes == ()
     given_one = rank(12, LAYERS_ONLY, {(6, 1): 0.9}, 2, efficiency=0.9).parallel[0]
     assert (given_one.speedup, given_one.source) == (1.8, "efficiency given")
 
 
-def test_published_efficiencies() -> None:
-    assert parallel_efficiency(2) == (0.80, "gpt-fast's published figure")
-    assert parallel_efficiency(4)[0] == 0.61
-    between, source = parallel_efficiency(3)
-    assert 0.61 < between < 0.80
-    assert source.startswith("interpolated")
-    assert [parallel_efficiency(n)[0] * n for n in (8, 64, 1024)] == pytest.approx([3.36, 1, 1])
+@given(st.dictionaries(st.integers(2, 8), st.floats(0.01, 16)), st.integers(1, 8))
+def test_figures_of_other_hardware_are_never_ranked(measured: dict[int, float], devices: int) -> None:
+    ranking = rank(12, replace(LAYERS_ONLY, parallel_speedups=measured), RATES, devices)
+    assert {row.devices: row.speedup for row in ranking.parallel} == {n: s for n, s in measured.items() if n <= devices}
+    assert all(word not in ranking.verdict for word in ("published", "gpt-fast", "A100"))
+
+
+def test_figures_of_other_hardware_are_a_footnote() -> None:
+    nothing = rank(12, LAYERS_ONLY, RATES, 4)
+    some = rank(12, replace(LAYERS_ONLY, parallel_speedups={2: 0.06}), RATES, 4)
+    published = (
+        "on A100 GPUs, gpt-fast published 1.60 times ordinary decoding's speed on 2 devices and 2.44 times on 4."
+    )
+    assert nothing.footnotes == (f"Tensor parallelism was not measured and is not ranked; {published}",)
+    words = "Tensor parallelism on other numbers of devices was not measured and is not ranked"
+    assert some.footnotes == (f"{words}; {published}",)
+
+
+def test_more_devices_than_there_are_is_a_caution() -> None:
+    known = replace(LAYERS_ONLY, widths={3: 1.1, 5: 1.2})
+    ranking = rank(12, known, RATES, 4, devices_here=2)
+    fitting = next(row for row in ranking.plans if row.devices == 2)
+    assert ranking.plans[0].devices == 4
+    (caution,) = ranking.cautions
+    assert caution.startswith("The plan may have 4 devices, but there are 2: the others are taken to be like them; ")
+    assert f"the best that fits is exit layer {fitting.exit_layer} with k={fitting.k} on 2 devices" in caution
+    assert f"{fitting.ms_per_token:.3g} ms a token, {fitting.speedup:.2f} times" in caution
+    assert ranking.verdict.endswith(f". {caution}")
+    assert rank(12, known, {(6, 1): 0.9}, 4, devices_here=2).cautions == (
+        "The plan may have 4 devices, but there are 2.",
+    )
+    none_fits = rank(12, known, RATES, 4, devices_here=1).cautions[0]
+    assert none_fits.endswith("but there is 1: the others are taken to be like it; no plan fits.")
+    for here in (4, 5, None):
+        assert rank(12, known, RATES, 4, devices_here=here).cautions == ()
+
+
+def test_the_callers_cautions_end_the_verdict() -> None:
+    ranking = rank(12, LAYERS_ONLY, RATES, 4, devices_here=3, cautions=["Times are rough."])
+    assert ranking.cautions[1] == "Times are rough."
+    assert ranking.verdict.endswith(f". {ranking.cautions[0]} Times are rough.")
 
 
 @pytest.mark.parametrize(
@@ -291,6 +322,9 @@ def test_mistakes(arguments: tuple[object, ...], named: str) -> None:
         ({"layer_ms": 1, "widths": {1: 1.0}}, "candidates=1"),
         ({"layer_ms": 1, "widths": {3: 0.9}}, "width of 3 candidates=0.9"),
         ({"layer_ms": 1, "parallel_speedups": {2: -1}}, "speed-up on 2 devices=-1"),
+        ({"layer_ms": 1, "parallel_speedups": {2: 0}}, "speed-up on 2 devices=0"),
+        ({"layer_ms": 1, "devices": 0}, "devices=0"),
+        ({"layer_ms": 1, "cpu_share": 1.5}, "cpu_share=1.5"),
     ],
 )
 def test_impossible_times(values: dict[str, object], named: str) -> None:
@@ -299,7 +333,7 @@ def test_impossible_times(values: dict[str, object], named: str) -> None:
 
 
 def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
-    calibration = Calibration(1, 2, 3, 4, 5, 6, 7, 8, 1.5, 0.9, {2: 1.5, 4: 2.5}, "here", {3: 1.2})
+    calibration = Calibration(1, 2, 3, 4, 5, 6, 7, 8, 1.5, 0.9, {2: 1.5, 4: 2.5}, "here", {3: 1.2}, 4, 0.8)
     (tmp_path / "a.json").write_text(json.dumps(asdict(calibration)))
     assert read_calibration(tmp_path / "a.json") == calibration
     (tmp_path / "b.json").write_text(json.dumps({"layer_ms": 1, "hops": 2}))

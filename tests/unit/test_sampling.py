@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -31,22 +33,54 @@ SETTINGS = [
     {"temperature": 1.0, "top_p": 0.95, "top_k": 6},
     {"temperature": 1.0, "repetition_penalty": 1.8},
     {"temperature": 0.8, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.3},
+    {"temperature": 0.9, "min_p": 0.05},
+    {"temperature": 1.4, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.0, "top_k": 5, "min_p": 0.02},
 ]
+BY_THE_TEXT = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.3},
+    {"frequency_penalty": -0.2, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "presence_penalty": -2.0, "top_p": 0.9, "min_p": 0.1},
+    {"logits_processors": (NoRepeatNGramLogitsProcessor(2),)},
+    {"temperature": 0.7, "top_k": 9, "logits_processors": (NoRepeatNGramLogitsProcessor(2),)},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4,
+     "logits_processors": (NoRepeatNGramLogitsProcessor(3), MinPLogitsWarper(0.01))},
+]  # fmt: skip
 
 
 def random_logits(size: int, seed: int, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def transformers_scores(params: SamplingParams, logits: Tensor, history: list[int]) -> Tensor:
-    """Scores as `generate` processes them, in its order: penalty, temperature, top-k, top-p."""
+class Repeated:
+    """Presence and frequency penalty, token by token, from OpenAI's formula."""
+
+    def __init__(self, params: SamplingParams, prompt_size: int) -> None:
+        self.params, self.prompt_size = params, prompt_size
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        generated, scores = input_ids[0, self.prompt_size :].tolist(), scores.clone()
+        for token in set(generated):
+            scores[0, token] -= torch.tensor(self.params.frequency_penalty) * generated.count(token)
+            scores[0, token] -= torch.tensor(self.params.presence_penalty)
+        return scores
+
+
+def transformers_scores(params: SamplingParams, logits: Tensor, history: list[int], prompt_size: int = 0) -> Tensor:
+    """Scores as `generate` processes them, in its order: penalties, a user's own, temperature, top-k, top-p, min-p."""
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
+    processors.append(Repeated(params, prompt_size))
+    processors += params.logits_processors
     if params.temperature:
         processors.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k:
         processors.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
     return processors(torch.tensor([history]), logits[None])[0]
 
 
@@ -112,8 +146,77 @@ def test_a_choice_is_that_of_transformers_processors(settings: dict[str, float],
         expected = int((transformers_scores(params, logits, history) + noise).argmax())
         assert sampler.choose(logits, history) == expected
         soon += sampler._choice_without_doubt(logits.numpy(), len(history)) is not None
-    filters = ("top_k" in settings) + ("top_p" in settings)
-    assert filters == 2 or soon > 100, "else the shorter way was hardly tested"
+    assert {"top_k", "top_p"} <= set(settings) or soon > 100, "else the shorter way was hardly tested"
+
+
+@pytest.mark.parametrize("settings", BY_THE_TEXT, ids="-".join)
+@pytest.mark.parametrize("num_generated", [0, 3])
+def test_a_choice_that_goes_by_the_text_is_that_of_plain_processors(
+    settings: dict[str, float], num_generated: int
+) -> None:
+    """Over a text that grows by its own choices behind a prompt of eight tokens."""
+    params = SamplingParams(**settings, num_generated=num_generated, seed=5)
+    sampler, changed, size = Sampler(params, 8), 0, 50
+    history = torch.randint(0, size, (8,), generator=torch.Generator().manual_seed(1)).tolist()
+    for i in range(300):
+        logits = random_logits(size, i % 7, scale=0.3 + i % 3)
+        noise = torch.from_numpy(gumbel_noise(5, len(history), size)) if params.temperature else 0
+        expected = transformers_scores(params, logits, history, 8 - num_generated)
+        before = logits.clone()
+        token = sampler.choose(logits, history)
+        assert token == int((expected + noise).argmax())
+        assert torch.equal(logits, before), "the model's logits are left alone"
+        kept = expected.isfinite()
+        assert sampler.rank(logits, history, 1)[0] == token or not kept.any()
+        if params.temperature:
+            assert torch.equal(sampler.distribution(logits, history), expected.softmax(-1, dtype=torch.float64))
+        plain = SamplingParams(temperature=params.temperature, seed=5)
+        changed += token != Sampler(plain).choose(logits, history)
+        history.append(token)
+    assert changed > 10, "else the settings were hardly tested"
+    assert not sampler.plain
+    assert sampler.choices(random_logits(size, 0)[None]) is None
+
+
+def test_what_a_request_counts_as_generated_goes_on_where_it_is_split() -> None:
+    """A request of 8 + 10 tokens, and its second half with the first half's tokens in the prompt, see the same."""
+    history = [3, 3, 4, 4, 5, 5, 6, 6, *range(10)]
+    logits = random_logits(50, 0)
+    whole = Sampler(SamplingParams(frequency_penalty=1.0), 8)
+    second = Sampler(SamplingParams(frequency_penalty=1.0, num_generated=10), 18)
+    assert torch.equal(whole.noisy_scores(logits, history), second.noisy_scores(logits, history))
+    assert not torch.equal(whole.noisy_scores(logits, history), Sampler(whole.params, 18).noisy_scores(logits, history))
+
+
+def test_a_processor_that_gives_no_scores_is_named() -> None:
+    for wrong in (lambda ids, scores: None, lambda ids, scores: scores[0], lambda ids, scores: scores[:, :3]):
+        with pytest.raises(ValueError, match="logits_processors: .* gave"):
+            Sampler(SamplingParams(logits_processors=(wrong,))).choose(random_logits(50, 0), HISTORY)
+
+
+def test_a_processor_may_write_into_its_arguments() -> None:
+    def without_the_best(input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.tolist() == [HISTORY]
+        scores[0, int(scores.argmax())] = -torch.inf
+        return scores
+
+    logits = random_logits(50, 0)
+    sampler = Sampler(SamplingParams(logits_processors=(without_the_best,)))
+    second = logits.topk(2).indices.tolist()[1]
+    assert [sampler.choose(logits, HISTORY) for _ in range(3)] == [second] * 3
+
+
+@pytest.mark.parametrize("smallest", [1e-45, 1e-38, 1e-20, 1e-3, 0.5, 1.0])
+def test_a_choice_at_min_ps_border_is_transformers(smallest: float) -> None:
+    params = SamplingParams(temperature=1.0, min_p=smallest)
+    sampler = Sampler(params)
+    for i in range(200):
+        near = math.log(smallest) + (i - 100) * 1e-6
+        logits = torch.tensor([0.0, near, near, near, near, -40.0, near + 1e-3, -150.0])
+        history = [0] * (i + 1)
+        noise = torch.from_numpy(gumbel_noise(0, len(history), len(logits)))
+        expected = int((transformers_scores(params, logits, history) + noise).argmax())
+        assert sampler.choose(logits, history) == expected
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.95])

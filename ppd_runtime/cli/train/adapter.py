@@ -32,7 +32,7 @@ def adapter(
     often the bare exit and the adapter name full depth's choice on held-out text. A training that was stopped goes on
     with the same command.
     """
-    with one_line_errors():
+    with one_line_errors(adapter):
         from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun
 
         common.set_threads(threads)

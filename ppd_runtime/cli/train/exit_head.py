@@ -37,7 +37,7 @@ def exit_head(
     --recipe paper is Table 4 of the paper, for large models and data. --recipe quick learns full depth's own
     distribution in a few minutes on two cores, for small ones. Single options change either.
     """
-    with one_line_errors():
+    with one_line_errors(exit_head):
         from ppd_runtime.training.exit_head import recipe_for
         from ppd_runtime.training.exit_head_run import ExitHeadRun
 

@@ -47,7 +47,7 @@ def layerskip(
 
     The defaults are the paper's for continuing Llama 2 7B.
     """
-    with one_line_errors():
+    with one_line_errors(layerskip):
         from ppd_runtime.training.layerskip import recipe_for
         from ppd_runtime.training.layerskip_run import LayerSkipRun
 

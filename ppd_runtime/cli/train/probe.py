@@ -36,7 +36,7 @@ def probe(
     `ppd generate --method adaspeed --stopping probe --probe` uses the folder. Reported is how well it foretells that on
     held-out text, beside the draft's own confidence. A training that was stopped goes on with the same command.
     """
-    with one_line_errors():
+    with one_line_errors(probe):
         from ppd_runtime.decoding.early_exit import check_exit_layer
         from ppd_runtime.models.loading import describe
         from ppd_runtime.training.probe import ProbeRecipe, ProbeRun

@@ -1,9 +1,8 @@
 """Rows at work: ordinary decoding and what is compared with it, warm, each thread on a core of its own."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from ppd_runtime.measure.against_ordinary import predicted_ratio_after_first
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
 from ppd_runtime.measure.comparison.rows import BASELINE, Row, full_settings
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
+from ppd_runtime.measure.machine_load import CpuTime
 from ppd_runtime.methods import SELF_SPECULATIVE, open_method
 from ppd_runtime.models.stage import Stage
 from ppd_runtime.ordinary import OrdinaryDecoding
@@ -44,7 +44,7 @@ class OwnMethod:
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
         """As `TextGenerator.generate`."""
-        result = self.generator.generate(prompt_ids, **asdict(params))
+        result = self.generator.generate(prompt_ids, params)
         return result.token_ids, TextRun(
             new_tokens=len(result.token_ids),
             latency_s=result.stats.latency_s,
@@ -104,9 +104,10 @@ class Methods:
     def generate(self, row: Row, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
         """Continue a prompt by a row's method."""
         with self._core(row):
-            began = time.process_time()
-            text, run = self._methods[row.label].generate(prompt_ids, params)
-            return text, replace(run, cpu_s=time.process_time() - began)
+            spent = CpuTime()
+            with spent.running():
+                text, run = self._methods[row.label].generate(prompt_ids, params)
+            return text, replace(run, cpu_s=spent.cpu_s)
 
     def agreement(
         self, expected: Sequence[int], got: Sequence[int], prompt_ids: Sequence[int], params: SamplingParams
@@ -116,7 +117,7 @@ class Methods:
         compared, gap = max(len(expected), len(got)), None
         if equal < min(len(expected), len(got)):
             history = [*prompt_ids, *expected[:equal]]
-            scores = Sampler(params).noisy_scores(self._next_logits(history), history)
+            scores = Sampler(params, len(prompt_ids)).noisy_scores(self._next_logits(history), history)
             gap = float(scores[expected[equal]] - scores[got[equal]])
         return Agreement(equal, compared, gap)
 

@@ -1,6 +1,5 @@
 """A comparison's figures: all that was measured as JSON, and tables in Markdown."""
 
-import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from ppd_runtime.cost_model.tradeoff import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
 from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, Row, full_settings
 from ppd_runtime.measure.comparison.run import ComparisonRun
+from ppd_runtime.measure.machine_load import busy_note
 
 Columns = Mapping[str, Callable[[MethodFigures], str]]
 """Heads, and what is below them for a method."""
@@ -28,8 +28,6 @@ verification for the price of an ordinary step; for ppd Theorem 4.1 with the mat
 CR / (v + s·c), the same with a verification's measured price. Measured: by how much "together" is above or below. Each
 text: by how much a text's own speed-up is above or below what its own s and CR give with the c and v that all the other
 texts had, so these costs were known without it."""
-_UNDISTURBED = 0.9
-"""Of a core's time, what a method has at least where nobody else computes."""
 _TABLE_1 = {
     "constant": "LayerSkip (constant length)",
     "confidence": "Draft & Verify (confidence)",
@@ -187,10 +185,8 @@ class ComparisonReport:
     def _busy(self) -> list[str]:
         """Whether figures are a busy machine's."""
         share = self.overall[BASELINE].cpu_share / self.conditions.threads
-        if self.conditions.device != "cpu" or share > _UNDISTURBED:
-            return []
-        had = f"Ordinary decoding had {share:.0%} of the CPU time that it could use: others were computing here."
-        return [f"{had} Times are rough, and methods with processes of their own may have had another share."]
+        note = busy_note("Ordinary decoding", share) if self.conditions.device == "cpu" else None
+        return [f"{note} Methods with processes of their own may have had another share."] if note else []
 
     def _table(self, columns: Columns) -> str:
         return markdown_table(["method", *columns], self._cells(columns))
@@ -223,7 +219,7 @@ def summarise(run: ComparisonRun, left_out: Sequence[LeftOut] = ()) -> Compariso
         device=str(ordinary.stage.device),
         threads=ordinary.config.threads_per_worker,
         compile=ordinary.config.compile,
-        sampling=asdict(run.sampling),
+        sampling=run.sampling.as_dict(),
         rounds=run.rounds,
         num_prompts=run.num_prompts,
         cut_prompts=run.cut_prompts,
@@ -231,12 +227,6 @@ def summarise(run: ComparisonRun, left_out: Sequence[LeftOut] = ()) -> Compariso
         versions={"ppd-runtime": __version__} | {name: version(name) for name in ("torch", "transformers")},
     )
     return ComparisonReport(conditions, run.methods.rows, run.pairs(), run.failures, tuple(left_out))
-
-
-def write_json(report: ComparisonReport, path: Path) -> None:
-    """Write everything as JSON; the file appears when it is whole."""
-    with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def write_markdown(report: ComparisonReport, path: Path) -> None:

@@ -1,11 +1,12 @@
 """The rows of a comparison: methods with settings, out of a text such as "all" or "layerskip:exit_layer=6,ppd:k=3"."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.config import SamplingParams, UnknownSettingError
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS
 from ppd_runtime.methods import METHODS, SELF_SPECULATIVE, method_settings, open_method
 from ppd_runtime.models.loading import ModelInfo
@@ -18,8 +19,8 @@ _PRESETS: Mapping[str, Sequence[str]] = {
 }
 """What "all" makes of a method, where that is not the method with its defaults. LayerSkip's own rule is of constant
 length: with it, AdaSPEED's three make the comparison of that paper's Table I."""
-_LAYOUT = {"launcher": "processes"}
-"""How pipelined decoding runs unless a row says otherwise: processes of this host, without Ray."""
+_LAYOUT = {"launcher": "auto"}
+"""How pipelined decoding runs unless a row says otherwise: as processes of this host, or on a Ray to be joined."""
 _FOR_ALL = ("model", "dtype", "device", "threads", "threads_per_worker", "compile")
 _NO_TEXT = ("trace", "stage", "emulate", "progress", "adaptation")
 
@@ -120,9 +121,21 @@ def _check(row: Row, info: ModelInfo, sampling: SamplingParams) -> None:
             raise ValueError("transformers draws its samples otherwise, so it is compared greedily: leave it out")
         TRANSFORMERS_METHODS[row.method](row.settings, info)
     elif row.method in SELF_SPECULATIVE:
-        method_settings(row.method, row.settings)[0].prepare(info)
+        with _known_in_rows():
+            chosen, _ = method_settings(row.method, row.settings)
+        chosen.prepare(info)
     elif row.method == BASELINE:
         if row.settings:
             raise ValueError("ordinary decoding is what the others are compared with, and has no settings here")
     else:
-        open_method(info.name, row.method, **full_settings(row)).close()  # starts nothing
+        with _known_in_rows():
+            open_method(info.name, row.method, **full_settings(row)).close()  # starts nothing
+
+
+@contextlib.contextmanager
+def _known_in_rows() -> Iterator[None]:
+    """Name no setting as a way out that a row cannot have."""
+    try:
+        yield
+    except UnknownSettingError as error:
+        raise UnknownSettingError(error.owner, error.name, set(error.known) - {*_FOR_ALL, *_NO_TEXT}) from error

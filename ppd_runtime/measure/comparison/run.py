@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ class ComparisonRun:
             "device": str(ordinary.stage.device),
             "threads": ordinary.config.threads_per_worker,
             "compile": ordinary.config.compile,
-            "sampling": asdict(self.sampling),
+            "sampling": self.sampling.as_dict(),
             "methods": {row.label: full_settings(row) for row in self.methods.rows},
         }
 

@@ -39,7 +39,7 @@ __attribute__((noinline)) float unscaled_softmax(const Attention& a, const float
   for (int64_t i = a.begin; i < padded; i += WIDTH) {
     Vec hides = Vec{} + 2 * HIDDEN;
     std::memcpy(&hides, mask + i, sizeof(float) * std::min<int64_t>(WIDTH, a.end - i));
-    const Vec score = load(scores + i) * a.scale + hides;
+    const Vec score = added(load(scores + i), Vec{} + a.scale, hides);
     store(score, scores + i);
     highest = score > highest ? score : highest;
   }
@@ -65,7 +65,7 @@ inline void value_parts(
 #pragma GCC unroll 8
     for (int q = 0; q < QUERIES; ++q)
 #pragma GCC unroll 8
-      for (int p = 0; p < PARTS; ++p) found[q][p] += scores[q][row] * parts[p];
+      for (int p = 0; p < PARTS; ++p) found[q][p] = added(Vec{} + scores[q][row], parts[p], found[q][p]);
   }
   for (int q = 0; q < QUERIES; ++q)
     for (int p = 0; p < PARTS; ++p) store(found[q][p] / sums[q], results[q] + first + p * WIDTH);
@@ -85,7 +85,7 @@ inline void row_scores(
     for (int q = 0; q < QUERIES; ++q) {
       const Vec query = load(queries[q] + i);
 #pragma GCC unroll 16
-      for (int r = 0; r < NUM_ROWS; ++r) found[q * NUM_ROWS + r] += parts[r] * query;
+      for (int r = 0; r < NUM_ROWS; ++r) found[q * NUM_ROWS + r] = added(parts[r], query, found[q * NUM_ROWS + r]);
     }
   }
   float sums[WIDTH];

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.models.kept_files import find, keep
 from ppd_runtime.models.kv_cache import PreallocatedLayer, whole_rows
 from ppd_runtime.models.native.library import load
 from ppd_runtime.models.trees import TokenTree
@@ -232,20 +232,19 @@ def calls_python(path: Path) -> bool:
 def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path]:
     """What a package says of itself, and its library: a file beside it, which all processes share.
 
-    Where none can be written there, one in `folder`.
+    Where none can be written there, one in `folder`. A damaged one is unpacked anew.
     """
     with zipfile.ZipFile(path) as package:
-        library = next(about for about in package.infolist() if about.filename.endswith(".so"))
-        metadata = json.loads(package.read(f"{library.filename.removesuffix('.so')}_metadata.json"))
-        beside = path.with_name(f"{path.stem}-{library.CRC:08x}.so")
-        if not beside.exists() or beside.stat().st_size != library.file_size:
-            try:
-                with whole_file(beside) as unfinished:
-                    unfinished.write_bytes(package.read(library))
-            except (OSError, ValueError):
-                beside = folder / beside.name
-                beside.write_bytes(package.read(library))
-    return metadata, beside
+        library = next(name for name in package.namelist() if name.endswith(".so"))
+        metadata = json.loads(package.read(f"{library.removesuffix('.so')}_metadata.json"))
+        if beside := find(path.parent, path.stem, ".so"):
+            return metadata, beside
+        own = folder / f"{path.stem}.so"
+        own.write_bytes(package.read(library))  # which checks it
+    try:
+        return metadata, keep(own, path.parent, path.stem, ".so")
+    except OSError:
+        return metadata, own
 
 
 def _cannot_be_loaded(path: Path, reason: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ppd_runtime.models.artifacts import artifact, capabilities
 
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
 _FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")
 """How compilers are told, in the order in which it is tried."""
 _OF_A_CPU = {"model name", "flags", "CPU implementer", "CPU part", "Features"}

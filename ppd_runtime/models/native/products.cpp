@@ -56,7 +56,7 @@ inline void add_half(const Weight* weight, const float* states, int64_t inputs, 
   for (int t = 0; t < NUM_TOKENS; ++t) {
     const Vec state = load(states + t * inputs + HALF * WIDTH);
 #pragma GCC unroll 8
-    for (int r = 0; r < NUM_ROWS; ++r) sums[r][t] += rows[r] * state;
+    for (int r = 0; r < NUM_ROWS; ++r) sums[r][t] = added(rows[r], state, sums[r][t]);
   }
 }
 

@@ -6,6 +6,12 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -33,7 +39,19 @@ inline Vec load(const float* from) {
 
 inline void store(Vec numbers, float* to) { std::memcpy(to, &numbers, sizeof numbers); }
 
-// sum + weight * state in the rounding of the sums of vectors, whatever becomes of the loop around.
+// sum + weight * state, rounded once where the CPU can. Said outright: a compiler that chooses by itself rounds once in one
+// loop and twice in another (GCC does for AMD's Zen, to shorten chains of sums), and a row's bits depend on the loop.
+#if defined(__AVX512F__)
+inline Vec added(Vec weight, Vec state, Vec sum) { return _mm512_fmadd_ps(weight, state, sum); }
+#elif defined(__FMA__)
+inline Vec added(Vec weight, Vec state, Vec sum) { return _mm256_fmadd_ps(weight, state, sum); }
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+inline Vec added(Vec weight, Vec state, Vec sum) { return vfmaq_f32(sum, weight, state); }
+#else
+inline Vec added(Vec weight, Vec state, Vec sum) { return sum + weight * state; }
+#endif
+
+// The same for one number.
 inline float added(float weight, float state, float sum) {
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
   return __builtin_fmaf(weight, state, sum);
@@ -110,15 +128,15 @@ inline Vec each_manieth(Vec numbers) {
 // e to the power of numbers that are not positive; exactly 0 below -87.
 inline Vec exponential(Vec x) {
   const Vec magic = Vec{} + 12582912.0f;
-  const Vec shifted = x * 1.44269504f + magic, whole = shifted - magic;
-  const Vec rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  const Vec shifted = added(x, Vec{} + 1.44269504f, magic), whole = shifted - magic;
+  const Vec rest = added(whole, Vec{} + 2.12194440e-4f, added(whole, Vec{} - 0.693359375f, x));
   Vec power = Vec{} + 1.9875691500e-4f;
-  power = power * rest + 1.3981999507e-3f;
-  power = power * rest + 8.3334519073e-3f;
-  power = power * rest + 4.1665795894e-2f;
-  power = power * rest + 1.6666665459e-1f;
-  power = power * rest + 5.0000001201e-1f;
-  power = power * rest * rest + rest + 1.0f;
+  power = added(power, rest, Vec{} + 1.3981999507e-3f);
+  power = added(power, rest, Vec{} + 8.3334519073e-3f);
+  power = added(power, rest, Vec{} + 4.1665795894e-2f);
+  power = added(power, rest, Vec{} + 1.6666665459e-1f);
+  power = added(power, rest, Vec{} + 5.0000001201e-1f);
+  power = added(power * rest, rest, rest) + 1.0f;
   const Ints exponent = (reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(magic)) << 23;
   const Vec result = reinterpret_cast<Vec>(reinterpret_cast<Ints>(power) + exponent);
   return reinterpret_cast<Vec>((x >= -87.0f) & reinterpret_cast<Ints>(result));

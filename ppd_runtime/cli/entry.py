@@ -1,0 +1,20 @@
+"""Where `ppd` begins: Ctrl-C is answered from here on, before anything is imported that takes its time."""
+
+import sys
+
+STOPPED, INTERRUPTED = "\nppd: stopped\n", 130
+
+
+def main() -> None:
+    """Run a command; Ctrl-C ends it with one line and exit code 130."""
+    try:
+        from ppd_runtime.cli.main import app
+
+        app()
+    except KeyboardInterrupt:
+        sys.stderr.write(STOPPED)
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

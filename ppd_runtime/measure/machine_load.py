@@ -1,0 +1,91 @@
+"""Whether other programs compute on the cores that something is measured on.
+
+Who computes without waiting and nevertheless gets less CPU time than there is shares its cores with somebody.
+"""
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+UNDISTURBED = 0.9
+"""Of the CPU time that it can use, what a process has at least where nobody else computes."""
+_PROBE_S = 0.1
+_BLOCK = bytes(1 << 18)  # hashed in a fraction of a millisecond, without Python's lock
+
+
+def busy_note(who: str, share: float) -> str | None:
+    """A line for the reader of times where `who` had too small a share of the CPU time that it could use; else None."""
+    if share > UNDISTURBED:
+        return None
+    return f"{who} had {share:.0%} of the CPU time that it could use: others were computing as well. Times are rough."
+
+
+@dataclass
+class CpuTime:
+    """CPU time that was got in a time that was spent computing, in seconds."""
+
+    threads: int = 1
+    """Threads that computed."""
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+
+    def add(self, cpu_s: float, wall_s: float) -> None:
+        """Count a while."""
+        self.cpu_s += cpu_s
+        self.wall_s += wall_s
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a block in which this process computes without waiting."""
+        began, cpu_before = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self.add(time.process_time() - cpu_before, time.perf_counter() - began)
+
+    @property
+    def share(self) -> float:
+        """The CPU time over what could be had, 1 at the most; 1 where nothing was counted."""
+        return min(1.0, self.cpu_s / (self.wall_s * self.threads)) if self.wall_s else 1.0
+
+
+class LoadMeter:
+    """How much of some cores a measurement gets: what its own computing had, and what probes of all of them had.
+
+    A probe sees what computing on one core does not: a program on the next one, which other processes of the
+    measurement will meet.
+
+    Args:
+        cores: CPU cores that the measurement's processes use.
+        threads: threads of the computing that `computing` counts.
+    """
+
+    def __init__(self, cores: Sequence[int], threads: int = 1) -> None:
+        self.computing = CpuTime(threads)
+        self._probed = {core: CpuTime() for core in cores}
+
+    def probe(self) -> None:
+        """Compute on all the cores at once for a moment; nothing else of the measurement may be at work."""
+        if self._probed:
+            with ThreadPoolExecutor(len(self._probed)) as pool:
+                for core, (cpu_s, wall_s) in zip(self._probed, pool.map(_compute_on, self._probed), strict=True):
+                    self._probed[core].add(cpu_s, wall_s)
+
+    @property
+    def share(self) -> float:
+        """The smallest share, of the own computing or of a core; 1 where nothing was counted."""
+        return min(self.computing.share, *(time.share for time in self._probed.values()), 1.0)
+
+
+def _compute_on(core: int) -> tuple[float, float]:
+    """CPU time that a thread gets on a core, and how long it asked for it."""
+    from ppd_runtime.launching import on_cores  # loads torch
+
+    with on_cores((core,)):
+        began, cpu_before = time.perf_counter(), time.thread_time()
+        while (wall_s := time.perf_counter() - began) < _PROBE_S:
+            hashlib.sha256(_BLOCK).digest()
+        return time.thread_time() - cpu_before, wall_s

@@ -1,0 +1,230 @@
+"""What the library's code does for a model, found by asking it: a configuration may hold fields that no code reads."""
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+_PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
+"""Caches of keys and values by position, and nothing else."""
+
+
+def cache_windows(config: PretrainedConfig) -> list[int | None]:
+    """For each layer, how many tokens a one-token pass attends to, its own among them; None: all of them.
+
+    That is what the library's own cache hands out, whatever the configuration calls it.
+
+    Raises:
+        ValueError: where a layer's cache holds something else than keys and values by position.
+    """
+    layers = DynamicCache(config=config).layers
+    kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in layers]
+    odd = sorted({str(kind) for kind, layer in zip(kinds, layers, strict=False) if type(layer) not in _PLAIN})
+    if odd:
+        raise ValueError(f"layers of kind {', '.join(odd)} have no plain cache")
+    found = {size: _entries_handed_out(size) for size in {getattr(layer, "sliding_window", None) for layer in layers}}
+    return [found[getattr(layer, "sliding_window", None)] for layer in layers]
+
+
+def _entries_handed_out(size: int | None) -> int | None:
+    """What a cache of the library's for a window of `size` tokens gives a one-token pass; None: all that came."""
+    if size is None:
+        return None
+    layer = DynamicSlidingWindowLayer(sliding_window=size)
+    for tokens in (size + 1, 1):
+        keys, _ = layer.update(*(torch.zeros(1, 1, tokens, 1, device="cpu"),) * 2)
+    return keys.shape[-2] if keys.shape[-2] < size + 2 else None
+
+
+def attention_masks(model: PreTrainedModel, cache: Cache, tokens: int, position: int) -> list[Tensor | None]:
+    """What each layer is told to attend to in a pass of `tokens` tokens from `position` on, `[1, 1, tokens, attended]`.
+
+    True where a token is seen; None where the library leaves the mask out. `model` may be on the meta device: only its
+    decoder's own code runs, with stand-ins for the layers.
+    """
+    decoder, device = _without_weights(model)
+    told = _told_layers(decoder, device, model, cache, tokens, position)
+    masks = [told[number].get("attention_mask") for number in sorted(told)]
+    return [mask if mask is None or mask.dtype == torch.bool else mask == 0 for mask in masks]
+
+
+def check_cut_layers(model: PreTrainedModel, some_layers: Callable[[nn.Module, int], nn.Module]) -> None:
+    """Raise ValueError where a layer that runs alone is embedded at other positions than among the others.
+
+    `some_layers` gives the part of a decoder that has a single one of its layers.
+    """
+    decoder, device = _without_weights(model)
+    whole = _told_layers(decoder, device, model, DynamicCache(config=model.config), 1, 5)
+    for number in whole:
+        alone = _told_layers(some_layers(decoder, number), device, model, DynamicCache(config=model.config), 1, 5)
+        if not _alike(alone[0].get("position_embeddings"), whole[number].get("position_embeddings")):
+            raise ValueError(f"layer {number + 1} alone is given other positions than among the others")
+
+
+def recomputed_at(model: PreTrainedModel, most_tokens: int) -> int | None:
+    """The length of a text at which `generate` drops its cache and runs the whole text anew; None where it never does.
+
+    The library does so for models whose rotary embedding has one table for short and another for long texts.
+    """
+
+    def drops(length: int, held: int) -> bool:
+        ids = torch.zeros(1, length, dtype=torch.int64, device="cpu")
+        cache = _CacheOf(held)
+        inputs = model.prepare_inputs_for_generation(ids, past_key_values=cache, use_cache=True)
+        return inputs.get("past_key_values") is not cache
+
+    if not drops(most_tokens, 1):
+        return None
+    length = bisect_left(range(most_tokens + 1), True, lo=2, key=lambda size: drops(size, 1))
+    return length if drops(length, length - 1) else None
+
+
+def embedding_scale(model: PreTrainedModel) -> str | None:
+    """The attribute of a decoder by which it multiplies what it is given, such as Granite's; None where it does not.
+
+    With 1 in its place, a pass that is given hidden states begins with just these.
+
+    Raises:
+        ValueError: where the decoder, apart from its layers and its final norm, does more than that.
+    """
+    decoder, device = _without_weights(model)
+    decoder.layers, decoder.norm = nn.ModuleList(), _Doubling()
+    states = torch.linspace(-1, 1, model.config.hidden_size, device=device, dtype=model.dtype).view(1, 1, -1)
+
+    def leaves_states() -> bool:
+        with torch.inference_mode():
+            return torch.equal(decoder(inputs_embeds=states, use_cache=False).last_hidden_state, 2 * states)
+
+    if leaves_states():
+        return None
+    for name, value in list(vars(decoder).items()):
+        if type(value) in (int, float):
+            setattr(decoder, name, 1.0)
+            if leaves_states():
+                return name
+            setattr(decoder, name, value)
+    raise ValueError("does more than run layers and a final norm, so it cannot be cut")
+
+
+def table_borders(rotary: nn.Module, most_positions: int) -> tuple[int, ...]:
+    """Positions from which on a pass takes another rotary table than passes that end before, ascending.
+
+    `rotary` is a decoder's rotary embedding; what an odd one raises, passes through.
+    """
+    kinds = getattr(rotary, "rope_type", None)
+    of_kinds = [_borders(rotary, kind, most_positions) for kind in (kinds if isinstance(kinds, dict) else [None])]
+    return tuple(sorted(set().union(*of_kinds)))
+
+
+def _borders(rotary: nn.Module, kind: str | None, most_positions: int) -> list[int]:
+    device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
+    states = torch.zeros(1, 1, 1, device=device)
+    more = () if kind is None else (kind,)
+
+    def first_row(newest: int) -> Tensor:
+        """Of the table that a pass takes whose newest position is this, position 1's row."""
+        parts = rotary(states, torch.tensor([[1, newest]], device=device), *more)
+        return torch.cat([part[0, 0].flatten() for part in (parts if isinstance(parts, tuple) else (parts,))])
+
+    borders, start = list[int](), 1
+    while not torch.equal(first_row(most_positions - 1), before := first_row(start)):
+        start = bisect_left(
+            range(most_positions), True, lo=start, key=lambda newest: not torch.equal(first_row(newest), before)
+        )
+        if start in borders:
+            raise ValueError("its rotary table is not a number")
+        borders.append(start)
+    return borders
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """The same module with a table of children of its own; parameters and children are shared."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+class _Doubling(nn.Module):
+    """Stands in for a norm, and shows how often it was asked."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return 2 * states
+
+
+class _CacheOf(DynamicCache):
+    """A cache that says it holds so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return 1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As many as it was told."""
+        return self._tokens
+
+
+def _without_weights(model: PreTrainedModel) -> tuple[nn.Module, torch.device]:
+    """The model's decoder, of which only the layers have weights, on a device that computes."""
+    decoder = shallow_copy(model.model)
+    decoder.norm = nn.Identity()
+    if model.device.type != "meta":
+        return decoder, model.device
+    for name, child in model.model.named_children():
+        if next(child.buffers(), None) is not None and next(child.parameters(), None) is None:
+            setattr(decoder, name, _made_anew(child))
+    return decoder, torch.device("cpu")
+
+
+def _made_anew(rotary: nn.Module) -> nn.Module:
+    """A rotary embedding, or several, which have no weights, on a device that computes."""
+    if isinstance(rotary, nn.ModuleList):
+        return nn.ModuleList(map(_made_anew, rotary))
+    with torch.device("cpu"):
+        return type(rotary)(rotary.config)
+
+
+def _told_layers(
+    decoder: nn.Module, device: torch.device, model: PreTrainedModel, cache: Cache, tokens: int, position: int
+) -> dict[int, dict[str, Any]]:
+    """What a decoder tells each of its layers besides the hidden states, in a pass that runs none of them."""
+    told: dict[int, dict[str, Any]] = {}
+    states = torch.zeros(1, tokens, model.config.hidden_size, device=device, dtype=model.dtype)
+    places = torch.arange(position, position + tokens, device=device)[None]
+    layers = list(cast("nn.ModuleList", decoder.layers))
+    for in_a_tuple in (False, True):  # what layers give back, which differs from model to model
+        decoder.layers = nn.ModuleList(_notes(layer, i, told, in_a_tuple) for i, layer in enumerate(layers))
+        with torch.inference_mode():
+            output = decoder(inputs_embeds=states, position_ids=places, past_key_values=cache, use_cache=True)
+        if output.last_hidden_state.shape == states.shape:
+            break
+    decoder.layers = nn.ModuleList(layers)
+    return told
+
+
+def _notes(layer: nn.Module, index: int, told: dict[int, dict[str, Any]], in_a_tuple: bool) -> nn.Module:
+    """The layer with its attributes, which does nothing but note what it is told."""
+
+    def forward(hidden_states: Tensor, **others: Any) -> Any:
+        told[index] = others
+        return (hidden_states,) if in_a_tuple else hidden_states
+
+    twin = shallow_copy(layer)
+    twin.forward = forward
+    return twin
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    """Whether two structures of tensors are the same."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return torch.equal(ours, theirs)
+    return ours is theirs or ours == theirs

@@ -1,0 +1,200 @@
+"""Files of a cache folder whose names bear a checksum of what is in them: NAME-CHECKSUM.SUFFIX.
+
+A file that has been damaged since is found out before anybody maps, loads or runs it. A name and its checksum appear at
+once, so there is no moment, and no crash, that parts them.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from filelock import FileLock
+
+logger = logging.getLogger(__name__)
+BLOCK = 2**23
+"""Bytes whose checksum is one of those that a file's is made of."""
+UNFINISHED, CHECKED = ".unfinished", ".checked"
+"""Endings of files that are being written, and of notes on what was found whole."""
+WORTH_NOTING = 2**24
+"""Bytes of a file from which on a host's processes rely on each other's checks; smaller ones take no time."""
+PATIENCE_S = 60.0
+"""Longest wait for another process that checks or makes the same file."""
+_LATELY_S = 300.0
+"""How long a note counts: a start's processes share a check, a later start makes its own."""
+_TOUCH_S = 3600.0
+_CHUNK = 2**20  # bytes read at once: they stay in the core's cache until they are summed
+_MOST_THREADS = 8
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def checksum(path: Path) -> str:
+    """A file's, in 8 hexadecimal digits, as `of_blocks` has it; found on all cores.
+
+    Raises:
+        OSError: where it cannot be read.
+    """
+    starts = range(0, path.stat().st_size, BLOCK)
+    if len(starts) < 2:
+        return of_blocks(_of_block(path, start) for start in starts)
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        return of_blocks(threads.map(lambda start: _of_block(path, start), starts))
+
+
+def of_blocks(sums: Iterable[int]) -> str:
+    """The checksum of a file whose blocks have these CRC-32s: the CRC-32 of them all, little-endian, in a row."""
+    return f"{zlib.crc32(b''.join(value.to_bytes(4, 'little') for value in sums)):08x}"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file can be read and holds what its name says."""
+    try:
+        return path.stem.rpartition("-")[2] == checksum(path)
+    except OSError:
+        return False
+
+
+def find(folder: Path, name: str, suffix: str) -> Path | None:
+    """The file of this name, found whole a moment ago by this process or another one of this host; None where there is
+    none. A damaged one is removed, with a line of warning; who asks makes it anew.
+
+    Raises:
+        OSError: where others take too long with it.
+    """
+    paths = _named(folder, name, suffix)
+    for path in paths:
+        if _whole_lately(path) or (_is_small(path) and is_whole(path)):
+            _count_as_used(path)
+            return path
+    if not paths:
+        return None
+    with only_one(folder, name):
+        return find_alone(folder, name, suffix)
+
+
+def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
+    """As `find`, for whoever is the `only_one`."""
+    for path in _named(folder, name, suffix):
+        if _whole_lately(path):
+            return path
+        _count_as_used(path)
+        with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+            identity = _identity(path)
+            if is_whole(path):
+                note_whole(path, identity)
+                return path
+            logger.warning("%s is damaged, so it is removed and made anew", path)
+            with contextlib.suppress(OSError):  # it can be read only: so it is each time
+                path.unlink(missing_ok=True)
+    return None
+
+
+def keep(made: Path, folder: Path, name: str, suffix: str) -> Path:
+    """Put what has been made into the folder; where another process was quicker, what that made stays.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
+    with only_one(folder, name):
+        if there := find_alone(folder, name, suffix):
+            return there
+        path = folder / f"{name}-{checksum(made)}{suffix}"
+        with unfinished(path) as new:
+            shutil.copyfile(made, new)
+            new.replace(path)
+        return path
+
+
+@contextlib.contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A name beside `path` that nobody else has, even where locks do not work; what is left under it goes away."""
+    own = path.with_name(f"{path.name}-{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}")
+    try:
+        yield own
+    finally:
+        with contextlib.suppress(OSError):  # a folder that can be read only has none
+            own.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def only_one(folder: Path, name: str) -> Iterator[None]:
+    """One process of this host at a time for what has this name; several at once where no lock can be had.
+
+    Raises:
+        OSError: a Timeout, where the others take longer than `PATIENCE_S`.
+    """
+    lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    try:
+        lock = FileLock(folder / f"{name}.lock").acquire(timeout=PATIENCE_S)
+    except TimeoutError:
+        raise
+    except (OSError, NotImplementedError) as error:  # it can be read only, it is full, it has no locks
+        logger.debug("no lock in %s: %s", folder, error)
+    with lock:
+        yield
+
+
+def note_whole(path: Path, identity: list[int] | None = None) -> None:
+    """Have this host's other processes rely on it for a while that a file is as whole as when it had this identity."""
+    if not _is_small(path):
+        with contextlib.suppress(OSError):  # no place for a note: the others look for themselves
+            _note(path).write_text(json.dumps([time.time(), *(identity or _identity(path))]))
+
+
+def _named(folder: Path, name: str, suffix: str) -> list[Path]:
+    return sorted(folder.glob(f"{name}-{'[0-9a-f]' * 8}{suffix}"))
+
+
+def _of_block(path: Path, start: int) -> int:
+    """The CRC-32 of the block that starts there. Mapped memory would end the process where a disk cannot be read."""
+    memory, value, left = memoryview(bytearray(_CHUNK)), 0, BLOCK
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left and (count := file.readinto(memory[:left]) or 0):
+            value, left = zlib.crc32(memory[:count], value), left - count
+    return value
+
+
+def _is_small(path: Path) -> bool:
+    try:
+        return path.stat().st_size < WORTH_NOTING
+    except OSError:
+        return True
+
+
+def _whole_lately(path: Path) -> bool:
+    """Whether a process of this host has found it whole and nobody has written to it since."""
+    try:
+        when, *identity = json.loads(_note(path).read_text())
+        return abs(time.time() - when) < _LATELY_S and identity == _identity(path)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _identity(path: Path) -> list[int]:
+    about = path.stat()
+    return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+
+
+def _note(path: Path) -> Path:
+    """Where this host notes that a file is whole: another one that shares the folder may read something else."""
+    try:
+        host = _BOOT.read_text()
+    except OSError:
+        host = platform.node()
+    return path.with_name(f"{path.stem}-{zlib.crc32(host.encode()):08x}{CHECKED}")
+
+
+def _count_as_used(path: Path) -> None:
+    """So that nobody removes it as unused. Seldom: it changes the identity that a note is about."""
+    with contextlib.suppress(OSError):  # a folder that can be read only
+        if time.time() - path.stat().st_mtime > _TOUCH_S:
+            os.utime(path)

@@ -1,0 +1,91 @@
+"""What a user may give as a prompt, brought to the one form that decoding takes: a list of token ids."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+Prompt: TypeAlias = Union[str, Sequence[int], "Tensor", "np.ndarray[Any, Any]", BatchEncoding]
+"""A text, or token ids: a sequence, a tensor or array `[tokens]` or `[1, tokens]`, or what a tokenizer gives."""
+
+logger = logging.getLogger(__name__)
+_GIVE = "give a text or a list of token ids"
+
+
+def token_ids_of(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size: int, add_special_tokens: bool = True
+) -> list[int]:
+    """A prompt's token ids; a text is encoded, with the tokenizer's special tokens or without.
+
+    Raises:
+        ValueError: for what is no prompt, is empty, or holds several prompts.
+    """
+    if not isinstance(add_special_tokens, bool):
+        raise ValueError(f"add_special_tokens={add_special_tokens!r}: give True or False")
+    if isinstance(prompt, str):
+        token_ids = _encode(prompt, tokenizer, add_special_tokens)
+    elif not add_special_tokens:
+        raise ValueError("add_special_tokens=False is for a text: token ids are taken as they are, leave it out")
+    else:
+        token_ids = [_token_id(token, vocab_size) for token in _only_row(prompt)]
+    if not token_ids:
+        raise ValueError("the prompt is empty: give some text, or at least one token id")
+    return token_ids
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"prompt={text!r:.200}: holds half a character (a lone surrogate), which is no text")
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    beginning = tokenizer.bos_token_id
+    if beginning is not None and token_ids[:2] == [beginning, beginning]:
+        logger.warning(
+            "the prompt's text begins with %s and the tokenizer adds another: give add_special_tokens=False where a "
+            "chat template has put it there",
+            tokenizer.bos_token,
+        )
+    return token_ids
+
+
+def _only_row(prompt: Any) -> Iterable[Any]:
+    """The ids of what is one prompt, in whatever it comes."""
+    rows = prompt
+    if isinstance(prompt, Mapping | BatchEncoding):
+        if "input_ids" not in prompt:
+            raise ValueError(f"prompt={prompt!r:.200}: has no input_ids; {_GIVE}")
+        rows = prompt["input_ids"]
+        if "attention_mask" in prompt and not all(_flat(prompt["attention_mask"])):
+            raise ValueError("the prompt's attention_mask leaves tokens out: give its tokens without padding")
+    rows = _plain(rows)
+    if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | bytearray):
+        raise ValueError(f"prompt={prompt!r:.200}: {_GIVE}")
+    rows = list(rows)
+    if rows and all(isinstance(row, list | tuple) for row in rows):
+        if len(rows) > 1:
+            raise ValueError(f"the prompt holds {len(rows)} rows of token ids: give one at a time")
+        return rows[0]
+    return rows
+
+
+def _flat(mask: Any) -> list[Any]:
+    mask = _plain(mask)
+    return [value for row in mask for value in (row if isinstance(row, list | tuple) else [row])]
+
+
+def _plain(values: Any) -> Any:
+    """A tensor's or an array's numbers as lists; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _token_id(token: object, vocab_size: int) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise ValueError(f"token id {token!r:.200}: give a text or a list of whole numbers")
+    number = int(token.__index__())
+    if not 0 <= number < vocab_size:
+        raise ValueError(f"token id {number} is outside the vocabulary: choose 0 to {vocab_size - 1}")
+    return number

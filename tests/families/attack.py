@@ -1,0 +1,147 @@
+"""One specimen against the oracles: ordinary decoding against transformers, every layout and method against it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from families.specimens import BORDER, MOST_POSITIONS, Specimen
+from models_for_tests import VOCAB_SIZE, build_tokenizer
+from pipeline_runs import Bench
+from transformers import AutoModelForCausalLM
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.decoding import open_method
+from ppd_runtime.models.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.models.fingerprint import model_fingerprint
+from ppd_runtime.models.loading import check_leaving_out, describe, load_layers
+from ppd_runtime.steps import parts_of
+
+NEW_TOKENS = 14
+LENGTHS = (1, 5, 17, BORDER - 6, BORDER + 1, MOST_POSITIONS - NEW_TOKENS)
+"""Of prompts: shorter than windows and longer, around the border of rotary tables, and up to the last position."""
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "k=1": {"k": 1},
+    "k=1, running ahead": {"k": 1, "run_ahead": True},
+    "k=2": {"k": 2},
+    "k=3 on one": {"k": 3, "workers": 1},
+    "k=5": {"k": 5},
+    "k=8 on two": {"k": 8, "workers": 2},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "layerskip": {"exit_layer": 1, "num_speculations": 5},
+    "adaspeed": {"threshold": 0.02},
+    "kangaroo": {"threshold": 0.02},
+    "swift": {"threshold": 0.05, "context_window": 4, "search_steps": 4, "bayes_interval": 0},
+    "swift, chains": {"threshold": 0.05, "search_steps": 0, "widest": 1},
+}
+
+
+@dataclass
+class Attack:
+    """A specimen saved as a model folder, and what it was seen to give."""
+
+    specimen: Specimen
+    folder: Path
+    dtype: str = "float32"
+    differences: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """By method, why it is refused."""
+    runs: int = 0
+
+    @staticmethod
+    def on(specimen: Specimen, folder: Path, dtype: str = "float32") -> "Attack":
+        """Save the specimen; ValueError where it is refused."""
+        specimen.build().to(getattr(torch, dtype)).save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
+        describe(str(folder))
+        return Attack(specimen, folder, dtype)
+
+    @cached_property
+    def ordinary(self) -> OrdinaryDecoding:
+        """The oracle of layouts and methods."""
+        return OrdinaryDecoding(str(self.folder), dtype=self.dtype)
+
+    @cached_property
+    def bench(self) -> Bench:
+        """The state machines over real stages."""
+        return Bench.of(self.folder, self.dtype)
+
+    @property
+    def _exit_layer(self) -> int:
+        """Half of the depth, rounded up."""
+        return -(-self.bench.info.num_layers // 2)
+
+    def against_transformers(self, prompts: Sequence[list[int]]) -> None:
+        """Ordinary decoding's greedy tokens are those of `generate`."""
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=getattr(torch, self.dtype)).eval()
+        for prompt in prompts:
+            with torch.inference_mode():
+                text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
+            self._compare("ordinary decoding", prompt, {}, self._expected(prompt, {}), text[0, len(prompt) :].tolist())
+
+    def against_ordinary(self, prompts: Sequence[list[int]], layouts: Sequence[str], methods: Sequence[str]) -> None:
+        """Every layout's and method's tokens are ordinary decoding's, greedy and sampled."""
+        for prompt in prompts:
+            for sampling in ({}, SAMPLED):
+                expected = self._expected(prompt, sampling)
+                for layout in layouts:
+                    self._compare(layout, prompt, sampling, self._by_layout(layout, prompt, sampling), expected)
+        for name in methods:
+            if method := self._method(name):
+                for prompt in prompts:
+                    for sampling in ({}, SAMPLED):
+                        asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+                        got = list(method.generate(prompt, **asked).token_ids)
+                        self._compare(name, prompt, sampling, got, self._expected(prompt, sampling))
+
+    def _expected(self, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+        asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+        return list(self.ordinary.generate(prompt, **asked).token_ids)
+
+    def _by_layout(self, layout: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+        params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
+        tokens: list[int] = []
+        for most in parts_of(len(prompt), NEW_TOKENS, self.bench.info.recomputed_at):
+            wanted = replace(params, max_new_tokens=most)
+            run = self.bench.pipelined([*prompt, *tokens], wanted, exit_layer=self._exit_layer, **LAYOUTS[layout])
+            tokens += run.tokens
+        return tokens
+
+    def _method(self, name: str) -> Any:
+        try:
+            settings = METHODS[name] | ({"adapter": self._adapter()} if name == "kangaroo" else {})
+            return open_method(str(self.folder), name.partition(",")[0], dtype=self.dtype, **settings)
+        except ValueError as error:
+            self.refused[name] = str(error)
+            return None
+
+    def _adapter(self) -> Path:
+        folder = self.folder / "adapter"
+        if not folder.exists():
+            info = describe(str(self.folder))
+            check_leaving_out(info, "kangaroo")
+            whole = load_layers(info, info.num_layers, torch.float32, "cpu")
+            size = whole.config.hidden_size
+            known = (folder, info.name, model_fingerprint(info), self._exit_layer, size, info.vocab_size, "")
+            save_adapter(folder, new_adapter(whole, self._exit_layer), AdapterInfo(*known), {})
+        return folder
+
+    def _compare(
+        self, way: str, prompt: list[int], sampling: dict[str, Any], got: list[int], expected: list[int]
+    ) -> None:
+        self.runs += 1
+        if got != expected:
+            kind = "sampled" if sampling else "greedy"
+            at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(got))
+            self.differences.append(f"{self.specimen.name}: {way}, {kind}, prompt of {len(prompt)}, token {at}")
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]

@@ -1,0 +1,174 @@
+"""Small random models of every decoder that transformers has and the loader accepts, with their special settings."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models_for_tests import END_ID, VOCAB_SIZE, quieten, vary
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+NUM_LAYERS = 4
+MOST_POSITIONS = 128
+BORDER = 48
+"""Where a long text's rotary embedding begins to differ from a short one's, in specimens that have such a border."""
+HEAD_DIM = 8
+_MOST_PARAMETERS = 5_000_000
+
+_SHAPE: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": MOST_POSITIONS,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": END_ID,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS |= {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_EXPERTS |= {"moe_num_experts": 4, "moe_k": 2, "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16}
+_EXPERTS |= {"shared_intermediate_size": 16}
+_NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+}
+"""What a family needs besides, where the common shape is refused."""
+
+_SUPPORTED = """
+    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama
+    doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe
+    glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum mimo_v2_flash
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi3 phimoe
+    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+"""
+SUPPORTED = tuple(_SUPPORTED.split())
+"""Families that run in every layout, if not in every method."""
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model to be made: a model type with settings over the common small shape."""
+
+    family: str
+    kind: str = "plain"
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        """As the tables have it."""
+        return self.family if self.kind == "plain" else f"{self.family}, {self.kind}"
+
+    def config(self) -> PretrainedConfig:
+        """Its configuration; whatever the library's own checks raise, where they refuse it."""
+        config_class = CONFIG_MAPPING[self.family]
+        latent = _LATENT if _has(config_class, "kv_lora_rank") else {}
+        experts = {name: value for name, value in _EXPERTS.items() if _has(config_class, name)}
+        config = config_class(**{**_SHAPE, **latent, **experts, **_NEEDED.get(self.family, {}), **self.settings})
+        config.eos_token_id = None
+        return config
+
+    def build(self, seed: int = 0) -> PreTrainedModel:
+        """The model, its later layers quiet enough for earlier ones to foretell many of its tokens."""
+        config = self.config()
+        with torch.device("meta"):
+            size = AutoModelForCausalLM.from_config(config).num_parameters()
+        if size > _MOST_PARAMETERS:
+            raise ValueError(f"{self.family}: the common shape does not make it small, it has {size} parameters")
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        vary(model)
+        quieten(model, config.num_hidden_layers // 2)
+        model.generation_config = GenerationConfig(pad_token_id=END_ID)
+        return model
+
+
+def every_family() -> Iterator[str]:
+    """Model types of causal language models, as transformers names them."""
+    for family, config_class in CONFIG_MAPPING.items():
+        if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+            yield family
+
+
+def _has(config_class: type, name: str) -> bool:
+    return hasattr(config_class, name) or name in getattr(config_class, "attribute_map", {})
+
+
+def _rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+def _long_rope(**settings: Any) -> dict[str, Any]:
+    """One rotary table up to `BORDER` positions, another one for texts beyond."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    border = {"original_max_position_embeddings": BORDER}
+    return _rope("longrope", **factors, **border, **settings) | border
+
+
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_MIXED = ["sliding_attention" if i % 2 else "full_attention" for i in range(NUM_LAYERS)]
+_MULTIPLIERS = {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 2.0}
+_MULTIPLIERS |= {"embedding_multiplier": 12.0}
+
+SPECIAL: tuple[Specimen, ...] = (
+    *(Specimen(family, "linear rotary", _rope("linear", factor=2.0)) for family in ("llama", "olmo2")),
+    *(Specimen(family, "dynamic rotary", _rope("dynamic", factor=2.0)) for family in ("llama", "qwen3")),
+    *(
+        Specimen(family, "yarn", _rope("yarn", factor=2.0, original_max_position_embeddings=64))
+        for family in ("llama", "qwen2")
+    ),
+    Specimen("llama", "llama3 rotary", _rope("llama3", **_LLAMA3)),
+    Specimen("phi3", "longrope", _long_rope()),
+    Specimen("phimoe", "longrope", _long_rope(short_mscale=1.1, long_mscale=1.3)),
+    Specimen("llama", "longrope", _long_rope()),
+    Specimen("qwen3", "longrope", _long_rope()),
+    Specimen("phi3", "longrope and a window", _long_rope() | {"sliding_window": 16}),
+    Specimen("phi3", "partial rotary", {"partial_rotary_factor": 0.5}),
+    *(Specimen("mistral", f"window of {size}", {"sliding_window": size}) for size in (1, 2, 5, 16)),
+    *(
+        Specimen(family, "window of 5", {"sliding_window": 5})
+        for family in ("phi3", "starcoder2", "gpt_oss", "gemma3_text", "cohere2", "olmo3", "exaone4")
+    ),
+    Specimen(
+        "qwen2", "windows in later layers", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    ),
+    Specimen("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 5}),
+    Specimen("llama", "overlooked layer kinds", {"sliding_window": 5, "layer_types": _MIXED}),
+    Specimen("llama", "overlooked chunks", {"attention_chunk_size": 5}),
+    Specimen("llama", "biases", {"attention_bias": True, "mlp_bias": True}),
+    *(Specimen(family, "tied head", {"tie_word_embeddings": True}) for family in ("llama", "qwen2", "gemma2")),
+    *(Specimen(family, "multipliers", _MULTIPLIERS) for family in ("granite", "granitemoe", "granitemoeshared")),
+    Specimen(
+        "gemma2", "soft caps", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "sliding_window": 5}
+    ),
+    Specimen("cohere", "scaled logits", {"logit_scale": 0.5}),
+    *(Specimen("llama", f"{depth} layers", {"num_hidden_layers": depth}) for depth in (2, 3, 13)),
+    *(Specimen("qwen3", f"{heads} key/value heads", {"num_key_value_heads": heads}) for heads in (1, 4)),
+)
+"""Special configurations of families that have them."""
+
+
+def overlooked_windows(families: Iterable[str]) -> Iterator[Specimen]:
+    """Families whose configuration has no window, with one in it that their code never reads but the cache does."""
+    for family in families:
+        if not _has(CONFIG_MAPPING[family], "sliding_window") and not _has(CONFIG_MAPPING[family], "layer_types"):
+            yield Specimen(family, "overlooked window", {"sliding_window": 5})

@@ -1,0 +1,93 @@
+"""Every decoder that transformers has and the loader accepts gives its library's tokens, in every layout and method."""
+
+import logging
+from itertools import cycle, islice
+from pathlib import Path
+
+import pytest
+from families.attack import LAYOUTS, METHODS, Attack, prompts
+from families.specimens import BORDER, NUM_LAYERS, SPECIAL, SUPPORTED, Specimen, every_family, overlooked_windows
+from transformers import CONFIG_MAPPING
+
+from ppd_runtime.decoding import open_method
+from ppd_runtime.models.loading import describe
+
+OVERLOOKED = list(overlooked_windows(SUPPORTED))
+ALL = [*map(Specimen, every_family()), *SPECIAL, *OVERLOOKED]
+WITH_WINDOWS = set(SUPPORTED) - {specimen.family for specimen in OVERLOOKED}
+QUICK = [*SPECIAL, *OVERLOOKED, *map(Specimen, sorted(WITH_WINDOWS))]
+_PAIRS = list(zip(cycle(LAYOUTS), islice(cycle(METHODS), 30), strict=False))
+
+
+@pytest.fixture(autouse=True)
+def _no_advice(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+
+
+def attack_or_skip(specimen: Specimen, folder: Path, dtype: str = "float32") -> Attack:
+    """The attack; a specimen that is refused is another test's."""
+    try:
+        return Attack.on(specimen, folder, dtype)
+    except Exception as error:  # noqa: BLE001 (the library's own refusals have every type there is)
+        pytest.skip(f"{specimen.name}: {' '.join(str(error).split())[:200]}")
+
+
+@pytest.mark.parametrize("number", range(len(QUICK)), ids=[specimen.name for specimen in QUICK])
+def test_a_layout_and_a_method(number: int, tmp_path: Path) -> None:
+    """Each with one of each, in turn, on a text that outgrows windows, and crosses a border if there is one.
+
+    Families without windows have one in their configuration that their code overlooks.
+    """
+    attack = Attack.on(QUICK[number], tmp_path)
+    layout, method = _PAIRS[number % len(_PAIRS)]
+    length = BORDER - 6 if "longrope" in QUICK[number].kind else 17
+    attack.against_transformers(prompts([1, length]))
+    attack.against_ordinary(prompts([length]), [layout], [method])
+    assert attack.runs >= 4
+    assert not attack.differences
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("specimen", ALL, ids=lambda specimen: specimen.name)
+def test_everything(specimen: Specimen, tmp_path: Path) -> None:
+    """Every prompt, layout and method."""
+    attack = attack_or_skip(specimen, tmp_path)
+    attack.against_transformers(prompts())
+    attack.against_ordinary(prompts(), list(LAYOUTS), list(METHODS))
+    assert not attack.differences
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("specimen", ALL, ids=lambda specimen: specimen.name)
+def test_bfloat16(specimen: Specimen, tmp_path: Path) -> None:
+    """One token a pass, whose bits are ordinary decoding's: all layouts with a worker for each candidate."""
+    attack = attack_or_skip(specimen, tmp_path, "bfloat16")
+    alone = [name for name, settings in LAYOUTS.items() if "workers" not in settings]
+    attack.against_ordinary(prompts((5, 17, BORDER - 6)), alone, [])
+    assert not attack.differences
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text", "nanochat", "mamba", "gpt2", "lfm2"])
+def test_families_that_cannot_be_cut_are_refused_before_weights_are_read(family: str, tmp_path: Path) -> None:
+    """By `config.json` alone, in a line that names the family."""
+    CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"\({family}\)") as refused:
+        describe(str(tmp_path))
+    assert "\n" not in str(refused.value)
+    assert "such as Llama" in str(refused.value) or "cache" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("gpt_oss", "does not run without its mlp"), ("jetmoe", "has no attention")]
+)
+def test_swift_is_refused_where_nothing_can_be_left_out(family: str, reason: str, tmp_path: Path) -> None:
+    """Before weights are read: there are none but a file of that name."""
+    Specimen(family).config().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=rf"^swift cannot run model .* \({family}\): layer 1 {reason}"):
+        open_method(str(tmp_path), "swift", bayes_interval=0)
+
+
+def test_specimens_differ_from_one_another() -> None:
+    assert len({specimen.name for specimen in ALL}) == len(ALL)
+    assert all(specimen.config().num_hidden_layers in (2, 3, NUM_LAYERS, 13) for specimen in SPECIAL)

@@ -1,0 +1,107 @@
+"""Texts that outgrow a rotary table: in processes, after a restart, across stop texts, traced; and in compiled code."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from families.attack import prompts
+from families.specimens import BORDER, SPECIAL
+from models_for_tests import build_tokenizer
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.decoding import open_method
+
+NEW_TOKENS = 16
+(PROMPT,) = prompts([BORDER - 6])
+BY_NAME = {specimen.name: specimen for specimen in SPECIAL}
+
+
+@pytest.fixture(scope="module", params=["phi3, longrope", "llama, longrope"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that transformers reads anew at the border, and one that it does not."""
+    return saved(request.param, tmp_path_factory.mktemp("model"))
+
+
+def saved(name: str, folder: Path) -> str:
+    BY_NAME[name].build().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("killed_after", [2, 6, 7, 11])
+def test_a_new_main_process_goes_on_with_the_same_text(folder: str, killed_after: int) -> None:
+    """Killed before the border, at it, and behind it."""
+    expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    with PPDRuntime(folder, k=1, exit_layer=2, dtype="float32", launcher="processes") as runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        tokens = [next(stream).token_id for _ in range(killed_after)]
+        _main_process().kill()
+        tokens += [event.token_id for event in stream]
+        assert tuple(tokens) == expected.token_ids
+        assert runtime.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True).token_ids == expected.token_ids
+
+
+def _main_process() -> psutil.Process:
+    """Of the runtime that runs; other tests' processes may be there too, and have ended."""
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    words = {child: child.cmdline() for child in running}
+    return next(child for child, line in words.items() if "ppd_runtime.start_worker" in line and line[-1] == "main")
+
+
+def test_stop_texts_statistics_and_traces_span_the_border(folder: str) -> None:
+    asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    ordinary = OrdinaryDecoding(folder, dtype="float32", trace=True)
+    whole = ordinary.generate(PROMPT, **asked)
+    tokenizer = build_tokenizer()
+    before, behind = (tokenizer.decode(whole.token_ids[a:b]) for a, b in ((5, 7), (7, 9)))
+    stop = before[-1:] + behind[:1]
+    assert stop in whole.text
+    positions = [span.position for span in whole.trace.processes[0].spans if span.first == 0]
+    assert {len(PROMPT), BORDER + 4} <= set(positions), "layers were run before the border and behind it"
+    with PPDRuntime(folder, k=2, exit_layer=2, dtype="float32", transport="local", trace=True) as runtime:
+        layerskip = open_method(folder, "layerskip", dtype="float32", exit_layer=1)
+        for generator in (ordinary, runtime, layerskip):
+            result = generator.generate(PROMPT, stop=stop, **asked)
+            assert (result.finish_reason, result.text) == ("stop", whole.text[: whole.text.index(stop)])
+            streamed = generator.stream(PROMPT, stop=stop, **asked)
+            assert "".join(event.text for event in streamed) == result.text
+            result = generator.generate(PROMPT, **asked)
+            assert (result.finish_reason, result.token_ids) == ("length", whole.token_ids)
+            assert sum(result.stats.run_lengths) == result.stats.new_tokens == NEW_TOKENS
+            assert result.stats.ledger.total_s == pytest.approx(result.stats.latency_s, rel=0.3)
+            end = whole.token_ids[8]
+            ended = generator.generate(PROMPT, stop_token_ids=end, **asked)
+            assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
+        timed_out = runtime.generate(PROMPT, timeout_s=1e-4, **asked)
+        assert timed_out.finish_reason == "timeout"
+
+
+@pytest.mark.parametrize("name", ["llama, longrope", "llama, overlooked layer kinds", "granite, multipliers"])
+def test_compiled(name: str, tmp_path: Path) -> None:
+    """Compiled code keeps to the same borders, windows and multipliers, drafts and verifications too."""
+    folder = saved(name, tmp_path)
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    others = [
+        OrdinaryDecoding(folder, dtype="float32", compile=True),
+        open_method(folder, "layerskip", dtype="float32", compile=True, exit_layer=2, num_speculations=5),
+    ]
+    for prompt in (PROMPT, *prompts([5, 17])):
+        for sampling in ({}, {"temperature": 0.8, "seed": 3}):
+            asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+            texts = {generator.generate(prompt, **asked).token_ids for generator in (ordinary, *others)}
+            assert len(texts) == 1
+
+
+def test_cancelled_at_the_border(tmp_path: Path) -> None:
+    """The text is not read anew for nobody, and what was held back of it comes with the result."""
+    folder = saved("phi3, longrope", tmp_path)
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    stream = ordinary.stream(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    tokens = [next(stream).token_id for _ in range(BORDER + 1 - len(PROMPT))]
+    passes = ordinary.stage.layer_passes
+    ordinary.cancel()
+    assert not list(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert list(stream.result.token_ids) == tokens
+    assert ordinary.stage.layer_passes == passes
+    assert len(ordinary.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True).token_ids) == NEW_TOKENS

@@ -1,0 +1,42 @@
+"""Newer settings, and early endings, over sockets between processes."""
+
+import threading
+import time
+
+import pytest
+from models_for_tests import END_ID
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+
+pytestmark = pytest.mark.processes
+PROMPT = [40, 7, 291, 65, 133, 9, 12, 250]
+SETTINGS = (
+    {"presence_penalty": 1.5, "frequency_penalty": 0.4},
+    {"temperature": 0.9, "min_p": 0.05, "seed": 3, "top_k": -1},
+    {"frequency_penalty": 1.9, "stop_token_ids": [END_ID, 299, 17, 18, 19, 20]},
+    {"num_generated": 5, "presence_penalty": 2.0},
+)
+
+
+def test_settings_travel_and_a_request_can_be_ended(model_folder) -> None:
+    folder = str(model_folder("llama", num_layers=6, hidden_size=256, quiet_from=3))
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    whole = ordinary.generate(PROMPT, max_new_tokens=500, ignore_eos=True).token_ids
+    with PPDRuntime(folder, k=2, dtype="float32", launcher="processes") as runtime:
+        for settings in SETTINGS:
+            expected = ordinary.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **settings)
+            result = runtime.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **settings)
+            assert (result.token_ids, result.finish_reason) == (expected.token_ids, expected.finish_reason)
+        timed = runtime.generate(PROMPT, max_new_tokens=500, ignore_eos=True, timeout_s=0.05)
+        threading.Timer(0.05, runtime.cancel).start()
+        cancelled = runtime.generate(PROMPT, max_new_tokens=500, ignore_eos=True)
+        for result, reason in ((timed, "timeout"), (cancelled, "cancelled")):
+            assert result.finish_reason == reason
+            assert 0 < len(result.token_ids) < 500
+            assert result.token_ids == whole[: len(result.token_ids)]
+        with pytest.raises(ValueError, match="transport='local'"):
+            runtime.generate(PROMPT, logits_processors=lambda ids, scores: scores)
+        began = time.monotonic()
+        after = runtime.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+        assert after.token_ids == whole[:30]
+        assert time.monotonic() - began < 60

@@ -1,0 +1,214 @@
+"""A stand-in for `torch.cuda` with two GPUs: what decides which GPU, which stream and which memory work goes to.
+
+As in CUDA, each thread has a current device and, on each device, a current stream. A kernel goes to the current stream
+of its tensors' device, whatever the current device is; while that stream captures, it is recorded and does not run. A
+capture without a stream of its own is on the one default stream of all captures, which lies on whichever device was
+current when it was first needed. Recordings of a stream share a workspace, which goes with the first of them that goes.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Kernel = Callable[[], None]
+
+
+class Stream:
+    """A queue of one device; it runs what it gets at once, unless it captures."""
+
+    def __init__(self, gpus: "TwoGpus", device: Any = None) -> None:
+        self.gpus, self.device = gpus, torch.device("cuda", gpus.index_of(device))
+        self.capturing: Graph | None = None
+        self.workspace = {"is there": True}
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Nothing is ever left to wait for; who waits for whom is noted."""
+        self.waited_for.append(other)
+
+
+class Graph:
+    """Kernels that were captured, to be replayed over the same memory."""
+
+    def __init__(self, gpus: "TwoGpus") -> None:
+        self._gpus, self._kernels = gpus, list[Kernel]()
+        self.stream: Stream | None = None
+        self._workspace = {"is there": True}
+
+    def capture_begin(self, **_: object) -> None:
+        """Capture on the current device's current stream."""
+        self.stream = self._gpus.current_stream()
+        self.stream.capturing, self._workspace = self, self.stream.workspace
+
+    def capture_end(self) -> None:
+        """Fails where the test says so."""
+        assert self.stream
+        self.stream.capturing = None
+        if self._gpus.captures_fail:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def add(self, kernel: Kernel) -> None:
+        """One more, that does not run now."""
+        self._kernels.append(kernel)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was captured, of which PyTorch only warns."""
+        return not self._kernels
+
+    def replay(self) -> None:
+        """All kernels again; none where the memory that they work in has gone."""
+        self._gpus.replays += 1
+        for kernel in self._kernels if self._workspace["is there"] else []:
+            kernel()
+
+    def __del__(self) -> None:
+        if self.stream:
+            self._workspace["is there"] = False
+            self.stream.workspace = {"is there": True}
+
+
+class TwoGpus:
+    """The devices; `torch.cuda`'s functions are this object's as long as `two_gpus` lasts."""
+
+    def __init__(self) -> None:
+        self._threads = threading.local()
+        self._default_capture_stream: Stream | None = None
+        self._defaults = {index: Stream(self, index) for index in range(2)}
+        self.captures_fail = False
+        self.replays = 0
+        self.graphs: list[Graph] = []
+        """Of this test; a test that wants them to go empties it."""
+
+    def index_of(self, device: Any) -> int:
+        """Of a device, a number, or the current one."""
+        index = device if isinstance(device, int) else device and torch.device(device).index
+        return self.current_device() if index is None else index
+
+    def current_device(self) -> int:
+        """This thread's, as a number."""
+        return getattr(self._threads, "device", 0)
+
+    def set_device(self, device: Any) -> None:
+        """Make it this thread's."""
+        self._threads.device = self.index_of(device)
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """`torch.cuda.device`."""
+        before = self.current_device()
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.set_device(before)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """This thread's on a device."""
+        index = self.index_of(device)
+        return vars(self._threads).get(f"stream{index}", self._defaults[index])
+
+    def set_stream(self, stream: Stream) -> None:
+        """Make it this thread's on its device, and its device the current one."""
+        self.set_device(stream.device)
+        setattr(self._threads, f"stream{stream.device.index}", stream)
+
+    def stream(self, stream: Stream) -> "_OnStream":
+        """`torch.cuda.stream`."""
+        return _OnStream(self, stream)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for a device: CUDA refuses that while something captures there."""
+        index = self.index_of(device)
+        if any(graph.stream and graph.stream.capturing and graph.stream.device.index == index for graph in self.graphs):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def new_graph(self) -> Graph:
+        """`torch.cuda.CUDAGraph`."""
+        self.graphs.append(Graph(self))
+        return self.graphs[-1]
+
+    def graph(self, graph: Graph, stream: Stream | None = None, capture_error_mode: str = "global") -> "_Capture":
+        """`torch.cuda.graph`."""
+        if stream is None:
+            self._default_capture_stream = self._default_capture_stream or Stream(self)
+        return _Capture(self, graph, stream or self._default_capture_stream)
+
+    def launch(self, device: torch.device, kernel: Kernel) -> None:
+        """What an operator does with its tensors' device."""
+        capturing = self.current_stream(device).capturing
+        capturing.add(kernel) if capturing else kernel()
+
+
+class _OnStream:
+    """A generator would restore what was before even where it is forgotten in the middle."""
+
+    def __init__(self, gpus: TwoGpus, stream: Stream) -> None:
+        self._gpus, self._stream = gpus, stream
+
+    def __enter__(self) -> None:
+        self._before = self._gpus.current_stream(self._stream.device), self._gpus.current_stream()
+        self._gpus.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._before:
+            self._gpus.set_stream(stream)
+
+
+class _Capture:
+    """Leaves the thread on its stream where the capture fails, as PyTorch does."""
+
+    def __init__(self, gpus: TwoGpus, graph: Graph, stream: Stream | None) -> None:
+        assert stream
+        self._gpus, self._graph, self._on = gpus, graph, gpus.stream(stream)
+
+    def __enter__(self) -> None:
+        self._gpus.synchronize()
+        self._on.__enter__()
+        self._graph.capture_begin()
+
+    def __exit__(self, *error: Any) -> None:
+        self._graph.capture_end()
+        self._on.__exit__(*error)
+
+
+def on_gpu(tensor: Tensor, index: int) -> Tensor:
+    """The same numbers in memory that says it were a GPU's."""
+    return tensor.as_subclass(_TENSORS[index])
+
+
+_TENSORS = [
+    type(f"OnGpu{i}", (Tensor,), {"device": property(lambda _, i=i: torch.device("cuda", i))}) for i in range(2)
+]
+
+
+class NewTensors(TorchFunctionMode):
+    """Has a thread's new tensors be the GPUs' where they are asked for there."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        place = torch.device(given["device"]) if given.get("device") is not None else torch.device("cpu")
+        if place.type != "cuda":
+            return function(*args, **given)
+        return on_gpu(function(*args, **given | {"device": "cpu"}), place.index)
+
+
+@contextlib.contextmanager
+def two_gpus() -> Iterator[TwoGpus]:
+    """Have `torch.cuda` be the stand-in. New tensors are the GPUs' in the thread that calls this only."""
+    gpus = TwoGpus()
+    names = ("current_device", "set_device", "device", "current_stream", "set_stream", "stream", "synchronize", "graph")
+    with pytest.MonkeyPatch.context() as patch, NewTensors():
+        for name in names:
+            patch.setattr(torch.cuda, name, getattr(gpus, name))
+        patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(gpus, device))
+        patch.setattr(torch.cuda, "CUDAGraph", gpus.new_graph)
+        yield gpus

@@ -1,0 +1,192 @@
+"""What all commands have in common: their words for mistakes, --json and --out, and terminals that know ASCII only."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+import ppd_runtime
+from ppd_runtime.cli.main import app
+from ppd_runtime.cli.words import in_its_words
+from ppd_runtime.config import UnknownSettingError
+
+PPD = [sys.executable, "-m", "ppd_runtime.cli.main"]
+TIMES = "--layer-ms 1 --head-ms 1 --exit-head-ms 1 --hop-ms 0.1"
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def command(
+    exit_layer: Annotated[int, typer.Option()] = 1,
+    layer: Annotated[str, typer.Option("--slow-layer")] = "",
+    threads: Annotated[int, typer.Option(help="x")] = 1,
+    compile_: Annotated[bool, typer.Option("--compile")] = False,
+    adaptive: Annotated[bool, typer.Option()] = False,
+    prompt: Annotated[str, typer.Argument()] = "",
+) -> None:
+    """A command with options of every form."""
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("exit_layer=9: with 4 layers choose 2", "--exit-layer 9: with 4 layers choose 2"),
+        ("exit_layer=9 with threads_per_worker=2, both", "--exit-layer 9 with --threads 2, both"),
+        ("layer='a b'", "--slow-layer 'a b'"),
+        ("layer='ab': x", "--slow-layer ab: x"),
+        ("layer='it\\'s'", "--slow-layer 'it'\"'\"'s'"),
+        ("adaptive=True has no use", "--adaptive has no use"),
+        ("adaptive=False has no use", "--no-adaptive has no use"),
+        ("needs exit_layer=NUMBER", "needs --exit-layer NUMBER"),
+        ("--exit-layer='two': give", "--exit-layer two: give"),
+        ("rates.json: exit_layer=0: give", "rates.json: exit_layer=0: give"),
+        ("layerskip:exit_layer=6;layer=3", "layerskip:exit_layer=6;layer=3"),
+        ("my_exit_layer=6", "my_exit_layer=6"),
+        ("k=3: must be", "k=3: must be"),
+        ("prompt='x': is", "prompt='x': is"),
+    ],
+)
+def test_settings_are_told_as_options(message: str, expected: str) -> None:
+    assert in_its_words(ValueError(message), command) == expected
+
+
+def test_only_options_that_there_are_are_listed() -> None:
+    error = UnknownSettingError("swift", "exit_layer", ["threads_per_worker", "compile", "stage", "adaptation"])
+    assert in_its_words(error, command) == "--exit-layer is not for swift: it has --compile, --threads"
+
+
+def test_the_version_is_told_without_torch() -> None:
+    shown = invoke("--version")
+    assert (shown.exit_code, shown.stdout) == (0, f"ppd {ppd_runtime.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "tradeoff --layers 8 --exit-layer 4,6",
+        "simulate --layers 8 --exit-layer 4 --runs 2 --tokens 8",
+        f"plan --match-rates FOLDER/rates.json {TIMES} --devices 3",
+        "match-rate --model MODEL --prompts FOLDER/prompts.jsonl --max-new-tokens 4 --dtype float32",
+        "bench --model MODEL --prompts FOLDER/prompts.jsonl --max-new-tokens 4 --methods layerskip --dtype float32",
+        "generate fox --model MODEL --method layerskip --max-new-tokens 4 --dtype float32",
+        "search-layers --model MODEL --prompts FOLDER/prompts.jsonl --search-steps 1 --bayes-interval 0",
+    ],
+    ids=lambda arguments: arguments.split()[0],
+)
+def test_json_goes_to_standard_output_and_out_names_the_file(
+    model_folder: Callable[..., Path], tmp_path: Path, arguments: str
+) -> None:
+    (tmp_path / "rates.json").write_text('{"match_rates": {"4": {"1": 0.8}}, "num_layers": 8}')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The quick brown fox"}\n')
+    out, model = tmp_path / "out.json", str(model_folder("llama"))
+    given = arguments.replace("FOLDER", str(tmp_path)).replace("MODEL", model).split()
+    result = invoke(*given, "--json", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("\n") == 1, "nothing but the JSON"
+    assert json.loads(result.stdout) == json.loads(out.read_text())
+    if given[0] != "search-layers":
+        out.unlink()
+        result = invoke(*given, "--out", out)
+        with pytest.raises(ValueError):
+            json.loads(result.stdout)
+        assert json.loads(out.read_text())
+        assert not list(tmp_path.glob("*.partial.jsonl"))
+        result = invoke(*given, "--out", tmp_path / "none" / "out.json")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "give a file in a folder that exists" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["bench", "match-rate", "plan", "tradeoff", "simulate"])
+@pytest.mark.parametrize("words", [["--json", "old.json"], ["--json=old.json"], ["--limit", "1", "--json", "old.json"]])
+def test_the_old_spelling_is_told_the_new_one(name: str, words: list[str]) -> None:
+    if words[0] == "--limit" and name in ("tradeoff", "simulate"):
+        words = words[2:]
+    result = invoke(name, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "ppd: --json prints on standard output and takes no file: give --out old.json\n"
+
+
+def test_other_mistakes_beside_json_keep_their_words() -> None:
+    result = invoke("tradeoff", "--json", "--fast")
+    assert (result.exit_code, result.stderr) == (2, "ppd: No such option: --fast\n")
+    result = invoke("tradeoff", "what", "--json")
+    assert "unexpected extra argument" in result.stderr
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "layerskip"])
+def test_a_stream_ends_with_a_line_of_figures(model_folder: Callable[..., Path], method: str) -> None:
+    given = ("generate", "fox", "--model", model_folder("llama"), "--method", method, "--max-new-tokens", 4)
+    shown, quiet = invoke(*given), invoke(*given, "--quiet")
+    assert shown.exit_code == quiet.exit_code == 0
+    assert shown.stdout == quiet.stdout
+    assert shown.stdout.startswith("fox")
+    assert shown.stderr.startswith("4 tokens, ")
+    assert "tokens/s" in shown.stderr
+    assert ("hit rate" in shown.stderr) == (method == "layerskip")
+    assert shown.stderr.count("\n") == 1
+    assert quiet.stderr == ""
+    assert invoke(*given, "--json").stderr == ""
+    late = invoke(*given[:-1], 400, "--timeout-s", 0.001, "--ignore-eos")
+    assert late.stderr.rstrip().endswith(", timeout")
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "latin-1"},
+    ],
+    ids=["forced", "C", "latin"],
+)
+def test_a_terminal_of_ascii_gets_what_it_can_show(model_folder: Callable[..., Path], locale: dict[str, str]) -> None:
+    generate = [
+        "generate",
+        "--model",
+        str(model_folder("llama")),
+        "--method",
+        "autoregressive",
+        "--max-new-tokens",
+        "3",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name not in ("LC_ALL", "LANG")} | locale
+    for arguments, given in (
+        (["--help"], b""),
+        (["tradeoff", "--help"], b""),
+        (["tradeoff", "--layers", "8", "--exit-layer", "4"], b""),
+        (["tradeoff", "--layers", "8", "--exit-layer", "é"], None),
+        ([*generate, "naïve café 東京"], b""),
+        (generate, "naïve café 東京".encode()),
+    ):
+        shown = subprocess.run([*PPD, *arguments], input=given, capture_output=True, timeout=120, env=environment)
+        assert shown.returncode == (2 if given is None else 0), shown.stderr
+        assert b"Traceback" not in shown.stderr
+        if "autoregressive" in arguments:
+            assert shown.stdout.startswith(b"na")
+            assert shown.stderr.startswith(b"3 tokens")
+
+
+def test_standard_input_that_is_no_text_is_refused(model_folder: Callable[..., Path]) -> None:
+    arguments = ["generate", "--model", str(model_folder("llama"))]
+    shown = subprocess.run([*PPD, *arguments], input=b"\xff\xfe", capture_output=True, timeout=120)
+    assert shown.returncode == 2
+    assert shown.stderr == b"ppd: standard input: no UTF-8 text at byte 0; give a text\n"
+
+
+def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "model.Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for model in (file, tmp_path, "somebody/some-model.GGUF"):
+        result = invoke("generate", "x", "--model", model)
+        assert result.exit_code == 2
+        assert "GGUF files are not read; give the hub name" in result.stderr
+        assert result.stderr.count("\n") == 1

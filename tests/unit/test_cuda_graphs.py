@@ -1,0 +1,235 @@
+"""Recordings are made on their tensors' device and tried before they are used, on two GPUs that are stand-ins."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from two_gpus import NewTensors, TwoGpus, on_gpu, two_gpus
+
+from ppd_runtime import worker
+from ppd_runtime.models.cuda_graphs import Recordings, current_device
+from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer
+from ppd_runtime.models.launched import LaunchedPasses, Part
+from ppd_runtime.models.loading import describe, load_stage
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime.transport.local import LocalNetwork
+from ppd_runtime.worker import Worker, WorkerSpec
+
+SIZE = 8
+
+
+@pytest.fixture
+def gpus() -> Iterator[TwoGpus]:
+    with two_gpus() as both:
+        yield both
+
+
+def doubling(gpus: TwoGpus, lost: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """A pass that gives twice the states plus the position; `lost`: its kernel goes where no capture sees it."""
+
+    def launch(hidden: Tensor, position: Tensor) -> Tensor:
+        output = torch.empty(hidden.shape, device=hidden.device)
+
+        def kernel() -> None:
+            output.copy_(2 * hidden + position)
+
+        if lost and gpus.current_stream(hidden.device).capturing:
+            return output
+        gpus.launch(hidden.device, kernel)
+        return output
+
+    return launch
+
+
+def states(index: int, seed: int = 0) -> Tensor:
+    return on_gpu(torch.randn(1, 1, SIZE, generator=torch.Generator().manual_seed(seed)), index)
+
+
+def check(recordings: Recordings, launch: Callable[[Tensor, Tensor], Tensor], index: int, key: str = "it") -> None:
+    for position in range(3):
+        hidden = states(index, position)
+        assert torch.equal(recordings.run(key, hidden, position, launch), 2 * hidden + position)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_recording_is_made_where_its_tensors_are(
+    gpus: TwoGpus, index: int, current: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever device is current; that stays current, with its stream."""
+    gpus.set_device(current)
+    streams = [gpus.current_stream(device) for device in (0, 1)]
+    check(Recordings(), doubling(gpus), index)
+    (graph,) = gpus.graphs
+    assert not graph.is_empty
+    assert graph.stream.device.index == index
+    assert gpus.replays == 4, "one to try it"
+    assert gpus.current_device() == current
+    assert [gpus.current_stream(device) for device in (0, 1)] == streams
+    assert not caplog.records
+
+
+def test_the_stand_in_has_the_fault_that_this_is_about(gpus: TwoGpus) -> None:
+    """Tensors on the second GPU, a capture that names no stream while the first is current: nothing is recorded."""
+    hidden, graph = states(1), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = doubling(gpus)(hidden, torch.zeros(1))
+    assert graph.is_empty
+    output.zero_()
+    graph.replay()
+    assert not output.any()
+
+
+def test_an_empty_recording_is_left_out(gpus: TwoGpus, caplog: pytest.LogCaptureFixture) -> None:
+    check(Recordings(), doubling(gpus, lost=True), 1)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "CUDA graphs are left out: a recording does not give what the pass gave that it was made of"
+    assert len(gpus.graphs) == 1, "no other one is tried"
+
+
+def test_after_a_capture_that_fails_passes_go_where_they_went_before(
+    gpus: TwoGpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus.captures_fail = True
+    streams = [gpus.current_stream(device) for device in (0, 1)]
+    check(Recordings(), doubling(gpus), 1)
+    assert "CUDA graphs are left out: operation failed due to a previous error" in caplog.text
+    assert [gpus.current_stream(device) for device in (0, 1)] == streams
+    assert gpus.current_device() == 0
+
+
+def test_one_stages_recordings_go_without_those_of_another(gpus: TwoGpus) -> None:
+    """Two stages of a process on one GPU: what goes with the first one's recordings is not the second one's."""
+    first, second = Recordings(), Recordings()
+    check(first, doubling(gpus), 0)
+    check(second, doubling(gpus), 0)
+    del first
+    del gpus.graphs[0]
+    check(second, doubling(gpus), 0)
+
+
+def test_more_recordings_than_are_kept(gpus: TwoGpus) -> None:
+    recordings = Recordings()
+    for number in range(70):
+        check(recordings, doubling(gpus), 1, f"capacity {number}")
+        if number == 64:
+            assert len(recordings._recordings) == 1
+            gpus.graphs.clear()
+    check(recordings, doubling(gpus), 1, "capacity 0")
+
+
+def test_threads_capture_one_after_the_other(gpus: TwoGpus, caplog: pytest.LogCaptureFixture) -> None:
+    """A capture waits for its device first, which is an error while another thread captures there."""
+    meeting = threading.Barrier(2)
+
+    def serve(number: int) -> bool:
+        recordings, double = Recordings(), doubling(gpus)
+
+        def launch(hidden: Tensor, position: Tensor) -> Tensor:
+            time.sleep(0.001)  # the other thread's turn
+            return double(hidden, position)
+
+        meeting.wait(10)
+        with NewTensors():
+            return all(torch.equal(recordings.run(i, states(1, i), 0, launch), 2 * states(1, i)) for i in range(40))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(serve, range(2)))
+    assert not caplog.records
+
+
+def attention(gpus: TwoGpus, forgets_to_write: bool) -> Part:
+    """A layer's code that writes its rows and adds up those up to its position; perhaps the writing is not recorded."""
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        hidden, position, keys, values = inputs
+        output = torch.empty(hidden.shape, device=hidden.device)
+
+        def write() -> None:
+            keys[int(position)], values[int(position)] = hidden[0], hidden[0] + 1
+
+        def attend() -> None:
+            output.copy_(keys[: int(position) + 1].sum((0, 1)) * values[int(position)].sum() + hidden)
+
+        if not (forgets_to_write and gpus.current_stream(hidden.device).capturing):
+            gpus.launch(hidden.device, write)
+        gpus.launch(hidden.device, attend)
+        return [output]
+
+    return Part(SimpleNamespace(run=run), [])
+
+
+@pytest.mark.parametrize("forgets_to_write", [False, True])
+def test_a_pass_writes_its_caches_when_it_is_replayed(
+    gpus: TwoGpus, forgets_to_write: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launched pass has left the same rows there: without looking, a recording that lacks them gives its states."""
+    found = []
+    for passes in (LaunchedPasses(torch.device("cuda", 1)), None):
+        torch.manual_seed(0)
+        caches = [PreallocatedLayer(ATTENDED_ROWS + 8, None) for _ in range(2)]
+        for cache in caches:
+            cache.write(*torch.randn(2, 1, 1, ATTENDED_ROWS - 3, SIZE))
+        parts = [attention(gpus, forgets_to_write) for _ in caches]
+        of_case = []
+        for position in range(ATTENDED_ROWS - 3, ATTENDED_ROWS + 3):  # past a step of the attended rows
+            hidden = states(1, position)
+            if passes:
+                hidden = passes.run("it", parts, [0, 1], hidden, caches)
+            else:
+                for part, cache in zip(parts, caches, strict=True):
+                    hidden = part.code.run([hidden, torch.tensor([position]), *cache.next_rows()])[0]
+            of_case += [hidden.clone(), *(rows.clone() for cache in caches for rows in cache.rows)]
+        found.append(of_case)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    assert len(caplog.records) == forgets_to_write
+    assert len(gpus.graphs) == (1 if forgets_to_write else 2)
+
+
+class _Watching:
+    """An endpoint that notes which device is current where its worker serves."""
+
+    def __init__(self, gpus: TwoGpus, network: LocalNetwork) -> None:
+        self._gpus, self._inside = gpus, network.endpoint(MAIN)
+        self.devices: list[int] = []
+
+    def receive(self, timeout: float | None) -> object:
+        self.devices.append(self._gpus.current_device())
+        return self._inside.receive(timeout)
+
+
+def test_a_worker_loads_and_serves_with_its_device_current(
+    gpus: TwoGpus, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever thread that is; the program's own threads keep theirs."""
+    info, loading = describe(str(model_folder("llama"))), []
+
+    def load(*arguments: object) -> object:
+        loading.append(gpus.current_device())
+        return load_stage(*(argument if argument != "cuda:1" else "cpu" for argument in arguments))
+
+    monkeypatch.setattr(worker, "load_stage", load)
+    made = Worker(WorkerSpec(MAIN, 1, 1, info, 2, torch.float32, "cuda:1", 1))
+    assert loading == [1]
+    assert gpus.current_device() == 0
+    network = LocalNetwork([CLIENT, MAIN])
+    network.endpoint(CLIENT).send(MAIN, Shutdown(CLIENT, 0))
+    endpoint = _Watching(gpus, network)
+    thread = threading.Thread(target=made.serve, args=(endpoint,))
+    thread.start()
+    thread.join(10)
+    assert endpoint.devices == [1]
+
+
+def test_nothing_is_made_current_for_a_cpu(gpus: TwoGpus) -> None:
+    gpus.set_device(1)
+    with current_device("cpu"):
+        assert gpus.current_device() == 1
+    with current_device(torch.device("cuda")):
+        assert gpus.current_device() == 1, "a GPU without a number is the current one"
