@@ -165,7 +165,8 @@ def _empty_model(num_layers: int) -> PreTrainedModel:
 def _add_axis(model: PreTrainedModel, layer: int) -> None:
     """The layer's MLP turns towards axis 1."""
     mlp = model.model.layers[layer].mlp
-    mlp.gate_proj.weight[0, 0] = mlp.up_proj.weight[0, 0] = mlp.down_proj.weight[1, 0] = 1
+    mlp.gate_proj.weight[0, 0] = mlp.up_proj.weight[0, 0] = 1
+    mlp.down_proj.weight[1, 0] = 4  # far enough for a head that tells states with it from those without
 
 
 def _begun(model: PreTrainedModel) -> Stage:
@@ -176,6 +177,9 @@ def _begun(model: PreTrainedModel) -> Stage:
 
 def _fit_head(model: PreTrainedModel, chances: Mapping[Tensor, Sequence[float]]) -> None:
     """Behind each of these states the next token has these chances."""
-    normed = torch.stack([model.model.norm(state)[0, 0] for state in chances])
-    logits = torch.tensor(list(chances.values())).log()
-    model.lm_head.weight.copy_(torch.linalg.lstsq(normed, logits).solution.T)
+    normed = torch.stack([model.model.norm(state)[0, 0] for state in chances]).double()
+    wanted = torch.tensor(list(chances.values()), dtype=torch.float64)
+    weight = torch.linalg.solve(normed @ normed.T, wanted.log()).T @ normed  # the least of those that fit
+    model.lm_head.weight.copy_(weight)
+    found = model.lm_head(normed.float()).softmax(-1).double()
+    assert torch.allclose(found, wanted, atol=1e-4), f"{found} instead of {wanted}"
