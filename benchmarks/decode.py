@@ -21,9 +21,9 @@ from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime.config import DTYPES, SamplingParams
-from ppd_runtime.launching import on_cores
-from ppd_runtime.models.loading import ModelInfo, choose_dtype, compile_ahead, describe, load_stage
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.launch.threads import on_cores
+from ppd_runtime.models.checkpoint.loading import ModelInfo, choose_dtype, compile_ahead, describe, load_stage
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Ledger
 from ppd_runtime.sampling import TimedSampler
 

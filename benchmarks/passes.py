@@ -20,12 +20,12 @@ from torch.nn.functional import linear
 
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
-from ppd_runtime.launching import on_cores
-from ppd_runtime.models.compiling import MOST_SEVERAL
-from ppd_runtime.models.loading import SEVERAL, ModelInfo, compile_ahead, describe, load_stage
+from ppd_runtime.launch.threads import on_cores
+from ppd_runtime.models.checkpoint.loading import SEVERAL, ModelInfo, compile_ahead, describe, load_stage
+from ppd_runtime.models.compiled.export import MOST_SEVERAL
 from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.native.products import LargePages, in_half_the_memory, product
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage.stage import Stage
 
 Way = Callable[[int, int], object]
 """Runs so many tokens at a position."""

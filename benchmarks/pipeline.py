@@ -25,8 +25,8 @@ from benchmarks.models import model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import SHARED, RehearsedHead
 from ppd_runtime.results import GenerationResult
 
 PROMPTS = (

@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppd_runtime.ordinary import OrdinaryDecoding
+    from ppd_runtime.methods.ordinary import OrdinaryDecoding
     from ppd_runtime.runtime import PPDRuntime
 
 __version__ = "0.1.0"
 __all__ = ["OrdinaryDecoding", "PPDRuntime", "__version__"]
-_HOMES = {"OrdinaryDecoding": "ppd_runtime.ordinary", "PPDRuntime": "ppd_runtime.runtime"}
+_HOMES = {"OrdinaryDecoding": "ppd_runtime.methods.ordinary", "PPDRuntime": "ppd_runtime.runtime"}
 
 
 def __getattr__(name: str) -> Any:

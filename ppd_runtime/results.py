@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ppd_runtime.trace import Trace
+from ppd_runtime.tracing.trace import Trace
 
 
 @dataclass(frozen=True)

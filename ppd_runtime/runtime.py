@@ -10,19 +10,22 @@ from typing import cast
 
 import torch
 
-from ppd_runtime.calls import Call, Told
-from ppd_runtime.closing import Closing
+from ppd_runtime.client.ending import Ending
+from ppd_runtime.client.request import Call, Told
+from ppd_runtime.client.shutdown import Closing
 from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
-from ppd_runtime.core_share import CoreShare
 from ppd_runtime.cost_model.theory import latency_ratio
-from ppd_runtime.ending import Ending
-from ppd_runtime.generation import TextGenerator
-from ppd_runtime.launcher import choose_launcher
-from ppd_runtime.launching import RequestCounts, Workers, available_cores
-from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
-from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
-from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
-from ppd_runtime.models.trained_heads import HeadInfo, describe_head
+from ppd_runtime.launch.choice import choose_launcher
+from ppd_runtime.launch.core_share import CoreShare
+from ppd_runtime.launch.startup import check_ray, start_workers, transport_here
+from ppd_runtime.launch.supervisor import CLOSED, Progress
+from ppd_runtime.launch.threads import RequestCounts, Workers, available_cores
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.models.checkpoint.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
+from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
+from ppd_runtime.models.trained.exit_heads import SHARED, RehearsedHead
+from ppd_runtime.models.trained.heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
     MAIN,
     MISS,
@@ -31,13 +34,10 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.requests import begin_request
 from ppd_runtime.results import Ledger
-from ppd_runtime.startup import check_ray, start_workers, transport_here
-from ppd_runtime.steps import Step, Totals
-from ppd_runtime.supervision import CLOSED, Progress
-from ppd_runtime.trace import Trace
+from ppd_runtime.tracing.trace import Trace
 from ppd_runtime.transport.network import check_interface
 from ppd_runtime.transport.sockets import check_collective
-from ppd_runtime.worker import WorkerSpec
+from ppd_runtime.workers.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from ppd_runtime.launching import LocalWorkers, ThreadLife
+from ppd_runtime.launch.threads import LocalWorkers, ThreadLife
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message, Shutdown, WireError, decode, encode
-from ppd_runtime.worker import Worker
+from ppd_runtime.workers.worker import Worker
 
 LONGEST_STOP_S = 0.4
 

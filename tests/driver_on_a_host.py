@@ -7,8 +7,8 @@ import json
 import sys
 
 from ppd_runtime import PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding.speculation import Progress, SpeculativeMethod, speculate
-from ppd_runtime.decoding.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
-from ppd_runtime.models.skipping import LayerSet, sparse_piece
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.methods.speculation import Progress, SpeculativeMethod, speculate
+from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
+from ppd_runtime.models.stage.slicing import LayerSet, sparse_piece
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import Draws, Sampler
 from ppd_runtime.text import StopRule
 

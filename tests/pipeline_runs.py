@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding.autoregressive import autoregressive
-from ppd_runtime.models.exit_heads import RehearsedHead, SharedHead
-from ppd_runtime.models.loading import ModelInfo, describe, load_layers, load_tokenizer
-from ppd_runtime.models.stage import Stage
-from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.methods.autoregressive import autoregressive
+from ppd_runtime.models.checkpoint.loading import ModelInfo, describe, load_layers, load_tokenizer
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.exit_heads import RehearsedHead, SharedHead
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.requests import begin_request
-from ppd_runtime.pipeline.rest import Rest
-from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.pipeline.speculation_backoff import Rest
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage import Piece, Stage
+from ppd_runtime.models.stage.stage import Piece, Stage
 
 
 class Held(NamedTuple):

@@ -23,7 +23,7 @@ def check_outputs(*paths: Path | None) -> None:
 def check_image(path: Path | None) -> None:
     """Raise ValueError where an image that is to be drawn afterwards cannot be."""
     if path is not None:
-        from ppd_runtime.image_files import check_image_file
+        from ppd_runtime.files.images import check_image_file
 
         check_image_file(path)
 

@@ -72,9 +72,9 @@ def plan(
     the answer comes at once.
     """
     with one_line_errors(plan):
+        from ppd_runtime.calibration.planning import Given, Subject, plan_with
         from ppd_runtime.config import SamplingParams
         from ppd_runtime.cost_model.planner import check_request
-        from ppd_runtime.cost_model.planning import Given, Subject, plan_with
         from ppd_runtime.cost_model.report import plan_data, write_page
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
-from ppd_runtime.cost_model.calibration import Calibration
+from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import Ranking
 from ppd_runtime.cost_model.tradeoff import MatchRates, whole_file
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ppd_runtime.checks import check_share, check_whole
 from ppd_runtime.cost_model import theory
-from ppd_runtime.cost_model.checks import check_share, check_whole
 
 T = TypeVar("T", int, float)
 Rates = dict[tuple[int, int], float]

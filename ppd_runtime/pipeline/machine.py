@@ -39,7 +39,7 @@ def pop_consecutive(entries: dict[int, Tensor], position: int, end: int) -> list
 
 
 class StageLike(Protocol):
-    """What the machines need of a stage; `ppd_runtime.models.stage.Stage` is the real one."""
+    """What the machines need of a stage; `ppd_runtime.models.stage.stage.Stage` is the real one."""
 
     num_layers: int
     layers_at_once: int

@@ -13,8 +13,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ppd_runtime.cost_model.tradeoff import whole_file
 from ppd_runtime.measure.exit_scores import ExitScore, exit_scores
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import (
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.loading import (
     choose_device,
     describe,
     load_layers,

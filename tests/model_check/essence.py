@@ -14,15 +14,15 @@ from torch import Tensor
 
 from model_check.processes import Process
 from model_check.toy import ToyStage
-from ppd_runtime.calls import Call
+from ppd_runtime.client.request import Call
 from ppd_runtime.pipeline.machine import Receive
-from ppd_runtime.pipeline.main_process import MainProcess, _Heard
 from ppd_runtime.pipeline.messages import Finished, Message
-from ppd_runtime.pipeline.rest import Rest
-from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.pipeline.paper.main_process import MainProcess, _Heard
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.speculation_backoff import Rest
 from ppd_runtime.text import StopRule
-from ppd_runtime.worker import Worker
+from ppd_runtime.workers.worker import Worker
 
 _COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes"}
 _READ = (Worker, MainProcess, SubProcess, RunAheadSubProcess, Rest, _Heard, StopRule, ToyStage, Call)

@@ -15,12 +15,13 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
-from ppd_runtime import calls, worker
-from ppd_runtime.models.loading import ModelInfo
-from ppd_runtime.pipeline import main_process, run_ahead, sub_process
+from ppd_runtime.client import request as calls
+from ppd_runtime.models.checkpoint.loading import ModelInfo
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token, Tokens
-from ppd_runtime.pipeline.rest import Rest
-from ppd_runtime.worker import Worker, WorkerSpec
+from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
+from ppd_runtime.pipeline.speculation_backoff import Rest
+from ppd_runtime.workers import worker
+from ppd_runtime.workers.worker import Worker, WorkerSpec
 
 _MESSAGE_S, _SILENCE_S = 1e-4, 10.0  # what a message and a silence take by the client's clock
 

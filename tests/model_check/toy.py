@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.recorder import Recorder
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
+from ppd_runtime.tracing.recorder import Recorder
 
 VOCAB = 8
 _HALF = 24  # bits; float32 holds that many exactly

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, ExitState, Posted, encode, split
 from ppd_runtime.transport.collective import links
 from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
@@ -271,7 +271,7 @@ def _threads() -> int:
 def _workers() -> dict[str, psutil.Process]:
     """This process' workers that run, by name."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return {line[-1]: child for child in running if "ppd_runtime.start_worker" in (line := child.cmdline())}
+    return {line[-1]: child for child in running if "ppd_runtime.workers.entry" in (line := child.cmdline())}
 
 
 def _worker(name: str) -> psutil.Process:

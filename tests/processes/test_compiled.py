@@ -17,24 +17,24 @@ from models_for_tests import load_stage as load_eager
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models import compiled
-from ppd_runtime.models.adapter import new_adapter
-from ppd_runtime.models.artifacts import artifact, cache_folder
-from ppd_runtime.models.compiled import CompiledHead, CompiledLayers
-from ppd_runtime.models.compiling import compile_layers
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS
-from ppd_runtime.models.launched import LaunchedPasses
-from ppd_runtime.models.loading import (
+from ppd_runtime.files.cache_folder import artifact, cache_folder
+from ppd_runtime.models.checkpoint.loading import (
     SEVERAL,
     WITHOUT_ATTENTION,
     compile_ahead,
     describe,
     load_stage,
 )
+from ppd_runtime.models.compiled import passes as compiled
+from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
+from ppd_runtime.models.compiled.export import compile_layers
+from ppd_runtime.models.compiled.passes import CompiledHead, CompiledLayers
 from ppd_runtime.models.native import layers
 from ppd_runtime.models.native.layers import Code
-from ppd_runtime.models.skipping import LayerSet, sparse_piece
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS
+from ppd_runtime.models.stage.slicing import LayerSet, sparse_piece
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.adapter import new_adapter
 
 PROMPT = [40, 7, 291, 65, 133]
 LENGTH = ATTENDED_ROWS + 8
@@ -336,7 +336,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("ppd_runtime.models.compiling._compile", lambda *args: args[-1].write_bytes(b"no zip"))
+    monkeypatch.setattr("ppd_runtime.models.compiled.export._compile", lambda *args: args[-1].write_bytes(b"no zip"))
     with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
         compiled_layers(load_eager(model_folder("llama")).model)
 

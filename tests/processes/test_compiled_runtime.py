@@ -9,9 +9,9 @@ from compilers import needs_compiler
 
 from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.artifacts import cache_folder
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
 
 NEW_TOKENS = 70  # past a step of the attended rows
 

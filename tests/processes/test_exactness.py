@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.models.loading import describe
+from ppd_runtime.models.checkpoint.loading import describe
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2"]
 DTYPES = ["float32", "bfloat16"]

@@ -17,15 +17,15 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from typer.testing import CliRunner
 
+from ppd_runtime.calibration.calibrate import Calibrator
+from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.cli.plan import plan as command
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.calibrate import Calibrator
-from ppd_runtime.cost_model.calibration import Calibration, read_calibration
-from ppd_runtime.cost_model.measured import Measurement
+from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
 from ppd_runtime.cost_model.report import plan_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
-from ppd_runtime.launching import available_cores
+from ppd_runtime.launch.threads import available_cores
 from ppd_runtime.measure.machine_load import UNDISTURBED, busy_note
 
 PROMPTS = ("The quick brown fox", "A model writes")

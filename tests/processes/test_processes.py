@@ -12,18 +12,18 @@ import psutil
 import pytest
 import torch
 
-import ppd_runtime.processes
+import ppd_runtime.launch.processes
 from benchmarks.pipeline import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.artifacts import cache_folder
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.trained_heads import HeadInfo
-from ppd_runtime.processes import ProcessLife
+from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.launch.processes import ProcessLife
+from ppd_runtime.models.checkpoint.loading import describe
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
+from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.transport.network import Network
-from ppd_runtime.worker import WorkerSpec
-from ppd_runtime.worker_process import read_spec, start_order
+from ppd_runtime.workers.process import read_spec, start_order
+from ppd_runtime.workers.worker import WorkerSpec
 
 PROMPT = [5, 9, 200, 31]
 
@@ -144,7 +144,7 @@ def test_a_killed_main_process_has_a_successor(folder, rehearsed_at_length):
 
 
 def test_workers_that_are_stopped_are_replaced(folder, rehearsed_at_length, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 3.0)
+    monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 3.0)
     expected, head = rehearsed_at_length
     with PPDRuntime(folder, k=1, launcher="processes", exit_head=head) as runtime:
         for victim in ("sub-1", "main"):
@@ -161,7 +161,7 @@ def test_workers_that_are_stopped_are_replaced(folder, rehearsed_at_length, monk
 
 def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
     """The whole machine was asleep: the answer is late, and comes in a moment."""
-    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 0.5)
+    monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 0.5)
     with PPDRuntime(folder, k=1, launcher="processes") as runtime:
         life = runtime._workers.supervisor._posts[1].life
         _kill("sub-1", by=signal.SIGSTOP)
@@ -179,7 +179,7 @@ def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
 
 
 def test_who_is_stopped_while_it_starts_has_failed(folder, monkeypatch):
-    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 1.0)
     stopper = threading.Thread(target=lambda: _until_there("sub-1").send_signal(signal.SIGSTOP))
     stopper.start()
     with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it has been stopped for 1 s"):
@@ -235,7 +235,7 @@ def _assert_one_clock(result, began: int, ended: int) -> None:
 def _workers() -> list[psutil.Process]:
     """This process' workers that run."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "ppd_runtime.start_worker" in child.cmdline()]
+    return [child for child in running if "ppd_runtime.workers.entry" in child.cmdline()]
 
 
 def _until_there(name: str) -> psutil.Process:

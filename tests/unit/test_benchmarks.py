@@ -26,10 +26,10 @@ from benchmarks.__main__ import PLAN
 from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
-from ppd_runtime.launching import on_cores
-from ppd_runtime.models.loading import describe, load_tokenizer
+from ppd_runtime.launch.threads import on_cores
+from ppd_runtime.models.checkpoint.loading import describe, load_tokenizer
 from ppd_runtime.results import Ledger
-from ppd_runtime.spans import Kind
+from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 
 MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, siblings, startup, tracing)

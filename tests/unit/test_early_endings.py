@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.calls import Call
-from ppd_runtime.decoding import open_method
-from ppd_runtime.ending import Ending
-from ppd_runtime.generation import TextGenerator
+from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime.client.ending import Ending
+from ppd_runtime.client.request import Call
+from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Message, Token
 from ppd_runtime.pipeline.requests import cut_short
 

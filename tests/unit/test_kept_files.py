@@ -16,9 +16,10 @@ import pytest
 from damage import WAYS, flip
 from disks import disk, read_only
 
-from ppd_runtime.models import artifacts, kept_files
-from ppd_runtime.models.artifacts import artifact, cache_folder, temporary_folder
-from ppd_runtime.models.kept_files import checksum, find, is_whole, keep, only_one, unfinished
+from ppd_runtime.files import cache_folder as artifacts
+from ppd_runtime.files import checksummed as kept_files
+from ppd_runtime.files.cache_folder import artifact, cache_folder, temporary_folder
+from ppd_runtime.files.checksummed import checksum, find, is_whole, keep, only_one, unfinished
 
 NAME, SUFFIX = "a" * 32, ".bin"
 
@@ -164,7 +165,7 @@ def test_a_damaged_one_does_not_hide_a_whole_one(folder: Path) -> None:
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from ppd_runtime.models.kept_files import only_one, unfinished
+from ppd_runtime.files.checksummed import only_one, unfinished
 with only_one(Path(sys.argv[1]), sys.argv[2]), unfinished(Path(sys.argv[1], "it")) as new:
     new.write_text("half")
     print("holds it", flush=True)

@@ -21,13 +21,14 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import ppd_runtime.startup
+import ppd_runtime.launch.startup
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models import kept_files, kept_weights
-from ppd_runtime.models.artifacts import cache_folder
-from ppd_runtime.models.kept_files import is_whole
-from ppd_runtime.models.kept_weights import in_large_pages, kept_copies, map_tensors
-from ppd_runtime.models.loading import HEAD, compile_ahead, describe, load_layers, load_stage
+from ppd_runtime.files import checksummed as kept_files
+from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.files.checksummed import is_whole
+from ppd_runtime.models.checkpoint import weight_cache as kept_weights
+from ppd_runtime.models.checkpoint.loading import HEAD, compile_ahead, describe, load_layers, load_stage
+from ppd_runtime.models.checkpoint.weight_cache import in_large_pages, kept_copies, map_tensors
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -241,9 +242,11 @@ def test_a_start_without_a_home_needs_no_copies(path: Path, monkeypatch: pytest.
 
 
 def test_the_runtime_has_copies_made_before_its_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, make, workers = [], kept_weights._make, ppd_runtime.startup.LocalWorkers
+    events, make, workers = [], kept_weights._make, ppd_runtime.launch.startup.LocalWorkers
     monkeypatch.setattr(kept_weights, "_make", lambda *given: events.append("a copy") or make(*given))
-    monkeypatch.setattr(ppd_runtime.startup, "LocalWorkers", lambda *given: events.append("workers") or workers(*given))
+    monkeypatch.setattr(
+        ppd_runtime.launch.startup, "LocalWorkers", lambda *given: events.append("workers") or workers(*given)
+    )
     with PPDRuntime("demo", k=1, transport="local", dtype="float32") as runtime:
         runtime.generate([5], max_new_tokens=2)
     assert events == ["a copy", "workers"]
@@ -338,8 +341,8 @@ _STARTS = """
 import sys, time
 from pathlib import Path
 import torch
-from ppd_runtime.models import kept_weights
-from ppd_runtime.models.kept_weights import kept_copies, map_tensors
+from ppd_runtime.models.checkpoint import weight_cache as kept_weights
+from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 kept_weights.SETTLED_S = -1.0
 model = Path(sys.argv[1])
 print("imported", flush=True)
@@ -430,7 +433,7 @@ def test_a_stage_holds_no_copy_of_its_own(dtype: torch.dtype) -> None:
 @needs_compiler
 @pytest.mark.parametrize("in_large", [True, False])
 def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppd_runtime.models.compiled.in_large_pages", lambda _: in_large)
+    monkeypatch.setattr("ppd_runtime.models.compiled.passes.in_large_pages", lambda _: in_large)
     info = describe("demo")
     code = {HEAD: compile_ahead(info, torch.float32, "cpu", ())[HEAD]}  # the quickest to make
     stage = load_stage(info, 2, torch.float32, "cpu", code)
@@ -440,7 +443,7 @@ def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatc
     copies = {str(copy) for copy in cache_folder().glob("*.safetensors")}
     assert len(copies) == 2
     assert (_mapped_at(half.data_ptr()) in copies) == in_large
-    monkeypatch.setattr("ppd_runtime.models.compiled.MOST_IN_OWN_PAGES", 0)
+    monkeypatch.setattr("ppd_runtime.models.compiled.passes.MOST_IN_OWN_PAGES", 0)
     stage = load_stage(info, 2, torch.float32, "cpu", code)
     (half,) = stage._compiled._halves.values()
     assert _mapped_at(half.data_ptr()) in copies, "a large model is shared whatever its pages"

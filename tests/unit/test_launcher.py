@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.core_share import CoreShare
-from ppd_runtime.launcher import address_to_join, check_ray_address, choose_launcher
-from ppd_runtime.launching import assign_cores, available_cores
-from ppd_runtime.orchestration.room import Bundle, Node, cpus_beside_others
+from ppd_runtime.launch.choice import address_to_join, check_ray_address, choose_launcher
+from ppd_runtime.launch.core_share import CoreShare
+from ppd_runtime.launch.ray.room import Bundle, Node, cpus_beside_others
+from ppd_runtime.launch.threads import assign_cores, available_cores
 
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppd_runtime.launcher.ray_is_initialized", lambda: False)  # other tests may be connected
+    monkeypatch.setattr("ppd_runtime.launch.choice.ray_is_initialized", lambda: False)  # other tests may be connected
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_what_auto_comes_to(settings: dict[str, object], environment: dict[str, 
 
 
 def test_a_connection_to_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppd_runtime.launcher.ray_is_initialized", lambda: True)
+    monkeypatch.setattr("ppd_runtime.launch.choice.ray_is_initialized", lambda: True)
     assert choose_launcher(RuntimeConfig(), {}) == "ray"
     assert choose_launcher(RuntimeConfig(launcher="processes"), {}) == "processes"
 
 
 def test_ray_is_not_imported_to_find_out() -> None:
-    code = "import sys; from ppd_runtime.launcher import *; from ppd_runtime.config import *; "
+    code = "import sys; from ppd_runtime.launch.choice import *; from ppd_runtime.config import *; "
     code += "print(choose_launcher(RuntimeConfig(), {}), 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "processes False\n"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime import leftovers
-from ppd_runtime.launching import SocketFolder
-from ppd_runtime.leftovers import clear, users_of
+from ppd_runtime.launch import orphan_reaper as leftovers
+from ppd_runtime.launch.orphan_reaper import clear, users_of
+from ppd_runtime.launch.threads import SocketFolder
 
 HOLD = """
 import signal, sys, time
@@ -41,7 +41,7 @@ def test_a_worker_is_ended_after_a_moment_of_grace(tmp_path, holding):
     folder = tmp_path / "sockets"
     folder.mkdir()
     (folder / "errors-1").touch()
-    worker = holding(str(folder / "errors-1"), "ppd_runtime.start_worker")
+    worker = holding(str(folder / "errors-1"), "ppd_runtime.workers.entry")
     assert users_of(str(folder)) == {worker.pid}
     began = time.monotonic()
     clear(str(folder), grace_s=0.5)
@@ -56,7 +56,7 @@ def test_others_are_left_alone(tmp_path, holding):
         place.mkdir()
         (place / "log").touch()
     stranger = holding(str(folder / "log"), "a program of the user's")
-    neighbour = holding(str(beside / "log"), "ppd_runtime.start_worker")
+    neighbour = holding(str(beside / "log"), "ppd_runtime.workers.entry")
     clear(str(folder), grace_s=0.2)
     assert not folder.exists()
     assert stranger.poll() is None
@@ -66,7 +66,7 @@ def test_others_are_left_alone(tmp_path, holding):
 
 def test_a_folder_that_is_gone_is_no_trouble(tmp_path, holding):
     (tmp_path / "log").touch()
-    worker = holding(str(tmp_path / "log"), "ppd_runtime.start_worker")
+    worker = holding(str(tmp_path / "log"), "ppd_runtime.workers.entry")
     (tmp_path / "log").unlink()
     clear(str(tmp_path), grace_s=0.2)
     assert worker.wait(5) == -9

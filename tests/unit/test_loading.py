@@ -12,7 +12,7 @@ from models_for_tests import END_ID, VOCAB_SIZE, build_model, greedy_with_transf
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.loading import (
+from ppd_runtime.models.checkpoint.loading import (
     ModelInfo,
     choose_device,
     choose_dtype,

@@ -14,11 +14,11 @@ from model_check.search import Counterexample, Search, check_hits, counterexampl
 from model_check.system import DEAD, Move, State, System
 from model_check.toy import ToyModel
 
-from ppd_runtime.calls import Call
-from ppd_runtime.pipeline.main_process import MainProcess
-from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.sub_process import SubProcess
-from ppd_runtime.worker import Worker
+from ppd_runtime.client.request import Call
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.workers.worker import Worker
 
 EXAMPLES = int(os.environ.get("PPD_WALKS", "0"))
 """Walks of chance, other ones each time; 0: the same few."""

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, begin_message, rehearsed
 
+from ppd_runtime.calibration.simulated_cluster import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.virtual import Clock, VirtualExitHead, VirtualSampler, VirtualStage
-from ppd_runtime.models.loading import load_tokenizer
-from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.models.checkpoint.loading import load_tokenizer
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -25,7 +24,8 @@ from ppd_runtime.pipeline.messages import (
     HeadStart,
     Token,
 )
-from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.text import StopRule
 
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)

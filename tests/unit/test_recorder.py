@@ -6,10 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.recorder import Recorder
-from ppd_runtime.spans import Kind
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind
 
 PROMPT = [5, 9, 200, 31]
 

@@ -8,7 +8,7 @@ from pipeline_runs import PROMPTS, Bench, rehearsed
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import CLIENT, CatchUp, ExitState, Token
-from ppd_runtime.pipeline.rest import Rest
+from ppd_runtime.pipeline.speculation_backoff import Rest
 
 DEPTH, EXIT = 6, 3
 

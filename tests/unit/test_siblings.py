@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
 from ppd_runtime.pipeline.messages import MISS, Candidate, HeadStart
 
 TOKENS = (5, 9, 200)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ppd_runtime.models.skipping import without
+from ppd_runtime.models.stage.slicing import without
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2"]
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-import ppd_runtime.supervision
+import ppd_runtime.launch.supervisor
+from ppd_runtime.launch.supervisor import Supervisor
 from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.supervision import Supervisor
 
 
 class Puppet:
@@ -49,7 +49,7 @@ class Stage:
 
 @pytest.fixture
 def stage(monkeypatch):
-    monkeypatch.setattr(ppd_runtime.supervision, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 0.0)
     stage = Stage()
     stage.supervisor.start(lambda line: None)
     return stage
@@ -156,7 +156,7 @@ def test_successors_that_are_cancelled_again_and_again_are_too_many(stage):
 
 
 def test_a_pause_before_the_third_life(monkeypatch, stage):
-    monkeypatch.setattr(ppd_runtime.supervision, "_LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 60.0)
     for _ in range(2):
         stage.of(1)[-1].end = "it fell"
         for _ in range(5):
@@ -167,7 +167,7 @@ def test_a_pause_before_the_third_life(monkeypatch, stage):
 def test_one_that_is_too_slow_to_start_is_named(monkeypatch):
     stage = Stage()
     stage.starts = "slowly"
-    monkeypatch.setattr(ppd_runtime.supervision, "START_DEADLINE_S", 0.05)
+    monkeypatch.setattr(ppd_runtime.launch.supervisor, "START_DEADLINE_S", 0.05)
     with pytest.raises(TimeoutError, match="the main process, sub-process 1, sub-process 2 did not start within"):
         stage.supervisor.start(lambda line: None)
 

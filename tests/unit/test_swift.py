@@ -10,15 +10,14 @@ import torch
 from models_for_tests import SLIDING_WINDOW, load_stage
 from typer.testing import CliRunner
 
-from ppd_runtime import OrdinaryDecoding
+from ppd_runtime import OrdinaryDecoding, decode, open_method
 from ppd_runtime.cli.main import app
-from ppd_runtime.decoding import decode, open_method
-from ppd_runtime.decoding.stopping import Stopping
-from ppd_runtime.decoding.swift import Swift
-from ppd_runtime.models.layer_sets import read_layer_set, write_layer_set
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.skipping import LayerSet, share_run, sparse_piece
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.methods.stopping import Stopping
+from ppd_runtime.methods.swift import Swift
+from ppd_runtime.models.checkpoint.loading import describe
+from ppd_runtime.models.stage.slicing import LayerSet, share_run, sparse_piece
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
 
 NUM_LAYERS = 5
 LEFT_OUT = LayerSet((1, 2), (2, 3))

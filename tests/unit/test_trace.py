@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.image_files import check_image_file
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.files.images import check_image_file
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import RehearsedHead
 from ppd_runtime.pipeline.messages import Spans, WireError, decode, encode
 from ppd_runtime.pipeline.span_messages import MOST_SPANS, pack, unpack
-from ppd_runtime.recorder import Recorder
-from ppd_runtime.spans import Kind, ProcessSpans, Span
-from ppd_runtime.timeline import Timeline, draw_timeline
-from ppd_runtime.trace import Trace
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
+from ppd_runtime.tracing.timeline import Timeline, draw_timeline
+from ppd_runtime.tracing.trace import Trace
 
 PROMPT = [5, 9, 200, 31]
 NUM_TOKENS, NUM_LAYERS = 20, 4

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.models.native.layers import Layer, Route, function
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 
 TIMES = 5
 """Of each token of a chain."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.kept_files import find, keep
-from ppd_runtime.models.kv_cache import PreallocatedLayer, whole_rows
+from ppd_runtime.files.checksummed import find, keep
 from ppd_runtime.models.native.library import load
-from ppd_runtime.models.trees import TokenTree
+from ppd_runtime.models.stage.caches import PreallocatedLayer, whole_rows
+from ppd_runtime.models.stage.trees import TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
