@@ -26,7 +26,7 @@ from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.trained.exit_heads import SHARED, RehearsedHead
+from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
 from ppd_runtime.results import GenerationResult
 
 PROMPTS = (
@@ -183,7 +183,7 @@ def _library_model(ordinary: OrdinaryDecoding) -> PreTrainedModel:
     return model
 
 
-def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: list[list[int]]) -> str | RehearsedHead:
+def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: list[list[int]]) -> str | OracleHead:
     """The model's own head, or one that is right about these prompts' texts with the set probability."""
     if options.match_rate is None:
         return SHARED
@@ -191,7 +191,7 @@ def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: 
         raise ValueError(f"--match-rate {options.match_rate}: give a share from 0 to 1")
     texts = [ordinary.generate(p, max_new_tokens=options.tokens, ignore_eos=True) for p in prompts]
     known = tuple((*text.prompt_ids, *text.token_ids) for text in texts)
-    return RehearsedHead(known, options.match_rate, ordinary.info.vocab_size)
+    return OracleHead(known, options.match_rate, ordinary.info.vocab_size)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.results import Ledger
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 Figures = dict[str, Any]
 _RECORDED = ("torch", "transformers", "ray", "pyzmq")
@@ -61,9 +61,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{middle:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
 
 
-def mean_ledger_ms(ledgers: Sequence[Ledger]) -> dict[str, float]:
+def mean_ledger_ms(ledgers: Sequence[LatencyBreakdown]) -> dict[str, float]:
     """Mean milliseconds of each part; means, so that they still sum to the whole."""
-    names = [field.name for field in fields(Ledger)]
+    names = [field.name for field in fields(LatencyBreakdown)]
     return {
         name.removesuffix("_s"): statistics.mean(getattr(ledger, name) for ledger in ledgers) * 1000 for name in names
     }

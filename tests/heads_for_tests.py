@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.loading import describe, load_layers
+from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.heads import HeadInfo, HeadNetwork, new_head, save_head
 
 Change = Callable[[HeadNetwork], object]

@@ -20,8 +20,8 @@ import torch
 from ppd_runtime.calibration.peer import PartnerProcess, PartnerSpec
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.launch.threads import assign_cores, on_cores
 from ppd_runtime.measure.machine_load import LoadMeter
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.trained.exit_heads import SharedHead
@@ -268,8 +268,8 @@ class _TimedDecoder:
         self._times = defaultdict(list)
         for n in [1, *siblings] * _WIDTH_PASSES:
             with self._timed(str(n)):
-                stage.run_siblings(range(n), length)
-                stage.keep_sibling(length, n - 1)
+                stage.run_candidates(range(n), length)
+                stage.keep_candidate(length, n - 1)
             stage.truncate(length)
         usual = {n: statistics.median(self._times[str(n)]) for n in (1, *siblings)}
         return {n: usual[n] / usual[1] for n in siblings}

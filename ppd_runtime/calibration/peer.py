@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.launch.threads import import_environment
-from ppd_runtime.models.checkpoint.loading import describe, load_layers
+from ppd_runtime.launch.base import import_environment
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.pipeline.messages import MAIN, ExitState, HeadStart, Shutdown
 from ppd_runtime.transport.network import Network

@@ -35,7 +35,7 @@ class Measurement:
         texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts
         self.sampling = sampling or SamplingParams()
         self.ordinary = OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads)
-        self.prompts = self._fitting(texts)
+        self.prompts = self._validator(texts)
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +70,7 @@ class Measurement:
         """How to calibrate: the same prompts, sampling and text length."""
         return Conditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True), siblings)
 
-    def _fitting(self, texts: Sequence[str]) -> list[list[int]]:
+    def _validator(self, texts: Sequence[str]) -> list[list[int]]:
         most, new = self.ordinary.info.max_positions, self.sampling.max_new_tokens
         if new < 2:
             raise ValueError(f"max_new_tokens={new}: a plan is for tokens after the first, give at least 2")

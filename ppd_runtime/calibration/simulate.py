@@ -29,7 +29,7 @@ from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.speculation_backoff import Rest
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.text import StopRule
 
 _Sub = SubProcess | RunAheadSubProcess
@@ -168,16 +168,18 @@ class Summary:
     stall_time_per_token: float
 
 
-def simulate(setting: Setting, winners: Sequence[int], seed: int = 0, rest: Rest | None = None) -> Simulated:
+def simulate(
+    setting: Setting, winners: Sequence[int], seed: int = 0, backoff: SpeculationBackoff | None = None
+) -> Simulated:
     """Simulate one generation.
 
     `winners` holds, for each token that another one follows (ℓ − 1 of them), the rank of the candidate that is right
-    for the next one, or 0 where none is. The seed draws the jitter; `rest` says when sub-processes that are of no use
-    are left alone, by default as in the runtime.
+    for the next one, or 0 where none is. The seed draws the jitter; `backoff` says when useless sub-processes are left
+    alone, by default as in the runtime.
     """
     _check_winners(setting, winners)
     network = VirtualNetwork(setting.times.hop, setting.slow_links)
-    main = _add_main(network, setting, seed, rest)
+    main = _add_main(network, setting, seed, backoff)
     subs = [_add_sub(network, setting, rank, winners, seed) for rank in _ranks(setting)]
     network.run()
     return _result(network, main, subs)
@@ -247,12 +249,12 @@ def _check_winners(setting: Setting, winners: Sequence[int]) -> None:
             raise ValueError(f"winner={winner}: with k={setting.k} choose 1 to {setting.k}, or 0 for a miss")
 
 
-def _add_main(network: VirtualNetwork, setting: Setting, seed: int, rest: Rest | None) -> MainProcess:
+def _add_main(network: VirtualNetwork, setting: Setting, seed: int, backoff: SpeculationBackoff | None) -> MainProcess:
     params = SamplingParams(max_new_tokens=setting.num_new_tokens)
     clock = _clock(setting, MAIN, seed)
     stage = VirtualStage(clock, setting.num_layers, setting.times.head)
     send, asked = partial(network.send, MAIN), not setting.runs_ahead
-    main = MainProcess(stage, setting.exit_layer, _ranks(setting), send, _begin(setting), asked, rest)
+    main = MainProcess(stage, setting.exit_layer, _ranks(setting), send, _begin(setting), asked, backoff)
     machine = main.decode(VirtualSampler(params), StopRule(params, frozenset(), None))
     network.processes[MAIN] = VirtualProcess(clock, machine)
     return main

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppd_runtime.pipeline.machine import Machine, Receive
+from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import CLIENT, Message
 from ppd_runtime.sampling import Sampler
 
@@ -66,12 +66,12 @@ class VirtualStage:
         self._clock.spend_layers(last - first)
         return self._append(range(first, last), tokens, position)
 
-    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
+    def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
         """Spend the time of a pass over tokens that all stand at `position`."""
         self._clock.spend_layers(self.num_layers, self._width)
         return self._append(range(self.num_layers), len(token_ids), position)
 
-    def keep_sibling(self, position: int, index: int) -> None:
+    def keep_candidate(self, position: int, index: int) -> None:
         """Of the siblings at `position`, keep one."""
         self._lengths = [position + 1] * self.num_layers
 
@@ -139,7 +139,7 @@ class VirtualProcess:
         self._machine = machine
         self._inbox: list[tuple[float, int, Message]] = []
         self._numbers = itertools.count()
-        self._wish = Receive(0)
+        self._wish = WaitFor(0)
 
     def deliver(self, message: Message, arrival: float) -> None:
         """Put a message into the inbox, to be seen from `arrival` on."""

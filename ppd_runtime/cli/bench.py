@@ -105,7 +105,7 @@ def _open(
     from ppd_runtime.measure.comparison.rows import check_rows, parse_rows
     from ppd_runtime.measure.comparison.run import ComparisonRun
     from ppd_runtime.methods.ordinary import OrdinaryDecoding
-    from ppd_runtime.models.checkpoint.loading import describe
+    from ppd_runtime.models.checkpoint.description import describe
 
     check_whole("rounds", rounds, 1)
     rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)

@@ -30,7 +30,7 @@ class Method(str, Enum):
     swift = "swift"
 
 
-class Stopping(str, Enum):
+class StoppingName(str, Enum):
     """When AdaSPEED stops drafting."""
 
     constant = "constant"
@@ -104,7 +104,7 @@ def generate(
         int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
     ] = None,
     stopping: Annotated[
-        Stopping | None,
+        StoppingName | None,
         typer.Option(help="When to stop drafting; default: the method's own.", rich_help_panel=_DRAFTING),
     ] = None,
     threshold: Annotated[

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ppd_runtime.measure.match_rate_report import MatchRateReport, Rates
     from ppd_runtime.measure.match_rate_run import MatchRateRun
     from ppd_runtime.measure.match_rates import MatchRateSetting
-    from ppd_runtime.models.checkpoint.loading import ModelInfo
+    from ppd_runtime.models.checkpoint.description import ModelInfo
     from ppd_runtime.models.trained.heads import HeadInfo
 
 _RANKINGS = {"logits": "candidates by logits", "shared_noise": "candidates by logits and shared noise"}
@@ -58,7 +58,7 @@ def match_rate(
         from ppd_runtime.measure.match_rates import MatchRateMeter, trained_head_meter
         from ppd_runtime.measure.prompt_files import read_prompts
         from ppd_runtime.methods.ordinary import OrdinaryDecoding
-        from ppd_runtime.models.checkpoint.loading import describe
+        from ppd_runtime.models.checkpoint.description import describe
 
         check_resume(resume, out)
         check_outputs(out, plot)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ppd_runtime.client.ending import CANCELLED, Ending
-from ppd_runtime.launch.threads import Workers
+from ppd_runtime.launch.base import Workers
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -38,23 +38,23 @@ _END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that d
 
 
 @dataclass
-class Told:
+class RequestReports:
     """What the workers have told about a request at its end, by rank."""
 
     finished: Finished | None = None
-    reports: dict[int, Report] = field(default_factory=dict)
+    of_workers: dict[int, Report] = field(default_factory=dict)
     spans: dict[int, list[Spans]] = field(default_factory=dict)
 
     def take(self, message: Message) -> None:
         """Keep counts and spans."""
         if isinstance(message, Report):
-            self.reports[message.sender] = message
+            self.of_workers[message.sender] = message
         elif isinstance(message, Spans):
             self.spans.setdefault(message.sender, []).append(message)
 
     def in_order(self) -> list[Report]:
         """The sub-processes' counts."""
-        return [self.reports[rank] for rank in sorted(self.reports)]
+        return [self.of_workers[rank] for rank in sorted(self.of_workers)]
 
     def processes(self) -> tuple[ProcessSpans, ...]:
         """The workers' spans; what cannot be read is logged and left out."""
@@ -67,13 +67,13 @@ class Told:
         return tuple(processes)
 
 
-class Call:
+class RequestClient:
     """A request to the main process, which is asked again where it falls silent, and by whoever takes its place."""
 
     def __init__(self, workers: Workers, begin: Begin, ending: Ending | None = None) -> None:
         self._endpoint, self._supervisor, self._begin = workers.endpoint, workers.supervisor, begin
         self._ending = ending or Ending(None)
-        self.told = Told()
+        self.reports = RequestReports()
         self.restarts = 0
         """New main processes that this request has seen."""
         self.winners: Counter[int] = Counter()
@@ -94,14 +94,14 @@ class Call:
         self._supervisor.check(self._hear)
         self._life, self._began = self._supervisor.lives(MAIN), time.monotonic()
         self._ask()
-        while self.told.finished is None:
+        while self.reports.finished is None:
             message = self._next_message()
             if isinstance(message, Token | Tokens):
                 yield from self._take_tokens(message)
             elif isinstance(message, Finished):
                 self._finish(message)
             else:
-                self.told.take(message)
+                self.reports.take(message)
 
     def _take_tokens(self, message: Token | Tokens) -> Iterator[Token]:
         """Those that have not come yet."""
@@ -129,14 +129,14 @@ class Call:
             elif isinstance(message, Failed):
                 self._supervisor.note_words(message.sender, message.error)
             elif message.request == self._begin.request:
-                self.told.take(message)
+                self.reports.take(message)
         for rank in self._awaited():
             self._supervisor.note_silence(rank)
-        for rank in self.told.reports:
+        for rank in self.reports.of_workers:
             self._supervisor.note_success(rank)
 
     def _awaited(self) -> list[int]:
-        heard = {MAIN, *self.told.reports}
+        heard = {MAIN, *self.reports.of_workers}
         return [rank for rank in self._supervisor.expected() if rank not in heard]
 
     def _is_next(self, message: Token) -> bool:
@@ -151,7 +151,7 @@ class Call:
         if self._cancelled and message.num_tokens != len(self._delivered):
             message = self._cut_short()
         if message.num_tokens == len(self._delivered):
-            self.told.finished = self._with_reason(message)
+            self.reports.finished = self._with_reason(message)
         else:
             self._ask_for_lost()
 

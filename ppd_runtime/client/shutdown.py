@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ppd_runtime.launch.base import Workers
 from ppd_runtime.launch.supervisor import CLOSED
-from ppd_runtime.launch.threads import Workers
 
 Item = TypeVar("Item")
 
 
-class Closing:
+class ShutdownGuard:
     """Closes workers once, in the process that started them.
 
     Sockets bear one thread at a time. So a thread that closes waits for the step that a call is in, which hears of it

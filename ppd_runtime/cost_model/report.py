@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import Ranking
-from ppd_runtime.cost_model.tradeoff import MatchRates, whole_file
+from ppd_runtime.cost_model.tradeoff import MatchRates
+from ppd_runtime.files.whole import whole_file
 
 _STYLE, _DATA = "/*STYLE*/", "/*DATA*/null"
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.files.whole import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Removes what a program leaves behind that ends without warning: `python leftovers.py FOLDER PID`.
+"""Removes what a program leaves behind that ends without warning: `python orphan_reaper.py FOLDER PID`.
 
 It waits until the program has ended, or lets go of the other end of its standard input, or writes there; a fork of the
 program may hold that end for longer than the program lives. Then workers and processes of Ray that still use the folder

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, import_environment
+from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.launch.threads import Introductions, RequestCounts, SocketFolder, dismiss, import_environment
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers.process import start_order
-from ppd_runtime.workers.worker import WorkerSpec
+from ppd_runtime.workers.spec import WorkerSpec
 
 _STOP_DEADLINE_S = 5.0
 
@@ -40,7 +41,7 @@ class ProcessWorkers:
         self._folder = SocketFolder()
         self._closed = False
         self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, most_restarts, self._introduce)
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
@@ -49,10 +50,10 @@ class ProcessWorkers:
             self.close()
             raise
 
-    def _begin_life(self, rank: int) -> "ProcessLife":
+    def _spawn(self, rank: int) -> "ProcessHandle":
         network = replace(self._networks[rank], client=self.endpoint.location)
         order = start_order(self._specs[rank], network)
-        return ProcessLife(rank, order, Path(self._folder.path))
+        return ProcessHandle(rank, order, Path(self._folder.path))
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -72,7 +73,7 @@ class ProcessWorkers:
                 dismiss(self.supervisor, self.endpoint)
 
 
-class ProcessLife:
+class ProcessHandle:
     """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
 
     cancelled = False

@@ -8,14 +8,16 @@ import torch
 
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import whole_imports
+from ppd_runtime.launch.base import Workers
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, ray_is_initialized
 from ppd_runtime.launch.processes import ProcessWorkers
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.launch.threads import LocalWorkers, Workers
-from ppd_runtime.models.checkpoint.loading import HEAD, compile_ahead, share_weights
+from ppd_runtime.launch.threads import LocalWorkers
+from ppd_runtime.models.opening import compile_ahead, share_weights
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.transport.sockets import choose_transport
-from ppd_runtime.workers.worker import WorkerSpec
+from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,10 @@ def _prepared(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, pro
         progress("compiling, unless an earlier run has")
         passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
         code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
-        specs = [replace(spec, code={n: code[n] for n in {1, spec.siblings} | ({HEAD} & set(code))}) for spec in specs]
+        specs = [
+            replace(spec, code={n: code[n] for n in {1, spec.siblings} | ({PassKind.HEAD} & set(code))})
+            for spec in specs
+        ]
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)

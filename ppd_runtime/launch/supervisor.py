@@ -23,7 +23,7 @@ Progress = Callable[[str], None]
 """Is told in a line what a start-up waits for."""
 
 
-class Life(Protocol):
+class WorkerHandle(Protocol):
     """One life of one worker: a process, an actor or a thread."""
 
     location: str
@@ -48,7 +48,7 @@ class Life(Protocol):
 class _Post:
     """A worker's place, through all its lives."""
 
-    life: Life | None
+    life: WorkerHandle | None
     deadline: float = 0.0
     """To start, by the monotonic clock."""
     serving: bool = False
@@ -77,11 +77,11 @@ class Supervisor:
     def __init__(
         self,
         ranks: Sequence[int],
-        begin_life: Callable[[int], Life],
+        spawn: Callable[[int], WorkerHandle],
         most_restarts: int,
         introduce: Callable[[int, str], None] | None = None,
     ) -> None:
-        self._begin_life, self._most_restarts, self._introduce = begin_life, most_restarts, introduce
+        self._spawn, self._most_restarts, self._introduce = spawn, most_restarts, introduce
         self._posts = {rank: _Post(None) for rank in ranks}
         self._words: dict[int, str] = {}
         self._dismissed = False
@@ -201,7 +201,7 @@ class Supervisor:
 
     def _begin(self, rank: int, post: _Post) -> None:
         self._words.pop(rank, None)  # the last life's
-        post.life = self._begin_life(rank)
+        post.life = self._spawn(rank)
         post.deadline = time.monotonic() + START_DEADLINE_S
 
     def _begin_again(self, rank: int, post: _Post) -> str | None:

@@ -12,7 +12,7 @@ from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.config import SamplingParams, sampling_from
 from ppd_runtime.methods.prompts import Prompt, token_ids_of
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
-from ppd_runtime.models.checkpoint.loading import ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent
 from ppd_runtime.text import TextStream
 
@@ -184,9 +184,9 @@ class _Request:
                 if isinstance(step, Totals):
                     outcome.append(self._finish(events, step))
                     return
-                piece = self._piece(text, step) if self._live else ""
+                subset = self._piece(text, step) if self._live else ""
                 position = len(self._prompt_ids) + len(events)
-                events.append(TokenEvent(step.token_id, piece, position, step.hit))
+                events.append(TokenEvent(step.token_id, subset, position, step.hit))
                 yield events[-1]
         finally:
             try:

@@ -16,7 +16,8 @@ from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.speculation import Propose
 from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
-from ppd_runtime.models.checkpoint.loading import SEVERAL, ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.parts import shipped_part
 from ppd_runtime.models.trained.probe import Probe, describe_probe, load_probe
@@ -35,7 +36,7 @@ class EarlyExitDrafting(ABC):
     def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
         self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
         self.stop_drafting = StopDrafting(stopping)
-        stage.compile_for(SEVERAL)
+        stage.compile_for(PassKind.SEVERAL)
         self._chains = self._make_chains(probe)
         self._states: Tensor
         """`[1, tokens, hidden_size]` behind the first layers, of the draft."""

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ppd_runtime.models.native.drafts import TIMES, DraftedChain, DraftRule
-from ppd_runtime.models.stage.stage import Piece, Stage
+from ppd_runtime.models.native.drafts import TIMES, ChainDrafting, DraftedChain, DraftRule
+from ppd_runtime.models.stage.slicing import LayerSubset
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.tracing.spans import Kind
 
@@ -22,10 +23,10 @@ class GreedyChains:
     """
 
     def __init__(
-        self, stage: Stage, layers: int | Piece, behind: Stage | None = None, probe: Probe | None = None
+        self, stage: Stage, layers: int | LayerSubset, behind: Stage | None = None, probe: Probe | None = None
     ) -> None:
         self._stage, self._behind = stage, behind
-        self._drafting = stage.chain_drafting(layers, behind)
+        self._drafting: ChainDrafting | None = stage.chain_drafting(layers, behind)
         if self._drafting and probe:
             self._drafting.foretell(probe.direction, float(probe.bias))
         if isinstance(layers, int):

@@ -11,14 +11,9 @@ from ppd_runtime.client.ending import Ending
 from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
-from ppd_runtime.models.checkpoint.loading import (
-    ModelInfo,
-    choose_device,
-    choose_dtype,
-    compile_ahead,
-    load_stage,
-    load_tokenizer,
-)
+from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.text import StopRule

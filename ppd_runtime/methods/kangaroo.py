@@ -15,7 +15,7 @@ from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.early_exit import EarlyExitDrafting, EarlyExitSettings
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.stopping import Stopping
-from ppd_runtime.models.checkpoint.loading import ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.adapter import describe_adapter, load_adapter
 from ppd_runtime.models.trained.parts import shipped_part

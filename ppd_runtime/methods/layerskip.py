@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ppd_runtime.methods.early_exit import EarlyExitDrafting, EarlyExitSettings, check_exit_layer
-from ppd_runtime.models.checkpoint.loading import ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.stage import Stage
 
 

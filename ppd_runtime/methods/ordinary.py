@@ -9,7 +9,7 @@ from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_
 from ppd_runtime.methods.autoregressive import autoregressive
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.steps import Totals
-from ppd_runtime.models.checkpoint.loading import describe
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.sampling import TimedSampler
 from ppd_runtime.text import StopRule

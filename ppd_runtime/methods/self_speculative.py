@@ -12,7 +12,8 @@ from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.speculation import MethodSettings, Progress, speculate
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.methods.verification import ACCEPTANCE_RULES, acceptance_rule
-from ppd_runtime.models.checkpoint.loading import SEVERAL, describe
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Speculation
 from ppd_runtime.sampling import Sampler
@@ -66,7 +67,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         super().__init__(info, config, trace)
         self._acceptance, self._progress = acceptance, Progress()
         self._name = type(method).__name__.removesuffix("Settings").lower()
-        self.stage = stage or self.load_whole((1, SEVERAL))
+        self.stage = stage or self.load_whole((1, PassKind.SEVERAL))
         self.method = start(self.stage)
 
     def _described(self) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.verification import AcceptanceRule, Verdict, equal_to
-from ppd_runtime.models.checkpoint.loading import ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Speculation
 from ppd_runtime.text import StopRule

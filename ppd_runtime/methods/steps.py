@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.models.checkpoint.loading import ModelInfo
-from ppd_runtime.results import Ledger, Speculation, run_lengths
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.results import Speculation, run_lengths
 from ppd_runtime.text import StopRule
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.trace import Trace
 
 
@@ -33,8 +34,8 @@ class Totals:
     latency_s: float
     time_to_first_token_s: float
     stall_s: float
-    ledger: Ledger
-    first_token_ledger: Ledger
+    ledger: LatencyBreakdown
+    first_token_ledger: LatencyBreakdown
     main_layer_passes: int
     main_recomputed_layer_passes: int = 0
     sub_layer_passes: tuple[int, ...] = ()

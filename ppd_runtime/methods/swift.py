@@ -16,9 +16,10 @@ from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.layer_search import LayerSearch, SearchSettings
 from ppd_runtime.methods.speculation import Propose
 from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
-from ppd_runtime.models.checkpoint.loading import SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP, ModelInfo, check_leaving_out
-from ppd_runtime.models.stage.slicing import LayerSet, share_run, sparse_piece
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.slicing import LayerSet, share_run
+from ppd_runtime.models.stage.stage import Stage, sparse_subset
 from ppd_runtime.models.trained.layer_sets import read_layer_set
 
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
@@ -43,7 +44,7 @@ class Swift:
         self.search = layers if isinstance(layers, LayerSearch) else None
         self.stop_drafting = StopDrafting(stopping)
         self._prompt_length = self._scored_to = 0
-        stage.compile_for(SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP)
+        stage.compile_for(PassKind.SEVERAL, PassKind.WITHOUT_ATTENTION, PassKind.WITHOUT_MLP)
         self._leave_out(layers.best if isinstance(layers, LayerSearch) else layers)
 
     @property
@@ -80,7 +81,7 @@ class Swift:
         text = list(history)
         self.stop_drafting.begin_draft(most)
         while self.stop_drafting.wants_more():
-            hidden = self.stage.run_piece(self._sparse, text[-1:], len(text) - 1)
+            hidden = self.stage.run_subset(self._sparse, text[-1:], len(text) - 1)
             proposals = propose(self.stage.logits(hidden), text, self._widest)
             nodes = [draft.add(proposal, node) for proposal in proposals[: _width(proposals[0].confidence)]]
             draft.steps += 1
@@ -119,7 +120,7 @@ class Swift:
         first = newest - self.window
         entries = stage.export_entries(first, newest, stage.num_layers)
         stage.truncate(first)
-        hidden = stage.run_piece(sparse_piece(stage, left_out), list(history[first:newest]), first)
+        hidden = stage.run_subset(sparse_subset(stage, left_out), list(history[first:newest]), first)
         stage.truncate(first)
         stage.import_entries(entries.unbind())
         guesses = stage.token_logits(hidden).argmax(-1).tolist()
@@ -127,7 +128,7 @@ class Swift:
 
     def _leave_out(self, left_out: LayerSet) -> None:
         self.left_out = left_out
-        self._sparse = sparse_piece(self.stage, left_out)
+        self._sparse = sparse_subset(self.stage, left_out)
         self._chains = GreedyChains(self.stage, self._sparse) if self._widest == 1 else None
         self._cost = share_run(self.stage.model, left_out)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Rest:
+class SpeculationBackoff:
     """The main process' account of right and wrong candidates; it goes on from request to request.
 
     With the defaults a match rate of 0.3 leads to a rest in one run of five thousand.

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ppd_runtime.results import Ledger
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 MOST_SPANS = 65_536  # some 20 MB; a token of the main process takes about twelve
@@ -82,10 +82,10 @@ class Recorder:
             kind = Kind.HIT if winner else Kind.MISS
             self._keep(Span(kind, now, now, position, token, peer=winner))
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> LatencyBreakdown:
         """Where the time went since `begin`, up to this moment or the last `pause`."""
         spent = self._spent
-        return Ledger(
+        return LatencyBreakdown(
             layers_s=spent[Kind.LAYERS],
             heads_s=spent[Kind.HEAD] + spent[Kind.CHOOSE],
             hops_s=spent[Kind.SEND] + spent[Kind.RECEIVE] + spent[Kind.ENTRIES],

@@ -46,7 +46,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TokenOutcome:
     """When a token was certain, in milliseconds, and whether its early start was used (None: nobody asked)."""
 
     time: float
@@ -67,7 +67,7 @@ class Timeline:
         self.end = self._ms(chosen[-1].ended_ns)
         self.begin = self._beginning(chosen)
         found = {span.position: span.kind == Kind.HIT for span in main if span.kind in (Kind.HIT, Kind.MISS)}
-        self.verdicts = [Verdict(self._ms(s.ended_ns), s.token, found.get(s.position)) for s in chosen]
+        self.verdicts = [TokenOutcome(self._ms(s.ended_ns), s.token, found.get(s.position)) for s in chosen]
         self._chosen = {span.position: span.token for span in main if span.kind == Kind.CHOOSE}
         self._winners = {(span.peer, span.position) for span in main if span.kind == Kind.HIT}
 
@@ -192,7 +192,7 @@ def _draw_box(axes: "Axes", box: Box, timeline: Timeline, inches_per_ms: float) 
         axes.text((began + ended) / 2, box.rank, box.label, ha="center", va="center", size=7, color="white")
 
 
-def _draw_verdict(axes: "Axes", verdict: Verdict, timeline: Timeline) -> None:
+def _draw_verdict(axes: "Axes", verdict: TokenOutcome, timeline: Timeline) -> None:
     """The token, above the moment at which it was certain."""
     colour = {True: HIT, False: MISS, None: "black"}[verdict.hit]
     axes.plot([verdict.time] * 2, [-_HEIGHT / 2, -_HEIGHT / 2 - 0.12], color=colour, lw=1)

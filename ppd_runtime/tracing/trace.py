@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.files.whole import whole_file
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 Event = dict[str, Any]

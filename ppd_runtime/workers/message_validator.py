@@ -21,7 +21,7 @@ from ppd_runtime.pipeline.messages import (
 )
 
 
-class Fitting:
+class MessageValidator:
     """What messages to a worker with this stage hold; their entries are of the first `head_start` layers."""
 
     def __init__(self, stage: Stage, dtype: torch.dtype, vocab_size: int, head_start: int, num_subs: int) -> None:

@@ -16,15 +16,16 @@ from typing import Any, TextIO
 
 import torch
 
-from ppd_runtime.models.checkpoint.loading import ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.emulation import EmulatedDevice, come_first
-from ppd_runtime.models.trained.exit_heads import RehearsedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
 from ppd_runtime.transport.sockets import open_endpoint
-from ppd_runtime.workers.worker import Worker, WorkerSpec
+from ppd_runtime.workers.spec import WorkerSpec
+from ppd_runtime.workers.worker import Worker
 
 
 def start_order(spec: WorkerSpec, network: Network) -> str:
@@ -57,11 +58,11 @@ def _as_json(value: object) -> object:
     return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
-def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | RehearsedHead:
+def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:
     if isinstance(head, str):
         return head
     if "texts" in head:
-        return RehearsedHead(**head | {"texts": tuple(map(tuple, head["texts"]))})
+        return OracleHead(**head | {"texts": tuple(map(tuple, head["texts"]))})
     return HeadInfo(**head | {"folder": Path(head["folder"])})
 
 

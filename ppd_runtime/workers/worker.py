@@ -3,19 +3,17 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 
-from ppd_runtime.config import can_run_ahead
-from ppd_runtime.models.checkpoint.loading import ModelInfo, load_stage, load_tokenizer
+from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.compiled.graphs import current_device
-from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.trained.exit_heads import SHARED, ExitHead, RehearsedHead, SharedHead, TrainedHead
+from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.trained.exit_heads import ExitHead, OracleHead, SharedHead, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
-from ppd_runtime.pipeline.machine import Machine, Receive
+from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -41,13 +39,14 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.requests import cut_short, sampling_params
 from ppd_runtime.pipeline.span_messages import pack
-from ppd_runtime.pipeline.speculation_backoff import Rest
-from ppd_runtime.results import Ledger
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.workers.message_validator import Fitting
+from ppd_runtime.workers.message_validator import MessageValidator
+from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 _LONGEST_HOLD_S = 1.0
@@ -55,46 +54,6 @@ _MOST_HELD = 2**16
 _STAMPED = (HeadStart, Entries)
 """What the main process waits for."""
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """Everything that one worker is started with."""
-
-    rank: int
-    """0 is the main process, 1 to `num_subs` the sub-processes."""
-    k: int
-    num_subs: int
-    info: ModelInfo
-    exit_layer: int
-    dtype: torch.dtype
-    device: str
-    threads: int
-    exit_head: str | HeadInfo | RehearsedHead = SHARED
-    cores: tuple[int, ...] = ()
-    """CPU cores to stay on; empty: wherever the system likes."""
-    emulate: EmulatedDevice | None = None
-    """A slower device whose times to keep to; None: as fast as it goes."""
-    code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
-    """Files of compiled code, one a layer, by the number of siblings in a pass; empty: the library runs them."""
-
-    run_ahead: bool = True
-    """Whether a sub-process that can go on without exit states does."""
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the only sub-process reads exit states off its own stage."""
-        return self.run_ahead and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
-
-    @property
-    def siblings(self) -> int:
-        """Candidates that it runs as one pass: its share of k, and 1 for the main process."""
-        return 1 if self.rank == MAIN else len(range(self.rank, self.k + 1, self.num_subs))
-
-    @property
-    def num_layers(self) -> int:
-        """Layers it holds: all of them, or those of a head start."""
-        return self.info.num_layers if self.rank == MAIN else self.info.num_layers - self.exit_layer
 
 
 class ShutdownRequested(Exception):
@@ -107,7 +66,7 @@ class _Clock:
 
     began: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
-    first_ledger: Ledger | None = None
+    first_ledger: LatencyBreakdown | None = None
     stalled: float = 0.0
 
 
@@ -124,11 +83,11 @@ class Worker:
             head = None if spec.rank == MAIN else spec.exit_head
             self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
         head_start = spec.info.num_layers - spec.exit_layer
-        self._fitting = Fitting(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
+        self._validator = MessageValidator(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
         self._recorder = self.stage.recorder
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
-        self._rest = Rest()
+        self._backoff = SpeculationBackoff()
         self._request = 0  # the newest that has begun
         self._pending: Begin | None = None
         self._main: MainProcess | None = None
@@ -167,7 +126,7 @@ class Worker:
             if isinstance(message, Peers):
                 for address, location in zip(message.addresses, message.locations, strict=True):
                     self._endpoint.introduce(address, location)
-            elif self._fitting.takes(message):
+            elif self._validator.takes(message):
                 return message
             else:
                 logger.warning("left out what %d sent, a %s: not of this model", message.sender, type(message).__name__)
@@ -205,7 +164,7 @@ class Worker:
     def _decode(self, begin: Begin, sampler: Sampler) -> None:
         asked = not self.spec.runs_ahead
         layers = self.spec.exit_layer
-        main = MainProcess(self.stage, layers, self._subs, self._send, begin, asked, self._rest)
+        main = MainProcess(self.stage, layers, self._subs, self._send, begin, asked, self._backoff)
         self._main = main
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, begin.prompt_ids)
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
@@ -248,7 +207,7 @@ class Worker:
             self._endpoint.send(CLIENT, message)
 
     def _exit_head(self, sampler: Sampler) -> ExitHead:
-        if isinstance(self.spec.exit_head, RehearsedHead):
+        if isinstance(self.spec.exit_head, OracleHead):
             return self.spec.exit_head
         if self._trained_head is not None:
             return TrainedHead(self._trained_head, sampler, self._recorder)
@@ -259,20 +218,20 @@ class Worker:
         reply: Message | None = None
         while True:
             try:
-                wish = machine.send(reply)
+                wanted = machine.send(reply)
             except StopIteration:
                 return
-            reply = self._grant(wish, request)
+            reply = self._grant(wanted, request)
             if self._pending:
                 machine.close()  # the client has moved on to another request
                 return
 
-    def _grant(self, wish: Receive, request: int) -> Message | None:
+    def _grant(self, wanted: WaitFor, request: int) -> Message | None:
         began = time.perf_counter()
-        if wish.patience and wish.deadline is None:
-            wish.deadline = began + wish.patience * self.stage.layer_seconds
+        if wanted.patience and wanted.deadline is None:
+            wanted.deadline = began + wanted.patience * self.stage.layer_seconds
         while True:
-            message = self._receive(lambda: self._time_left(wish))
+            message = self._receive(lambda: self._time_left(wanted))
             if message is None:
                 break
             if isinstance(message, Shutdown):
@@ -284,12 +243,12 @@ class Worker:
                 break
             if self.spec.rank != MAIN:
                 self._ask_for(message)
-        self._note_receipt(wish, began, time.perf_counter(), message)
+        self._note_receipt(wanted, began, time.perf_counter(), message)
         return message
 
-    def _note_receipt(self, wish: Receive, began: float, ended: float, message: Message | None) -> None:
+    def _note_receipt(self, wanted: WaitFor, began: float, ended: float, message: Message | None) -> None:
         """Of a wait, what came before the message was sent was its sender's time, the rest was its way's."""
-        if wish.patience != 0:
+        if wanted.patience != 0:
             self._clock.stalled += ended - began
             sent = message.sent_at if isinstance(message, _STAMPED) else ended
             sent = min(max(sent, began), ended)
@@ -298,10 +257,10 @@ class Worker:
         peer = CLIENT if message is None else message.sender
         self._recorder.note_message(Kind.RECEIVE, began, ended, peer, message)
 
-    def _time_left(self, wish: Receive) -> float | None:
-        if wish.deadline is None:
-            return wish.patience  # 0 or None
-        return max(wish.deadline - time.perf_counter(), 0)
+    def _time_left(self, wanted: WaitFor) -> float | None:
+        if wanted.deadline is None:
+            return wanted.patience  # 0 or None
+        return max(wanted.deadline - time.perf_counter(), 0)
 
     def _send(self, addresses: Sequence[int], message: Message) -> None:
         if isinstance(message, _STAMPED):

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.steps import parts_of
+from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.loading import check_leaving_out, describe, load_layers
+from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 
 NEW_TOKENS = 14

@@ -10,7 +10,7 @@ from families.specimens import BORDER, NUM_LAYERS, SPECIAL, SUPPORTED, Specimen,
 from transformers import CONFIG_MAPPING
 
 from ppd_runtime import open_method
-from ppd_runtime.models.checkpoint.loading import describe
+from ppd_runtime.models.checkpoint.description import describe
 
 OVERLOOKED = list(overlooked_windows(SUPPORTED))
 ALL = [*map(Specimen, every_family()), *SPECIAL, *OVERLOOKED]

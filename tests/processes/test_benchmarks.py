@@ -11,7 +11,7 @@ from compilers import needs_compiler
 
 from benchmarks import __main__ as everything
 from benchmarks import contention, endurance, equal_devices, hop, passes, pipeline, recovery, siblings, startup, tracing
-from ppd_runtime.launch.threads import available_cores
+from ppd_runtime.launch.cpu_affinity import available_cores
 
 
 def figures(module, options):

@@ -23,11 +23,13 @@ from ppd_runtime.methods.speculation import Progress, Propose, SpeculativeMethod
 from ppd_runtime.methods.stopping import Stopping
 from ppd_runtime.methods.swift import Swift
 from ppd_runtime.methods.verification import acceptance_rule
-from ppd_runtime.models.checkpoint.loading import SEVERAL, compile_ahead, describe
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes as compiled
 from ppd_runtime.models.compiled.export import MOST_SEVERAL
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.native.drafts import DraftRule
+from ppd_runtime.models.opening import compile_ahead
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.slicing import LayerSet
@@ -64,7 +66,7 @@ def compiled_stage(folder: Path) -> Stage:
 
 
 def files_of(folder: Path) -> dict[int, tuple[Path, ...]]:
-    return compile_ahead(describe(str(folder)), torch.float32, "cpu", (1, SEVERAL))
+    return compile_ahead(describe(str(folder)), torch.float32, "cpu", (1, PassKind.SEVERAL))
 
 
 def layerskip(stage: Stage, stopping: Stopping) -> LayerSkip:

@@ -25,7 +25,7 @@ from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
 from ppd_runtime.cost_model.report import plan_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
-from ppd_runtime.launch.threads import available_cores
+from ppd_runtime.launch.cpu_affinity import available_cores
 from ppd_runtime.measure.machine_load import UNDISTURBED, busy_note
 
 PROMPTS = ("The quick brown fox", "A model writes")

@@ -16,14 +16,14 @@ import ppd_runtime.launch.processes
 from benchmarks.pipeline import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
-from ppd_runtime.launch.processes import ProcessLife
-from ppd_runtime.models.checkpoint.loading import describe
+from ppd_runtime.launch.processes import ProcessHandle
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.trained.exit_heads import RehearsedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.transport.network import Network
 from ppd_runtime.workers.process import read_spec, start_order
-from ppd_runtime.workers.worker import WorkerSpec
+from ppd_runtime.workers.spec import WorkerSpec
 
 PROMPT = [5, 9, 200, 31]
 
@@ -43,17 +43,17 @@ def expected(folder):
 @pytest.fixture
 def rehearsed(expected):
     """A head that is always right."""
-    return RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
+    return OracleHead(((*PROMPT, *expected),), 1.0, 300)
 
 
 @pytest.fixture(scope="module")
 def rehearsed_at_length(folder):
     """A long text and a head that is always right about it."""
     text = OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=500, ignore_eos=True).token_ids
-    return text, RehearsedHead(((*PROMPT, *text),), 1.0, 300)
+    return text, OracleHead(((*PROMPT, *text),), 1.0, 300)
 
 
-@pytest.mark.parametrize("head", ["shared", RehearsedHead(((1, 2, 3),), 0.5, 300), "trained"])
+@pytest.mark.parametrize("head", ["shared", OracleHead(((1, 2, 3),), 0.5, 300), "trained"])
 @pytest.mark.parametrize("emulate", [None, EmulatedDevice(3.0)])
 def test_a_specification_survives_its_journey(folder, head, emulate):
     info = replace(describe(folder), eos_token_ids=frozenset({3, 1}))
@@ -212,7 +212,7 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
 
 
 def test_last_words_are_read_though_their_file_is_gone(tmp_path):
-    life = ProcessLife(1, "no order", tmp_path)
+    life = ProcessHandle(1, "no order", tmp_path)
     try:
         (tmp_path / "errors-1").unlink()
         life.wait(60)

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 
 import ppd_runtime.launch.ray.workers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.trained.exit_heads import RehearsedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 
 PROMPT = [5, 9, 200, 31]
 
@@ -161,7 +161,7 @@ def test_another_ray_than_the_programs(ray_node, folder):
 
 def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
-    head = RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
+    head = OracleHead(((*PROMPT, *expected),), 1.0, 300)
     with PPDRuntime(folder, k=2, exit_head=head, launcher="ray") as runtime:
         for victim in ("PPDSub", "PPDMain"):
             stream = runtime.stream(PROMPT, max_new_tokens=300)

@@ -26,9 +26,9 @@ from benchmarks.__main__ import PLAN
 from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
-from ppd_runtime.launch.threads import on_cores
-from ppd_runtime.models.checkpoint.loading import describe, load_tokenizer
-from ppd_runtime.results import Ledger
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 
@@ -133,7 +133,11 @@ def test_an_emulation_says_so_in_its_table():
     }
     figures |= {"ratio_quartiles": [0.4, 0.5, 0.6], "emulated_layer_ms": 3.0}
     figures |= {
-        "ledger_ms": {"PPD": mean_ledger_ms([Ledger(0.001, 0.002, 0.0, 0.0, 0.0), Ledger(0.003, 0.0, 0.0, 0.0, 0.0)])}
+        "ledger_ms": {
+            "PPD": mean_ledger_ms(
+                [LatencyBreakdown(0.001, 0.002, 0.0, 0.0, 0.0), LatencyBreakdown(0.003, 0.0, 0.0, 0.0, 0.0)]
+            )
+        }
     }
     assert "EMULATED devices of 3 ms a layer" in pipeline.table(figures)
     assert "mean, EMULATED devices" in pipeline.table(figures)
@@ -215,7 +219,7 @@ def test_a_silent_recorder_changes_no_result():
     recorder.resume()
     recorder.note(Kind.HEAD, 1.0, 2.0, 3)
     recorder.pause()
-    assert recorder.ledger() == Ledger(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert recorder.ledger() == LatencyBreakdown(0.0, 0.0, 0.0, 0.0, 0.0)
     assert recorder.spans(0).spans == ()
 
 

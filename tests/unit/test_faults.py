@@ -14,7 +14,7 @@ import ppd_runtime.launch.startup
 import ppd_runtime.launch.supervisor
 import ppd_runtime.workers.worker
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.trained.exit_heads import RehearsedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 
 LEAST_REQUESTS = 10
 FAULTS = int(os.environ.get("PPD_FAULTS", "5"))
@@ -69,7 +69,7 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
     monkeypatch.setattr(ppd_runtime.launch.startup, "LocalWorkers", chaos(fate))
     hits = requests = slowest = 0
     expected = ordinary.generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
-    head = RehearsedHead(((*PROMPT, *expected),), 0.8, 300)
+    head = OracleHead(((*PROMPT, *expected),), 0.8, 300)
     with PPDRuntime(
         folder,
         k=k,

@@ -31,7 +31,7 @@ from ppd_runtime.measure.match_rates import (
     trained_head_meter,
 )
 from ppd_runtime.measure.prompt_files import read_prompts
-from ppd_runtime.models.checkpoint.loading import describe, load_tokenizer
+from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
 from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.sampling import Sampler

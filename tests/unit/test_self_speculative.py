@@ -13,8 +13,9 @@ from ppd_runtime import OrdinaryDecoding, decode, open_method
 from ppd_runtime.cost_model.theory import drafting_ratio
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.registry import METHODS
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.loading import describe, load_layers
+from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 from ppd_runtime.models.trained.probe import Probe, ProbeInfo, save_probe
 from ppd_runtime.tracing.spans import Kind

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.loading import describe
 from ppd_runtime.models.trained.adapter import AdapterInfo
 from ppd_runtime.models.trained.parts import PartInfo, describe_part
 from ppd_runtime.models.trained.probe import ProbeInfo

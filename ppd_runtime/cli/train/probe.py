@@ -38,7 +38,7 @@ def probe(
     """
     with one_line_errors(probe):
         from ppd_runtime.methods.early_exit import check_exit_layer
-        from ppd_runtime.models.checkpoint.loading import describe
+        from ppd_runtime.models.checkpoint.description import describe
         from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
 
         common.set_threads(threads)

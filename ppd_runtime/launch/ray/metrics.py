@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from ppd_runtime.launch.threads import RequestCounts
+from ppd_runtime.launch.base import RequestCounts
 from ppd_runtime.pipeline.messages import MAIN
 
 _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300]

@@ -22,8 +22,8 @@ from concurrent.futures import TimeoutError as NotInTime
 import ray
 
 from ppd_runtime.launch.ray.security import check_version, no_cluster
+from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.launch.threads import SocketFolder
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _BEGIN_DEADLINE_S = 120.0

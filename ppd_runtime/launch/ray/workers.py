@@ -11,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.choice import address_to_join
 from ppd_runtime.launch.ray.actors import PPDMain, PPDSub
 from ppd_runtime.launch.ray.gpus import UNMASKED
@@ -19,13 +20,13 @@ from ppd_runtime.launch.ray.placement import cluster_nodes, release, reserve
 from ppd_runtime.launch.ray.room import Bundle, cpus_beside_others
 from ppd_runtime.launch.ray.security import check_authentication
 from ppd_runtime.launch.ray.session import Membership, check_same, join
+from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor, name_of
-from ppd_runtime.launch.threads import Introductions, RequestCounts, SocketFolder, dismiss
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import choose_transport, make_networks, open_endpoint
 from ppd_runtime.workers.process import start_order
-from ppd_runtime.workers.worker import WorkerSpec
+from ppd_runtime.workers.spec import WorkerSpec
 
 _STOP_DEADLINE_S = 5.0
 _BIRTH_DEADLINE_S = 60.0  # as long as Ray itself waits for a process that it has started
@@ -42,7 +43,7 @@ class RayWorkers:
         progress: Progress,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self.supervisor = Supervisor(list(self._specs), self._begin_life, config.max_restarts, self._introduce)
+        self.supervisor = Supervisor(list(self._specs), self._spawn, config.max_restarts, self._introduce)
         self._folder = SocketFolder()
         self._closed = False
         self._group: Any = None
@@ -80,7 +81,7 @@ class RayWorkers:
         assert self._membership is not None
         return self._membership
 
-    def _begin_life(self, rank: int) -> "ActorLife":
+    def _spawn(self, rank: int) -> "ActorHandle":
         self._joined.check()
         actor_class: Any = PPDMain if rank == MAIN else PPDSub
         network = replace(self._networks[rank], client=self.endpoint.location)
@@ -93,7 +94,7 @@ class RayWorkers:
         if self._environment:
             options["runtime_env"] = {"env_vars": self._environment}
         name = name_of(rank).removeprefix("the ")
-        return ActorLife(actor_class.options(**options).remote(name, order), self._joined)
+        return ActorHandle(actor_class.options(**options).remote(name, order), self._joined)
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -124,7 +125,7 @@ class RayWorkers:
             self.supervisor.stop(_STOP_DEADLINE_S)
 
 
-class ActorLife:
+class ActorHandle:
     """A worker as a Ray actor: one of its threads loads and serves, another answers."""
 
     def __init__(self, actor: Any, membership: Membership) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime import __version__
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
 from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, Row, full_settings
 from ppd_runtime.measure.comparison.run import ComparisonRun

@@ -14,6 +14,12 @@ from torch.nn.functional import linear
 
 from ppd_runtime.files.cache_folder import cache_folder, capabilities, ingredients_name, with_way_out
 from ppd_runtime.files.checksummed import find, keep
+from ppd_runtime.models.checkpoint.config import (
+    model_config,
+    skeleton_of,
+)
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.native import library as native
 
 logger = logging.getLogger(__name__)
 CLEARLY_FASTER = 1.2
@@ -116,3 +122,34 @@ def _round_seconds(weights: list[Tensor]) -> float:
     for weight, vector in zip(weights, vectors, strict=True):
         linear(vector, weight)
     return time.perf_counter() - began
+
+
+def choose_device(device: str) -> str:
+    """The device that "auto" stands for: a GPU where PyTorch sees one; raises ValueError for a GPU it does not see."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: PyTorch sees no GPU here; choose cpu or auto")
+    return device
+
+
+def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, compiled: bool = False) -> torch.dtype:
+    """The dtype that "auto" stands for: the model's own on GPUs; on CPUs `fastest_dtype`, which is kept on disk.
+
+    Not measured at each start: two starts on a busy machine could differ, and with them the tokens. A model stored in
+    bfloat16 is compiled in float32 where products are our own, which read as little then.
+    """
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    config = model_config(info.folder)
+    chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    if device == "cpu":
+        layer = skeleton_of(config, 1).model.layers[0]
+        own_products = compiled and native.is_available(torch.device(device), torch.float32)
+        matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # experts are stacked, and not ours
+        if own_products and matrices and config.dtype == torch.bfloat16:
+            chosen = torch.float32
+        else:
+            chosen = fastest_dtype(layer, info.num_layers, config.dtype, threads)
+    logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
+    return chosen

@@ -9,7 +9,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ppd_runtime.models.checkpoint.loading import ModelInfo, weight_files
+from ppd_runtime.models.checkpoint.config import weight_files
+from ppd_runtime.models.checkpoint.description import ModelInfo
 
 _SAMPLES, _SAMPLE_BYTES = 8, 512
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}

@@ -15,11 +15,11 @@ from ppd_runtime.models.stage.trees import TokenTree
 class Part(NamedTuple):
     """A layer's code with its weights; a head is one, too."""
 
-    code: "Code"
+    code: "AotiCode"
     weights: list[Tensor]
 
 
-class Code:
+class AotiCode:
     """Compiled code out of a file in PyTorch's package format.
 
     Raises:
@@ -48,11 +48,11 @@ class LaunchedPasses:
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._recordings = Recordings() if device.type == "cuda" else None
 
-    def load(self, path: Path) -> Code:
+    def load(self, path: Path) -> AotiCode:
         """The code of a file; ValueError where it cannot be loaded."""
-        return Code(path, self._device)
+        return AotiCode(path, self._device)
 
-    def part(self, code: Code, weights: Sequence[Tensor]) -> Part:
+    def part(self, code: AotiCode, weights: Sequence[Tensor]) -> Part:
         """A layer or a head."""
         return Part(code, list(weights))
 

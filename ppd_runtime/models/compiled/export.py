@@ -40,19 +40,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.files.cache_folder import artifact, capabilities
-from ppd_runtime.models.checkpoint.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import behaviour
 from ppd_runtime.models.stage import caches as kv_cache
 from ppd_runtime.models.stage import slicing as skipping
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.shared_heads import SHARED_HEADS
-from ppd_runtime.models.stage.slicing import without
-from ppd_runtime.models.stage.stage import FinalHead, decoder_of
+from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, without
 
 logger = logging.getLogger(__name__)
 MOST_SEVERAL = 15
@@ -64,16 +63,16 @@ _MOST_ROWS = 2**24
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
 _NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
 _INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
-_PASSES = {
-    SEVERAL: "several tokens",
-    WITHOUT_ATTENTION: "one token without attention",
-    WITHOUT_MLP: "one token without MLP",
+_PASSES: dict[int, str] = {
+    PassKind.SEVERAL: "several tokens",
+    PassKind.WITHOUT_ATTENTION: "one token without attention",
+    PassKind.WITHOUT_MLP: "one token without MLP",
 }
 
 
 def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, passes: int = 1) -> list[Path]:
     """The file of compiled code for each layer of a model, for passes over so many tokens, or over what stands for a
-    number of them, such as `SEVERAL`; layers of one kind have one file.
+    number of them, such as `PassKind.SEVERAL`; layers of one kind have one file.
 
     Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
 
@@ -123,7 +122,7 @@ def compile_part_head(part: PreTrainedModel) -> Path | None:
 def layer_for(model: PreTrainedModel, index: int, passes: int, scale: str | None = None) -> nn.Module:
     """The model's decoder with what passes of a kind run of one layer; `scale` as `decoder_of` has it."""
     layer = model.model.layers[index]
-    left_out = {"attention": passes == WITHOUT_ATTENTION, "mlp": passes == WITHOUT_MLP}
+    left_out = {"attention": passes == PassKind.WITHOUT_ATTENTION, "mlp": passes == PassKind.WITHOUT_MLP}
     piece = {index: without(layer, **left_out) if any(left_out.values()) else layer}
     return decoder_of(model, piece, scale)
 
@@ -316,9 +315,9 @@ def _compiled_head(model: PreTrainedModel, make: Callable[[], nn.Module], device
         "config": {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT},
         "constants": sorted(_constants(piece)),
         "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
-        "passes": HEAD,
+        "passes": PassKind.HEAD,
     }
-    return artifact(ingredients, partial(_compile, make, 0, None, model.dtype, device, HEAD))
+    return artifact(ingredients, partial(_compile, make, 0, None, model.dtype, device, PassKind.HEAD))
 
 
 def _compile(
@@ -332,7 +331,7 @@ def _compile(
 ) -> None:
     native.cpp_compiler()  # or one clear line
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
-    what = "the head" if passes == HEAD else f"layer {index}, for passes over {tokens},"
+    what = "the head" if passes == PassKind.HEAD else f"layer {index}, for passes over {tokens},"
     logger.info("compiling %s", what.rstrip(","))
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -398,12 +397,12 @@ def _example(
     """What is exported, inputs for it, and which of their sizes vary."""
     of_weights = dict.fromkeys(weights)
     config: Any = piece.config
-    if passes == HEAD:
+    if passes == PassKind.HEAD:
         few = {1: torch.export.Dim("tokens", min=1, max=MOST_ROWS)}
         return FewTokensHead(piece), (torch.zeros(1, 3, config.hidden_size, dtype=dtype), weights), (few, of_weights)
-    tokens = 3 if passes == SEVERAL else max(passes, 1)
+    tokens = 3 if passes == PassKind.SEVERAL else max(passes, 1)
     hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype)
-    if passes == WITHOUT_ATTENTION:
+    if passes == PassKind.WITHOUT_ATTENTION:
         return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
     position = torch.zeros(1, dtype=torch.int64)
     keys, values = _example_rows(piece, weights, index, hidden)
@@ -412,7 +411,7 @@ def _example(
     if tokens == 1:
         return OneTokenLayer(piece, index, window), (*inputs, weights), (None, None, rows, rows, of_weights)
     places, mask = torch.zeros(1, tokens, dtype=torch.int64), torch.zeros(1, 1, tokens, keys.shape[0], dtype=dtype)
-    own = {1: torch.export.Dim("tokens", min=2, max=MOST_SEVERAL)} if passes == SEVERAL else {}
+    own = {1: torch.export.Dim("tokens", min=2, max=MOST_SEVERAL)} if passes == PassKind.SEVERAL else {}
     of_mask = {axis + 1: size for axis, size in own.items()} | {3: rows[0]}
     varying = (own, None, rows, rows, own, of_mask, of_weights)
     return SeveralTokensLayer(piece, index, window), (*inputs, places, mask, weights), varying

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.files.checksummed import is_whole
-from ppd_runtime.models.checkpoint.loading import HEAD, SEVERAL, WITHOUT_ATTENTION, WITHOUT_MLP
 from ppd_runtime.models.checkpoint.weight_cache import in_large_pages
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
 from ppd_runtime.models.compiled.export import (
@@ -28,7 +27,7 @@ from ppd_runtime.models.compiled.export import (
     layer_for,
     weights_of,
 )
-from ppd_runtime.models.native.drafts import ChainDrafting, Verification, Ways
+from ppd_runtime.models.native.drafts import ChainDrafting, PassVariants, Verification
 from ppd_runtime.models.native.layers import NativePasses, calls_python
 from ppd_runtime.models.native.library import is_available, load
 from ppd_runtime.models.native.products import (
@@ -38,8 +37,9 @@ from ppd_runtime.models.native.products import (
     in_half_the_memory,
     same_numbers,
 )
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import PreallocatedLayer
-from ppd_runtime.models.stage.stage import FinalHead, Piece
+from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset
 from ppd_runtime.models.stage.trees import TokenTree
 
 
@@ -95,7 +95,7 @@ class CompiledLayers:
             self._load(kind, paths)
 
     def add(self, *passes: int) -> None:
-        """Have code for these passes too, such as `SEVERAL`; makes what no earlier run has made."""
+        """Have code for these passes too, such as `PassKind.SEVERAL`; makes what no earlier run has made."""
         for kind in set(passes) - set(self._layers):
             self._load(kind, self._code_of(self._model, kind))
 
@@ -108,7 +108,7 @@ class CompiledLayers:
     def _load(self, kind: int, paths: Sequence[Path]) -> None:
         for path in set(paths) - set(self._loaded):
             self._loaded[path] = self._passes.load(path)
-        if kind == HEAD:
+        if kind == PassKind.HEAD:
             (path,), final = paths, FinalHead(self._model)
             part, size = self._part(self._loaded[path], final.module), self._model.lm_head.weight.shape[0]
             self.head = CompiledHead(part, self._passes.head, size, final)
@@ -150,7 +150,7 @@ class CompiledLayers:
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":
         """A model of one layer behind another model, such as an adapter, for one token and for several."""
-        files = {kind: _code_of_part(part, kind) for kind in (1, SEVERAL, HEAD)}
+        files = {kind: _code_of_part(part, kind) for kind in (1, PassKind.SEVERAL, PassKind.HEAD)}
         return CompiledLayers(part, {kind: paths for kind, paths in files.items() if paths}, code_of=_code_of_part)
 
     def forget(self) -> None:
@@ -159,9 +159,9 @@ class CompiledLayers:
 
     def runs_tree(self, tokens: int) -> bool:
         """Whether there is code for a chain or a tree of so many, or so many siblings."""
-        return tokens in self._layers or (tokens <= MOST_SEVERAL and SEVERAL in self._layers)
+        return tokens in self._layers or (tokens <= MOST_SEVERAL and PassKind.SEVERAL in self._layers)
 
-    def runs_piece(self, piece: Piece) -> bool:
+    def runs_subset(self, piece: LayerSubset) -> bool:
         """Whether there is code for one token's pass through a piece."""
         return all(kind in self._layers for kind in _kinds(piece))
 
@@ -172,12 +172,12 @@ class CompiledLayers:
         """
         return self._passes.run(*self._range(first, last), hidden, caches)
 
-    def run_piece(self, piece: Piece, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
+    def run_subset(self, piece: LayerSubset, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
         """Run one token, `[1, 1, hidden_size]`, through the layers of a piece; append to the attending ones' caches."""
         return self._passes.run(*self._some(piece), hidden, caches)
 
     def chain_drafting(
-        self, layers: int | Piece, behind: "CompiledLayers | None", embedding: Tensor
+        self, layers: int | LayerSubset, behind: "CompiledLayers | None", embedding: Tensor
     ) -> ChainDrafting | None:
         """Greedy chains through a piece, or through the first so many layers, the last token too; behind them perhaps a
         part; and their verification, where there is code for that. None where there is none for the drafts.
@@ -192,7 +192,7 @@ class CompiledLayers:
         if isinstance(layers, int):
             way = self._range(0, layers) if 1 in self._layers else None
         else:
-            way = self._some(layers) if self.runs_piece(layers) else None
+            way = self._some(layers) if self.runs_subset(layers) else None
         if way is None:
             return None
         route, continues = self._passes.route(*way), isinstance(layers, int)
@@ -201,20 +201,22 @@ class CompiledLayers:
             verification = Verification(*verifying, self.head.part, min(MOST_SEVERAL, MOST_ROWS))
         return ChainDrafting(route, head.part, head.vocab_size, embedding, part, verification, continues)
 
-    def _ways(self, first: int) -> Ways | None:
+    def _ways(self, first: int) -> PassVariants | None:
         """Through the layers from `first` on; None where there is not just the code for one token and for several, or
         where it is launched from Python."""
         kinds = {kind for kind in self._layers if kind >= 0}
-        if not isinstance(self._passes, NativePasses) or kinds != {1, SEVERAL}:
+        if not isinstance(self._passes, NativePasses) or kinds != {1, PassKind.SEVERAL}:
             return None
-        one, several = (self._passes.route(*self._range(first, len(self._layers[1]), kind)) for kind in (1, SEVERAL))
-        return Ways(one, several)
+        one, several = (
+            self._passes.route(*self._range(first, len(self._layers[1]), kind)) for kind in (1, PassKind.SEVERAL)
+        )
+        return PassVariants(one, several)
 
     def _range(self, first: int, last: int, kind: int = 1) -> tuple[Hashable, list[Any], Sequence[int | None]]:
         """Layers `first` to `last`, as passes take them: a key, the layers, and their caches' numbers."""
         return (kind, first, last), self._layers[kind][first:last], range(first, last)
 
-    def _some(self, piece: Piece) -> tuple[Hashable, list[Any], Sequence[int | None]]:
+    def _some(self, piece: LayerSubset) -> tuple[Hashable, list[Any], Sequence[int | None]]:
         """The layers of a piece, as `_range`."""
         kinds = _kinds(piece)
         layers = [self._layers[kind][i] for kind, i in zip(kinds, piece.numbers, strict=True)]
@@ -227,7 +229,7 @@ class CompiledLayers:
 
         `caches` are as in `run`.
         """
-        kind = hidden.shape[1] if hidden.shape[1] in self._layers else SEVERAL
+        kind = hidden.shape[1] if hidden.shape[1] in self._layers else PassKind.SEVERAL
         return self._passes.run(*self._range(first, last, kind), hidden, caches, tree)
 
 
@@ -240,7 +242,7 @@ def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | Lau
 
 def _code_of(model: PreTrainedModel, kind: int) -> Sequence[Path]:
     """A model's files for a kind of passes, or for its head where that is compiled."""
-    if kind != HEAD:
+    if kind != PassKind.HEAD:
         return compile_layers(model.config, model.dtype, model.device, kind)
     head = compile_head(model.config, model.dtype, model.device)
     return [head] if head else []
@@ -248,13 +250,17 @@ def _code_of(model: PreTrainedModel, kind: int) -> Sequence[Path]:
 
 def _code_of_part(part: PreTrainedModel, kind: int) -> Sequence[Path]:
     """The same for a model of one layer behind another model."""
-    head = compile_part_head(part) if kind == HEAD else compile_part(part, kind)
+    head = compile_part_head(part) if kind == PassKind.HEAD else compile_part(part, kind)
     return [head] if head else []
 
 
-def _kinds(piece: Piece) -> list[int]:
+def _kinds(piece: LayerSubset) -> list[int]:
     """What of each layer one token's pass through a piece runs."""
     return [
-        WITHOUT_ATTENTION if i not in piece.attending else WITHOUT_MLP if i in piece.without_mlp else 1
+        PassKind.WITHOUT_ATTENTION
+        if i not in piece.attending
+        else PassKind.WITHOUT_MLP
+        if i in piece.without_mlp
+        else 1
         for i in piece.numbers
     ]

@@ -12,15 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.stage import Piece, Stage
-
-if TYPE_CHECKING:
-    from ppd_runtime.models.compiled.passes import CompiledLayers
+from ppd_runtime.models.stage.passes import CompiledPasses
+from ppd_runtime.models.stage.slicing import LayerSubset
+from ppd_runtime.models.stage.stage import Stage
 
 _SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
 _PR_SET_TIMERSLACK = 29
@@ -48,13 +46,13 @@ def emulation_note(device: EmulatedDevice | None) -> str:
 class EmulatedStage(Stage):
     """A stage whose passes take at least as long as on the emulated device."""
 
-    def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None", device: EmulatedDevice) -> None:
+    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None, device: EmulatedDevice) -> None:
         super().__init__(model, compiled)
         self.layers_at_once = -(-self.num_layers // 3)
         self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
         _wake_in_time()
 
-    def chain_drafting(self, layers: int | Piece, behind: Stage | None = None) -> None:
+    def chain_drafting(self, layers: int | LayerSubset, behind: Stage | None = None) -> None:
         """None: what is run in one call takes the time that it takes here."""
 
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:

@@ -4,28 +4,32 @@ The library's own forward pass runs each piece, over a shallow copy of the model
 masks, rotary tables, windows and soft caps stay the library's business.
 """
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.behaviour import attention_masks, cache_windows, embedding_scale, shallow_copy
+from ppd_runtime.models.stage.behaviour import attention_masks, cache_windows, embedding_scale
 from ppd_runtime.models.stage.caches import SomeLayersCache, StageCache
+from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.shared_heads import share_heads
+from ppd_runtime.models.stage.slicing import (
+    FinalHead,
+    LayerSet,
+    LayerSubset,
+    decoder_of,
+    layer_range,
+    with_mask_of,
+    without,
+)
 from ppd_runtime.models.stage.trees import TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
-
-if TYPE_CHECKING:
-    from ppd_runtime.models.compiled.passes import CompiledLayers
-    from ppd_runtime.models.native.drafts import ChainDrafting
 
 _MOST_JOINED = 16  # rows of the embedding: to look up more at once takes less time
 _SEVERAL_ROWS = 3  # stand for any number of rows, where the library is asked what it does for several
@@ -43,7 +47,7 @@ class Stage:
             them; the others, prompts, are run by the library over the same caches.
     """
 
-    def __init__(self, model: PreTrainedModel, compiled: "CompiledLayers | None" = None) -> None:
+    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None = None) -> None:
         share_heads(model)
         self.model, self._compiled = model, compiled
         self.device = model.device
@@ -57,7 +61,7 @@ class Stage:
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
         self.recorder = Recorder()
-        self._ranges: dict[tuple[int, int], Piece] = {}
+        self._ranges: dict[tuple[int, int], LayerSubset] = {}
         self._views: dict[tuple[int, ...], SomeLayersCache] = {}
         rotary = getattr(model.model, "rotary_emb", None)
         most_positions = getattr(model.config, "max_position_embeddings", None)
@@ -86,7 +90,7 @@ class Stage:
         stage.recorder = self.recorder
         return stage
 
-    def chain_drafting(self, layers: "int | Piece", behind: "Stage | None" = None) -> "ChainDrafting | None":
+    def chain_drafting(self, layers: "int | LayerSubset", behind: "Stage | None" = None) -> Any:
         """What drafts greedy chains in one call, through the first so many layers or a piece, perhaps through a stage
         `behind` them, and a head, and verifies them where it can; None where passes are not compiled so.
         """
@@ -122,7 +126,7 @@ class Stage:
         self.layer_passes += last - first
         return hidden
 
-    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
+    def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
         """Run all layers over tokens that all stand at `position`: a tree of roots, see `run_tree`."""
         return self.run_tree(token_ids, [-1] * len(token_ids), position)
 
@@ -144,16 +148,16 @@ class Stage:
         self.layer_passes += len(token_ids) * self.num_layers
         return hidden
 
-    def run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
+    def run_subset(self, subset: "LayerSubset", token_ids: list[int], position: int) -> Tensor:
         """Run the layers of a piece over tokens that start at `position`; the hidden states behind them.
 
         They append to the caches of the piece's attending layers, which must hold `position` tokens each.
         """
         began = time.perf_counter()
-        hidden = self._run_piece(piece, token_ids, position)
+        hidden = self._run_subset(subset, token_ids, position)
         self._wait_for_device()
         self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
-        self.layer_passes += piece.num_layers
+        self.layer_passes += subset.num_layers
         return hidden
 
     def most_together(self, position: int) -> int | None:
@@ -169,7 +173,7 @@ class Stage:
         """Keep the entries of the first `length` tokens, drop the newer ones."""
         self.cache.truncate(length)
 
-    def keep_sibling(self, position: int, index: int) -> None:
+    def keep_candidate(self, position: int, index: int) -> None:
         """Of the siblings that were run at `position`, keep the entries of one alone, and drop the others."""
         self.keep_path(position, [index])
 
@@ -257,11 +261,11 @@ class Stage:
         return torch.equal(self._looked_up(few), self._entered(few))
 
     @torch.inference_mode()
-    def _run_piece(self, piece: "Piece", token_ids: list[int], position: int) -> Tensor:
-        self.check_position(piece.attending[0], position)
-        if self._compiled and len(token_ids) == 1 and position and self._compiled.runs_piece(piece):
-            return self._compiled.run_piece(piece, self._embed(token_ids), self.cache.layers)
-        return self._call(piece, token_ids, position)
+    def _run_subset(self, subset: "LayerSubset", token_ids: list[int], position: int) -> Tensor:
+        self.check_position(subset.attending[0], position)
+        if self._compiled and len(token_ids) == 1 and position and self._compiled.runs_subset(subset):
+            return self._compiled.run_subset(subset, self._embed(token_ids), self.cache.layers)
+        return self._call(subset, token_ids, position)
 
     @torch.inference_mode()
     def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
@@ -295,12 +299,12 @@ class Stage:
         if (first, last) not in self._ranges:
             layers = dict(enumerate(self.model.model.layers))
             numbers = tuple(range(first, last))
-            self._ranges[first, last] = self.piece({i: layers[i] for i in numbers}, numbers)
+            self._ranges[first, last] = self.subset({i: layers[i] for i in numbers}, numbers)
         return self._call(self._ranges[first, last], inputs, position, places, tree)
 
     def _call(
         self,
-        piece: "Piece",
+        subset: "LayerSubset",
         inputs: list[int] | Tensor,
         position: int,
         places: Tensor | None = None,
@@ -308,25 +312,25 @@ class Stage:
     ) -> Tensor:
         """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which stand at `places`."""
         states = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
-        if piece.attending not in self._views:
-            self._views[piece.attending] = self.cache.view(piece.attending)
+        if subset.attending not in self._views:
+            self._views[subset.attending] = self.cache.view(subset.attending)
         size = states.shape[1]
         places = self._positions[:, position : position + size] if places is None else places
         feed = {"inputs_embeds": states, "position_ids": places}
         if tree is None and position and self._says_masks[1 if size == 1 else _SEVERAL_ROWS]:
             tree = chain_of(size, self.device)
         if tree is None:
-            return self._output(piece, feed)
-        caches = {number: self.cache.layers[number] for number in piece.attending}
+            return self._output(subset, feed)
+        caches = {number: self.cache.layers[number] for number in subset.attending}
         self._masks.update(tree.masks(caches, self.model.dtype))
         try:
-            return self._output(piece, feed | {"attention_mask": self._masks[piece.attending[0]]})
+            return self._output(subset, feed | {"attention_mask": self._masks[subset.attending[0]]})
         finally:
             self._masks.clear()
 
-    def _output(self, piece: "Piece", feed: Mapping[str, Any]) -> Tensor:
-        view = self._views[piece.attending]
-        return piece.decoder(**feed, past_key_values=view, use_cache=True).last_hidden_state
+    def _output(self, subset: "LayerSubset", feed: Mapping[str, Any]) -> Tensor:
+        view = self._views[subset.attending]
+        return subset.decoder(**feed, past_key_values=view, use_cache=True).last_hidden_state
 
     @torch.inference_mode()
     def _library_masks_fit(self, tokens: int) -> bool:
@@ -347,138 +351,29 @@ class Stage:
                     return False
         return True
 
-    def piece(
+    def subset(
         self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()
-    ) -> "Piece":
-        """Some layers by their numbers, or stand-ins for them; see `Piece`."""
-        hidden_from = {number: _with_mask_of(self._masks, number, layer) for number, layer in layers.items()}
+    ) -> "LayerSubset":
+        """Some layers by their numbers, or stand-ins for them; see `LayerSubset`."""
+        hidden_from = {number: with_mask_of(self._masks, number, layer) for number, layer in layers.items()}
         decoder = decoder_of(self.model, hidden_from, self._scale)
         if self._rotary is not None:
             decoder.rotary_emb = self._rotary
-        return Piece(decoder, tuple(layers), attending, without_mlp)
+        return LayerSubset(decoder, tuple(layers), attending, without_mlp)
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
 
 
-class FinalHead:
-    """The end of a model: final norm, head, and whatever the model adds to it, such as a soft cap or a scale.
+def sparse_subset(stage: Stage, left_out: LayerSet) -> LayerSubset:
+    """A stage's model without some sub-layers, over the stage's own caches; at least one attention must stay.
 
-    Args:
-        model: whose end it is; weights are shared.
-        lm_head: takes the place of the model's own map from normed states to the vocabulary.
+    Of a layer without attention and MLP nothing is left: it is not run.
     """
-
-    def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
-        self._model = model
-        self._norm: nn.Module = model.model.norm
-        self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
-        self._library = shallow_copy(model)
-        self._library.model = _NormOnly(self._norm)
-        self._library.lm_head = self._lm_head
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
-        return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
-
-    @property
-    def module(self) -> nn.Module:
-        """The library's model with nothing before the final norm: takes `inputs_embeds`, gives `logits`."""
-        return self._library
-
-    def _plain_logits(self, hidden: Tensor) -> Tensor:
-        return self._lm_head(self._norm(hidden))
-
-    def _library_logits(self, hidden: Tensor) -> Tensor:
-        return self._library(inputs_embeds=hidden, use_cache=False).logits
-
-    @cached_property
-    @torch.no_grad()
-    def _is_plain(self) -> bool:
-        """Whether the model does nothing to its logits after the head."""
-        model = self._model
-        probe = torch.linspace(-8, 8, model.config.hidden_size, device=model.device, dtype=model.dtype)
-        hidden = probe.view(1, 1, -1)
-        return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
-
-
-class Piece(NamedTuple):
-    """Some layers of a model, as a stage runs them."""
-
-    decoder: nn.Module
-    numbers: tuple[int, ...]
-    """Its layers."""
-    attending: tuple[int, ...]
-    """Those whose entries it reads and writes; the others are without attention."""
-    without_mlp: tuple[int, ...] = ()
-    """Those without MLP."""
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers it has."""
-        return len(self.numbers)
-
-
-def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
-    """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights.
-
-    With `first` 0 it takes tokens or their embeddings, else hidden states.
-    """
-    scale = embedding_scale(model) if first else None
-    return decoder_of(model, {i: model.model.layers[i] for i in range(first, last)}, scale)
-
-
-def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module], scale: str | None = None) -> nn.Module:
-    """The model's decoder with only these layers, or stand-ins for them, by their numbers, and no final norm.
-
-    `scale` is the model's `embedding_scale`, which it leaves out where it is given hidden states.
-    """
-    decoder = some_layers(model.model, list(layers))
-    decoder.layers = nn.ModuleList(layers.values())
-    decoder.norm = nn.Identity()
-    if scale:
-        setattr(decoder, scale, 1.0)
-    return decoder
-
-
-def some_layers(decoder: nn.Module, numbers: Sequence[int]) -> nn.Module:
-    """The decoder with the layers of these numbers, and with what else it has one of for each layer."""
-    config = cast("PretrainedConfig", decoder.config)
-    twin, size = shallow_copy(decoder), config.num_hidden_layers
-    for name, child in decoder.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == size:
-            setattr(twin, name, nn.ModuleList(child[number] for number in numbers))
-    twin.config = _some_layers_config(config, numbers)
-    return twin
-
-
-class _NormOnly(nn.Module):
-    """Stands in for the decoder where only the final norm is left to do."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
-
-
-def _with_mask_of(masks: Mapping[int, Tensor], number: int, layer: nn.Module) -> nn.Module:
-    """The layer, which in each pass takes its mask from `masks`, if there are any, in place of the decoder's."""
-    twin, forward = shallow_copy(layer), layer.forward
-
-    def masked(*args: Any, **kwargs: Any) -> Any:
-        if number in masks:
-            kwargs["attention_mask"] = masks[number]
-        return forward(*args, **kwargs)
-
-    twin.forward = masked
-    return twin
-
-
-def _some_layers_config(config: PretrainedConfig, numbers: Sequence[int]) -> PretrainedConfig:
-    config = copy.copy(config)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[number] for number in numbers]
-    config.num_hidden_layers = len(numbers)
-    return config
+    layers = {}
+    for number, layer in enumerate(stage.model.model.layers):
+        attention, mlp = number in left_out.attention, number in left_out.mlp
+        if not (attention and mlp):
+            layers[number] = without(layer, attention=attention, mlp=mlp) if attention or mlp else layer
+    attending = tuple(number for number in layers if number not in left_out.attention)
+    return stage.subset(layers, attending, tuple(number for number in layers if number in left_out.mlp))

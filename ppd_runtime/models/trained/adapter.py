@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.checkpoint.loading import ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.behaviour import shallow_copy
-from ppd_runtime.models.stage.slicing import without
-from ppd_runtime.models.stage.stage import layer_range
+from ppd_runtime.models.stage.slicing import layer_range, without
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
 

@@ -55,7 +55,7 @@ class TrainedHead:
 
 
 @dataclass(frozen=True)
-class RehearsedHead:
+class OracleHead:
     """Is told the right texts beforehand and names the right token with a set probability: for tests and benchmarks.
 
     Whether it is right at a position, and at which rank, is a function of (seed, position) alone.

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.checkpoint.loading import ModelInfo
-from ppd_runtime.models.stage.stage import FinalHead
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
 LM_HEAD, AFFINE = "lm-head", "affine"

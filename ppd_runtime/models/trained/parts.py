@@ -10,9 +10,9 @@ from typing import Any, ClassVar, TypeVar
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.files.whole import whole_file
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.loading import ModelInfo
 
 _FORMAT = 1
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike, pop_consecutive
+from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -28,7 +28,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Token,
 )
-from ppd_runtime.pipeline.speculation_backoff import Rest
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -48,7 +48,7 @@ class _Heard:
 class MainProcess:
     """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks.
 
-    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While `rest` says so
+    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While `backoff` says so
     they are told nothing, and the tokens are ordinary decoding's in every respect.
 
     One that takes the place of a lost main process begins behind the tokens that the client has got. It runs them one
@@ -63,10 +63,10 @@ class MainProcess:
         send: Send,
         begin: Begin,
         shares_exit_states: bool = True,
-        rest: Rest | None = None,
+        backoff: SpeculationBackoff | None = None,
     ) -> None:
         self.stage, self.exit_layer, self.subs, self.send, self.begin = stage, exit_layer, tuple(subs), send, begin
-        self.shares_exit_states, self.rest = shares_exit_states, rest or Rest()
+        self.shares_exit_states, self.backoff = shares_exit_states, backoff or SpeculationBackoff()
         self.head_start = stage.num_layers - exit_layer
         self.history = list(begin.prompt_ids)
         self.told: list[Token] = []
@@ -88,7 +88,7 @@ class MainProcess:
         """Decode to the end, sending each token to the sub-processes and the client as soon as it is certain."""
         self.stage.begin(len(self.history) + self.begin.max_new_tokens)
         self.send(self.subs, self.begin)
-        self.rest.begin()
+        self.backoff.begin()
         inputs = yield from self._replay(stop)
         last = None if self.finish_reason else (yield from self._go_on(inputs, sampler, stop))
         self.send(self.subs, End(MAIN, self.begin.request))
@@ -100,7 +100,7 @@ class MainProcess:
         for message in self.told[max(delivered - len(self.begin.delivered), 0) :]:
             self.send((CLIENT,), message)
 
-    def _replay(self, stop: StopRule) -> Generator[Receive, Message | None, list[int]]:
+    def _replay(self, stop: StopRule) -> Generator[WaitFor, Message | None, list[int]]:
         """Run the prompt's continuation that the client has got already, all but its newest token, which is given back.
 
         Where there is none, that is the prompt.
@@ -121,7 +121,7 @@ class MainProcess:
 
     def _go_on(
         self, inputs: list[int] | Tensor, sampler: Sampler, stop: StopRule
-    ) -> Generator[Receive, Message | None, int]:
+    ) -> Generator[WaitFor, Message | None, int]:
         """Decode to the end; the last token."""
         first_layer, asked = 0, False
         while True:
@@ -153,7 +153,7 @@ class MainProcess:
         newest = len(self.history) - 1
         start = newest + 1 - size
         self.layer_passes += self.stage.num_layers - first_layer
-        if ask and self.shares_exit_states and not self.rest.now:
+        if ask and self.shares_exit_states and not self.backoff.now:
             inputs = self.stage.run(first_layer, self.exit_layer, inputs, start)
             first_layer = self.exit_layer
             self.send(self.subs, ExitState(MAIN, self.begin.request, newest, inputs[:, -1:]))
@@ -166,7 +166,7 @@ class MainProcess:
     def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
         """Tell the sub-processes the newest token; after a rest, all that they have missed."""
         first, newest = self._told, len(self.history) - 1
-        if self.rest.now:
+        if self.backoff.now:
             return
         if first == newest:
             self.send(self.subs, Token(MAIN, self.begin.request, newest, token, winner, hidden))
@@ -184,7 +184,7 @@ class MainProcess:
 
     def _answer_missing(self) -> None:
         """Tell sub-processes what they lack; those that lack more than a message holds will say so again."""
-        if self.rest.now or not self._missing:
+        if self.backoff.now or not self._missing:
             return
         behind = len(self.begin.prompt_ids)
         for rank, position in self._missing.items():
@@ -193,24 +193,24 @@ class MainProcess:
             self.send((rank,), self._catch_up(max(position, behind), _MOST_CAUGHT_UP))
         self._missing.clear()
 
-    def _settle(self, token: int) -> Generator[Receive, Message | None, HeadStart | None]:
+    def _settle(self, token: int) -> Generator[WaitFor, Message | None, HeadStart | None]:
         """The early start of the newest token, or None.
 
         Only a sub-process that has named this very token is waited for, and no longer than its layers would take
         here: a candidate that is not even named yet cannot be ready sooner than that.
         """
         position = len(self.history) - 1
-        while self.rest.now or self._early_start(position, token) is None:
-            message = yield Receive(0)
+        while self.backoff.now or self._early_start(position, token) is None:
+            message = yield WaitFor(0)
             if message is None:
                 break
             self._take(message)
-        if self.rest.now:
-            self.rest.note(False)
+        if self.backoff.now:
+            self.backoff.note(False)
             return None
-        wish = Receive(self.head_start)
+        wanted = WaitFor(self.head_start)
         while awaited := self._awaited(position, token):
-            message = yield wish
+            message = yield wanted
             if message is None:
                 for rank in awaited:
                     self._absences[rank] += 1
@@ -220,7 +220,7 @@ class MainProcess:
         heard = self._heard.pop(position, _Heard())
         self._absences.update(dict.fromkeys(heard.head_starts, 0))
         if self._heard_of:  # nobody can be wrong, or in the way, while all are gone
-            self.rest.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
+            self.backoff.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
         self._heard_of = False
         return early
 
@@ -246,10 +246,10 @@ class MainProcess:
     def _fill_gaps(self) -> Machine:
         """Bring the first layers' caches up to the newest token, after the hits whose passes began elsewhere."""
         newest = len(self.history) - 1
-        wish = Receive(self.head_start)
+        wanted = WaitFor(self.head_start)
         while (position := self.stage.length(0)) < newest:
             if position not in self._entries:
-                message = yield wish
+                message = yield wanted
                 if message is not None:
                     self._take(message)
                     continue
@@ -262,7 +262,7 @@ class MainProcess:
         self._entries.clear()
 
     def _take_all(self) -> Machine:
-        while (message := (yield Receive(0))) is not None:
+        while (message := (yield WaitFor(0))) is not None:
             self._take(message)
 
     def _take(self, message: Message) -> None:

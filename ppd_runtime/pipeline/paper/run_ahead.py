@@ -10,7 +10,7 @@ from collections.abc import Generator
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import ExitHead
-from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike, pop_consecutive
+from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MAIN,
     Begin,
@@ -63,7 +63,7 @@ class RunAheadSubProcess:
         self._state = state if len(self.chain) == len(prompt) else None
         self.coherence_layer_passes += self.stage.num_layers
         while not self._over:
-            message = yield Receive(0 if self._has_work() else None)
+            message = yield WaitFor(0 if self._has_work() else None)
             if message is not None:
                 self._take(message)
                 yield from self._take_all()
@@ -95,7 +95,7 @@ class RunAheadSubProcess:
             path = self.chain[self._certain : position]
             self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, (token,), self._state, path))
 
-    def _run(self, position: int) -> Generator[Receive, Message | None, int]:
+    def _run(self, position: int) -> Generator[WaitFor, Message | None, int]:
         """Run the chain's token at `position` unless another takes its place meanwhile; the layer passes it took."""
         forks, num_layers, step = self._forks, self.stage.num_layers, self.stage.layers_at_once
         inputs: list[int] | Tensor = [self.chain[position]]
@@ -110,7 +110,7 @@ class RunAheadSubProcess:
         return num_layers
 
     def _take_all(self) -> Machine:
-        while (message := (yield Receive(0))) is not None:
+        while (message := (yield WaitFor(0))) is not None:
             self._take(message)
 
     def _take(self, message: Message) -> None:

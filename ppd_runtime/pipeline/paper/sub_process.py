@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import ExitHead
-from ppd_runtime.pipeline.machine import Machine, Receive, Send, StageLike, pop_consecutive
+from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MAIN,
     MISS,
@@ -75,7 +75,7 @@ class SubProcess:
         self.stage.begin(len(self.begin.prompt_ids) + self.begin.max_new_tokens + siblings - 1)
         self._compute(self.begin.prompt_ids, 0)
         while not self._over:
-            message = yield Receive(0 if self._has_work() else None)
+            message = yield WaitFor(0 if self._has_work() else None)
             if message is not None:
                 self._take(message)
                 yield from self._take_all()
@@ -87,7 +87,7 @@ class SubProcess:
                 yield from self._work()
 
     def _take_all(self) -> Machine:
-        while not self._over and (message := (yield Receive(0))) is not None:
+        while not self._over and (message := (yield WaitFor(0))) is not None:
             self._take(message)
 
     def _has_work(self) -> bool:
@@ -114,7 +114,7 @@ class SubProcess:
 
     def _start_candidates(self, position: int, tokens: tuple[int, ...]) -> None:
         self.stage.truncate(position)  # an exit state comes again from a new main process, or where it was sent twice
-        hidden = self.stage.run_siblings(tokens, position)
+        hidden = self.stage.run_candidates(tokens, position)
         self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
         self.layer_passes += len(tokens) * self.stage.num_layers
         self._trial = tokens
@@ -131,7 +131,7 @@ class SubProcess:
 
     def _follow(self) -> Machine:
         """Bring the cache up to the newest token: import the winner's entries, or compute."""
-        wish = Receive(self.stage.num_layers)
+        wanted = WaitFor(self.stage.num_layers)
         while not self._over and (position := self.stage.length(0)) < len(self.history):
             if run := pop_consecutive(self._entries, position, len(self.history)):
                 self.stage.import_entries(run)
@@ -139,7 +139,7 @@ class SubProcess:
                 self._compute([self.history[position]], position)
                 yield from self._take_all()  # of many tokens it may become known that nobody needs them
             else:
-                message = yield wish
+                message = yield wanted
                 if message is not None:
                     self._take(message)
                 else:
@@ -149,7 +149,7 @@ class SubProcess:
         """Keep the right candidate's entries alone, or none; whether the cache holds the token."""
         tokens, self._trial = self._trial, ()
         if token in tokens:
-            self.stage.keep_sibling(position, tokens.index(token))
+            self.stage.keep_candidate(position, tokens.index(token))
         elif tokens:
             self.stage.truncate(position)
         return token in tokens

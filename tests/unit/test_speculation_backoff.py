@@ -8,7 +8,7 @@ from pipeline_runs import PROMPTS, Bench, rehearsed
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import CLIENT, CatchUp, ExitState, Token
-from ppd_runtime.pipeline.speculation_backoff import Rest
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 
 DEPTH, EXIT = 6, 3
 
@@ -19,31 +19,31 @@ def bench(model_folder):
     return Bench.of(model_folder("llama", num_layers=DEPTH))
 
 
-def restful(verdicts: str, rest: Rest) -> str:
+def restful(verdicts: str, backoff: SpeculationBackoff) -> str:
     """What a rest says at each token: `r` where it is in one."""
     said = ""
     for verdict in verdicts:
-        rest.note(verdict == "+")
-        said += "r" if rest.now else "."
+        backoff.note(verdict == "+")
+        said += "r" if backoff.now else "."
     return said
 
 
 def test_rests_follow_misses_and_grow():
-    assert restful("-" * 23 + "+" + "-" * 24, Rest()) == "." * 47 + "r"
-    assert restful("-" * 28, Rest(3, 2, 4, 8)) == "..rrrr..rrrrrrrr..rrrrrrrr.."
+    assert restful("-" * 23 + "+" + "-" * 24, SpeculationBackoff()) == "." * 47 + "r"
+    assert restful("-" * 28, SpeculationBackoff(3, 2, 4, 8)) == "..rrrr..rrrrrrrr..rrrrrrrr.."
 
 
 def test_a_hit_ends_the_account():
-    rest = Rest(3, 2, 4, 8)
-    assert restful("-------+--", rest) == "..rrrr...."
-    assert restful("-", rest) == "r"
+    backoff = SpeculationBackoff(3, 2, 4, 8)
+    assert restful("-------+--", backoff) == "..rrrr...."
+    assert restful("-", backoff) == "r"
 
 
 def test_a_new_request_is_a_new_trial():
-    rest = Rest(3, 2, 4, 8)
-    assert restful("----", rest) == "..rr"
-    rest.begin()
-    assert restful("--", rest) == ".r"
+    backoff = SpeculationBackoff(3, 2, 4, 8)
+    assert restful("----", backoff) == "..rr"
+    backoff.begin()
+    assert restful("--", backoff) == ".r"
 
 
 @pytest.mark.parametrize(("k", "run_ahead"), [(1, True), (1, False), (3, False)])
@@ -52,7 +52,7 @@ def test_nobody_works_during_a_rest(bench, k, run_ahead):
     prompt = bench.prompt_ids(PROMPTS[3])
     expected = bench.ordinary(prompt, params)
     wrong = rehearsed(prompt, expected.tokens, 0.0, bench.info.vocab_size)
-    got = bench.pipelined(prompt, params, k, EXIT, wrong, run_ahead=run_ahead, rest=Rest(4, 2, 8, 16))
+    got = bench.pipelined(prompt, params, k, EXIT, wrong, run_ahead=run_ahead, backoff=SpeculationBackoff(4, 2, 8, 16))
     assert got.tokens == expected.tokens
     assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True))
     said = [(to, m) for to, m in got.network.sent if to != CLIENT]
@@ -91,9 +91,9 @@ def test_any_pattern_any_order_any_rest(bench, pattern, rate, layout, order, imp
     expected = bench.ordinary(prompt, params)
     head = rehearsed(prompt, expected.tokens, rate, bench.info.vocab_size, pattern)
     k, workers, run_ahead = layout
-    rest = Rest(*numbers, longest=12)
+    backoff = SpeculationBackoff(*numbers, longest=12)
     got = bench.pipelined(
-        prompt, params, k, EXIT, head, order, impatience, workers=workers, run_ahead=run_ahead, rest=rest
+        prompt, params, k, EXIT, head, order, impatience, workers=workers, run_ahead=run_ahead, backoff=backoff
     )
     assert got.tokens == expected.tokens
     assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True)) or workers < k

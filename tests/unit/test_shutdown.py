@@ -8,7 +8,7 @@ import time
 import pytest
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.client.shutdown import Closing
+from ppd_runtime.client.shutdown import ShutdownGuard
 
 PROMPT = [5, 9, 200, 31]
 
@@ -99,7 +99,7 @@ def test_a_main_process_that_fails_while_a_stream_is_dropped_closes_the_runtime(
     def fail(_):
         raise RuntimeError("the main process failed: it fell")
 
-    monkeypatch.setattr("ppd_runtime.client.request.Call.cancel", fail)
+    monkeypatch.setattr("ppd_runtime.client.request.RequestClient.cancel", fail)
     with pytest.raises(RuntimeError, match="it fell"):
         stream.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -114,7 +114,7 @@ def test_an_interrupted_cancel_gives_the_turn_back(runtime, folder, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ppd_runtime.client.request.Call.cancel", interrupt)
+        patch.setattr("ppd_runtime.client.request.RequestClient.cancel", interrupt)
         with pytest.raises(KeyboardInterrupt):
             stream.close()
     expected = OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=5).token_ids
@@ -135,7 +135,7 @@ class _Workers:
 
 
 def test_a_step_is_never_closed_under():
-    closing = Closing(workers := _Workers())
+    closing = ShutdownGuard(workers := _Workers())
     closer = threading.Thread(target=closing.close)
     with closing.step():
         closer.start()

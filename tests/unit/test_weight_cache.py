@@ -27,8 +27,11 @@ from ppd_runtime.files import checksummed as kept_files
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.files.checksummed import is_whole
 from ppd_runtime.models.checkpoint import weight_cache as kept_weights
-from ppd_runtime.models.checkpoint.loading import HEAD, compile_ahead, describe, load_layers, load_stage
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.weight_cache import in_large_pages, kept_copies, map_tensors
+from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.pass_kinds import PassKind
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -435,7 +438,7 @@ def test_a_stage_holds_no_copy_of_its_own(dtype: torch.dtype) -> None:
 def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppd_runtime.models.compiled.passes.in_large_pages", lambda _: in_large)
     info = describe("demo")
-    code = {HEAD: compile_ahead(info, torch.float32, "cpu", ())[HEAD]}  # the quickest to make
+    code = {PassKind.HEAD: compile_ahead(info, torch.float32, "cpu", ())[PassKind.HEAD]}  # the quickest to make
     stage = load_stage(info, 2, torch.float32, "cpu", code)
     (half,) = stage._compiled._halves.values()
     assert half.dtype == torch.bfloat16

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime.launch import orphan_reaper as leftovers
+from ppd_runtime.launch import orphan_reaper
 from ppd_runtime.launch.orphan_reaper import clear, users_of
-from ppd_runtime.launch.threads import SocketFolder
+from ppd_runtime.launch.socket_folder import SocketFolder
 
 HOLD = """
 import signal, sys, time
@@ -77,7 +77,7 @@ def test_the_programs_end_is_enough_though_a_fork_of_it_holds_the_pipe(tmp_path)
     folder.mkdir()
     program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     keeper = subprocess.Popen(
-        [sys.executable, "-I", "-S", leftovers.__file__, folder, str(program.pid)], stdin=subprocess.PIPE
+        [sys.executable, "-I", "-S", orphan_reaper.__file__, folder, str(program.pid)], stdin=subprocess.PIPE
     )
     with pytest.raises(subprocess.TimeoutExpired):
         keeper.wait(0.5)

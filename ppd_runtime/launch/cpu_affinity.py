@@ -1,9 +1,41 @@
-"""The CPU cores of each runtime of this program, so that one leaves those of another alone."""
+"""The CPU cores of workers: how many there are, who has which, and which of them runtimes of one program share."""
 
+import contextlib
+import os
 import threading
 import weakref
+from collections.abc import Collection, Iterator
 
-from ppd_runtime.launch.threads import assign_cores, available_cores
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def assign_cores(num_workers: int, threads: int, taken: Collection[int] = ()) -> list[tuple[int, ...]]:
+    """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all.
+
+    Those that are `taken` are given where there are too few others.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < num_workers * threads:
+        return [()] * num_workers
+    cores.sort(key=lambda core: core in taken)
+    return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
+
+
+@contextlib.contextmanager
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Keep this thread on some CPU cores while the block lasts; none: where it is."""
+    if not (cores and hasattr(os, "sched_setaffinity")):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class CoreShare:
@@ -48,4 +80,6 @@ class CoreShare:
 
 
 _LOCK = threading.Lock()
+
+
 _SHARES: "weakref.WeakSet[CoreShare]" = weakref.WeakSet()

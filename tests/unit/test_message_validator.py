@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppd_runtime.models.checkpoint.loading import describe
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -24,7 +24,8 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.transport.local import LocalNetwork
-from ppd_runtime.workers.worker import Worker, WorkerSpec
+from ppd_runtime.workers.spec import WorkerSpec
+from ppd_runtime.workers.worker import Worker
 
 NUM_LAYERS, EXIT_LAYER = 5, 3
 

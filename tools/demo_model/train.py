@@ -1,6 +1,6 @@
 """Train the embedded demo model from scratch on the standard library's text: about an hour on 2 CPU cores.
 
-    python -m ppd_runtime.training.demo --out ppd_runtime/models/demo --work build/demo-training
+    python -m tools.demo_model.train --out ppd_runtime/models/demo --work build/demo-training
 
 The loss is next-token cross-entropy at full depth, plus early-exit losses at one random layer below and one at or
 above half depth, each the divergence from full depth's own distribution through the shared norm and head. The first
@@ -279,7 +279,7 @@ def _card_text(card: dict[str, Any]) -> str:
             f"- tokens seen: {card['tokens_seen']:,} in {card['steps']:,} steps, seed {recipe['seed']}",
             f"- held-out loss: {card['held_out_loss']:.3f} nats for a token, over {card['held_out_tokens']:,} tokens",
             "- weights: bfloat16 safetensors; Apache-2.0; the corpus is under the PSF licence",
-            "- trained in about an hour on 2 cores by `python -m ppd_runtime.training.demo --compile "
+            "- trained in about an hour on 2 cores by `python -m tools.demo_model.train --compile "
             "--out ppd_runtime/models/demo --work build/demo-training`",
             "",
             "How often a layer's top k holds full depth's choice on the held-out text, greedy and sampled at "

@@ -9,9 +9,8 @@ import pytest
 
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, choose_launcher
-from ppd_runtime.launch.core_share import CoreShare
+from ppd_runtime.launch.cpu_affinity import CoreShare, assign_cores, available_cores
 from ppd_runtime.launch.ray.room import Bundle, Node, cpus_beside_others
-from ppd_runtime.launch.threads import assign_cores, available_cores
 
 
 @pytest.fixture(autouse=True)
