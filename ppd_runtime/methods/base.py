@@ -184,9 +184,9 @@ class _Request:
                 if isinstance(step, Totals):
                     outcome.append(self._finish(events, step))
                     return
-                subset = self._piece(text, step) if self._live else ""
+                piece = self._piece(text, step) if self._live else ""
                 position = len(self._prompt_ids) + len(events)
-                events.append(TokenEvent(step.token_id, subset, position, step.hit))
+                events.append(TokenEvent(step.token_id, piece, position, step.hit))
                 yield events[-1]
         finally:
             try:
