@@ -24,7 +24,7 @@ from benchmarks.awake import awake_cores
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
+from ppd_runtime.measure.against_ordinary import on_core_of, summarise
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
 from ppd_runtime.results import GenerationResult
@@ -150,7 +150,7 @@ def _figures(
         "transformers_ms": statistics.median(library_times) * 1000 if library_times else None,
         "ratio": summary.ratio,
         "ratio_quartiles": statistics.quantiles(ratios, n=4),
-        "predicted_ratio": predicted_ratio_after_first(runtime, summary.match_rate, options.tokens),
+        "predicted_ratio": summary.predicted_ratio,
         "realised_saving": summary.realised_saving,
         "match_rate": summary.match_rate,
         "identical": summary.identical,

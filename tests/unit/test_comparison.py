@@ -18,8 +18,9 @@ from ppd_runtime.measure.comparison.figures import (
 )
 from ppd_runtime.measure.comparison.methods import common_start
 from ppd_runtime.measure.comparison.prompt_groups import read_groups
-from ppd_runtime.measure.comparison.report import ComparisonReport, Conditions, markdown_table
+from ppd_runtime.measure.comparison.report import ComparisonReport, Conditions
 from ppd_runtime.measure.comparison.rows import LeftOut, check_rows, full_settings, parse_rows, presets
+from ppd_runtime.measure.markdown import markdown_table
 from ppd_runtime.methods.registry import METHODS
 from ppd_runtime.models.checkpoint.description import describe
 
