@@ -14,7 +14,7 @@ from ppd_runtime.cost_model.machine_costs import Calibration
 BATCH = 8
 """Tokens whose entries go out together."""
 _TOKENS = 6000
-_MULTIPLIER, _MODULUS = 16807, 2**31 - 1  # the "minimal standard" generator, which JavaScript's numbers hold too
+_MULTIPLIER, _MODULUS = 16807, 2**31 - 1  # the "minimal standard" generator
 
 
 @dataclass(frozen=True)
