@@ -75,12 +75,7 @@ def plan(
         from ppd_runtime.calibration.planning import Given, Subject, plan_with
         from ppd_runtime.config import SamplingParams
         from ppd_runtime.cost_model.planner import check_request
-<<<<<<< HEAD
-        from ppd_runtime.cost_model.report import plan_data, write_page
-=======
-        from ppd_runtime.cost_model.planning import Given, Subject, plan_with
         from ppd_runtime.cost_model.report import page_data, plan_data, write_page
->>>>>>> page
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 
         check_outputs(out, html)

@@ -9,16 +9,10 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
-<<<<<<< HEAD
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.cost_model.planner import Ranking
+from ppd_runtime.cost_model.planner import Plan, Ranking, plan
 from ppd_runtime.cost_model.tradeoff import MatchRates
 from ppd_runtime.files.whole import whole_file
-=======
-from ppd_runtime.cost_model.calibration import Calibration
-from ppd_runtime.cost_model.planner import Plan, Ranking, plan
-from ppd_runtime.cost_model.tradeoff import MatchRates, whole_file
->>>>>>> page
 
 _STYLE, _DATA = "/*STYLE*/", "/*DATA*/null"
 _STEPS = 8

@@ -1,8 +1,8 @@
 """What a plan's page holds for its sliders, without a browser."""
 
 import pytest
-from ppd_runtime.cost_model.calibration import Calibration
 
+from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import plan, rank
 from ppd_runtime.cost_model.report import page, page_data
 from ppd_runtime.cost_model.tradeoff import MatchRates

@@ -45,9 +45,7 @@ from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage import behaviour
-from ppd_runtime.models.stage import caches as kv_cache
-from ppd_runtime.models.stage import slicing as skipping
+from ppd_runtime.models.stage import behaviour, caches, slicing
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.shared_heads import SHARED_HEADS
@@ -485,7 +483,7 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    sources = [__file__, behaviour.__file__, kv_cache.__file__, skipping.__file__, inspect.getfile(model_class)]
+    sources = [__file__, behaviour.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
     sources += [native.__file__, attention.__file__, products.__file__]
     return {
         "dtype": str(dtype),
