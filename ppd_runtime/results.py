@@ -47,9 +47,51 @@ class Speculation:
         )
 
 
+_NOTHING = LatencyBreakdown(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
-class Stats:
-    """Counts and times of one generation; times in seconds, passes in layers times tokens' passes."""
+class PathStats:
+    """What the process that decides the tokens counted and timed; times in seconds, passes in layers times tokens.
+
+    Raises:
+        ValueError: for counts below 0.
+    """
+
+    latency_s: float = 0.0
+    """From the request's arrival at the main process to its last token."""
+    time_to_first_token_s: float = 0.0
+    stall_s: float = 0.0
+    """Of the latency, what the main process spent waiting for sub-processes."""
+    main_layer_passes: int = 0
+    """Layer passes of the main process on the path of the tokens: d·ℓ − (d − d̄)·hits, the prompt's pass as one."""
+    main_recomputed_layer_passes: int = 0
+    """Layer passes that the main process spent on entries which no sub-process delivered in time."""
+    ledger: LatencyBreakdown = _NOTHING
+    """Where the latency went."""
+    first_token_ledger: LatencyBreakdown = _NOTHING
+    """Of that, where the time to the first token went."""
+
+    def __post_init__(self) -> None:
+        if min(self.main_layer_passes, self.main_recomputed_layer_passes) < 0:
+            raise ValueError("layer passes below 0")
+
+    def and_then(self, later: "PathStats") -> "PathStats":
+        """Of both parts of a request."""
+        return PathStats(
+            self.latency_s + later.latency_s,
+            self.time_to_first_token_s,
+            self.stall_s + later.stall_s,
+            self.main_layer_passes + later.main_layer_passes,
+            self.main_recomputed_layer_passes + later.main_recomputed_layer_passes,
+            self.ledger.plus(later.ledger),
+            self.first_token_ledger,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(PathStats):
+    """Counts and times of one generation."""
 
     prompt_tokens: int
     new_tokens: int
@@ -61,15 +103,6 @@ class Stats:
     run_lengths: tuple[int, ...]
     """Tokens between two misses, in order; of a self-speculative method, the tokens that the prompt's pass and each
     verification gave. They sum to `new_tokens`."""
-    latency_s: float
-    """From the request's arrival at the main process to its last token."""
-    time_to_first_token_s: float
-    stall_s: float
-    """Of the latency, what the main process spent waiting for sub-processes."""
-    main_layer_passes: int
-    """Layer passes of the main process on the path of the tokens: d·ℓ − (d − d̄)·hits, the prompt's pass as one."""
-    main_recomputed_layer_passes: int
-    """Layer passes that the main process spent on entries which no sub-process delivered in time."""
     sub_layer_passes: tuple[int, ...]
     """Each sub-process' layer passes for candidates: d − d̄ a candidate."""
     sub_coherence_layer_passes: tuple[int, ...]
@@ -77,10 +110,6 @@ class Stats:
     predicted_ratio: float
     """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate; of a
     self-speculative method, that SWIFT's equation 6 gives for this run's drafts."""
-    ledger: LatencyBreakdown
-    """Where the latency went."""
-    first_token_ledger: LatencyBreakdown
-    """Of that, where the time to the first token went."""
     speculation: Speculation | None = None
     """Drafts and verifications of a self-speculative method; None for other ways of decoding."""
 

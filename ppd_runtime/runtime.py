@@ -4,7 +4,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Generator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -27,14 +27,7 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head
-from ppd_runtime.pipeline.messages import (
-    MAIN,
-    MISS,
-    NOT_ASKED,
-    Finished,
-)
-from ppd_runtime.pipeline.requests import begin_request
-from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
 from ppd_runtime.tracing.trace import Trace
 from ppd_runtime.transport.network import check_interface
 from ppd_runtime.transport.sockets import check_collective
@@ -248,9 +241,7 @@ class PPDRuntime(TextGenerator):
         assert workers is not None
         request, self._next_request = self._next_request, self._next_request + 1
         ending.start_clock()
-        call = RequestClient(
-            workers, replace(begin_request(request, prompt_ids, params, live), traced=self._traced), ending
-        )
+        call = RequestClient(workers, Begin(CLIENT, request, prompt_ids, params, live, self._traced), ending)
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
@@ -300,9 +291,9 @@ def _counts(call: RequestClient, workers: Workers, specs: list[WorkerSpec]) -> R
         tokens=finished.num_tokens,
         hits={rank: hits for rank, hits in call.winners.items() if rank > MISS},
         misses=call.winners[MISS],
-        stall_s=finished.stall_s,
-        latency_s=finished.latency_s,
-        layer_passes={MAIN: finished.layer_passes, **passes},
+        stall_s=finished.path.stall_s,
+        latency_s=finished.path.latency_s,
+        layer_passes={MAIN: finished.path.main_layer_passes, **passes},
         restarts=_restarts(workers, specs),
         serving=workers.supervisor.serving(),
     )
@@ -317,22 +308,10 @@ def _totals(call: RequestClient, trace: Trace | None) -> Totals:
     assert finished is not None
     return Totals(
         finish_reason=finished.reason,
-        latency_s=finished.latency_s,
-        time_to_first_token_s=finished.time_to_first_token_s,
-        stall_s=finished.stall_s,
-        ledger=_ledger(finished, ""),
-        first_token_ledger=_ledger(finished, "first_"),
-        main_layer_passes=finished.layer_passes,
-        main_recomputed_layer_passes=finished.recomputed_layer_passes,
+        path=finished.path,
         sub_layer_passes=tuple(r.layer_passes for r in reports),
         sub_coherence_layer_passes=tuple(r.coherence_layer_passes for r in reports),
         trace=trace,
-    )
-
-
-def _ledger(finished: Finished, prefix: str) -> LatencyBreakdown:
-    return LatencyBreakdown(
-        **{field.name: getattr(finished, prefix + field.name) for field in fields(LatencyBreakdown)}
     )
 
 

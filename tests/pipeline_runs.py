@@ -20,7 +20,6 @@ from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.requests import begin_request
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
@@ -158,7 +157,7 @@ def iter_forever():
 
 def begin_message(prompt: Sequence[int], params: SamplingParams) -> Begin:
     """The request as the client would send it."""
-    return begin_request(1, prompt, params, live=True)
+    return Begin(CLIENT, 1, prompt, params, live=True)
 
 
 def rehearsed(prompt: Sequence[int], tokens: Sequence[int], rate: float, vocab_size: int, seed: int = 0) -> OracleHead:

@@ -286,7 +286,7 @@ def _ranks(setting: Setting) -> range:
 
 def _begin(setting: Setting) -> Begin:
     """A request with a prompt of one token."""
-    return Begin(CLIENT, 0, [0], setting.num_new_tokens, 0.0, 0, 1.0, 1.0, 0, [], True, True)
+    return Begin(CLIENT, 0, [0], SamplingParams(setting.num_new_tokens, ignore_eos=True), live=True)
 
 
 def _result(network: VirtualNetwork, main: MainProcess, subs: Sequence[_Sub]) -> Simulated:

@@ -23,7 +23,6 @@ from ppd_runtime.pipeline.messages import (
     Tokens,
     WireError,
 )
-from ppd_runtime.pipeline.requests import cut_short
 from ppd_runtime.pipeline.span_messages import unpack
 from ppd_runtime.tracing.spans import ProcessSpans
 
@@ -160,7 +159,7 @@ class RequestClient:
         return replace(message, reason=reason or message.reason)
 
     def _cut_short(self) -> Finished:
-        return cut_short(self._begin.request, len(self._delivered), time.monotonic() - self._began)
+        return Finished.cut_short(self._begin.request, len(self._delivered), time.monotonic() - self._began)
 
     def _end_early(self) -> None:
         """Tell the main process, once, where the request is to end; what it has sent until then still counts."""

@@ -217,7 +217,6 @@ class _Request:
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
         hits = [hit for hit in verdicts if hit is not None]
         rate = sum(hits) / len(hits) if hits else None
-        names = [field.name for field in fields(totals) if field.name not in ("finish_reason", "trace", "run_lengths")]
         return Stats(
             prompt_tokens=len(self._prompt_ids),
             new_tokens=len(verdicts),
@@ -225,5 +224,8 @@ class _Request:
             misses=len(hits) - sum(hits),
             run_lengths=totals.run_lengths or lengths_of_runs(verdicts),
             predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts), totals),
-            **{name: getattr(totals, name) for name in names},
+            sub_layer_passes=totals.sub_layer_passes,
+            sub_coherence_layer_passes=totals.sub_coherence_layer_passes,
+            speculation=totals.speculation,
+            **{field.name: getattr(totals.path, field.name) for field in fields(totals.path)},
         )

@@ -16,6 +16,7 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.results import PathStats
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
 
@@ -96,12 +97,13 @@ class OneProcessDecoding(TextGenerator):
             yield Step(token, right, last=reason is not None)
         totals = Totals(
             finish_reason=reason,
-            latency_s=spent,
-            time_to_first_token_s=first,
-            stall_s=0.0,
-            ledger=recorder.ledger(),
-            first_token_ledger=first_ledger or recorder.ledger(),
-            main_layer_passes=self.stage.layer_passes - passes,
+            path=PathStats(
+                latency_s=spent,
+                time_to_first_token_s=first,
+                main_layer_passes=self.stage.layer_passes - passes,
+                ledger=recorder.ledger(),
+                first_token_ledger=first_ledger or recorder.ledger(),
+            ),
             trace=self._trace(),
         )
         yield self._counted(totals)

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.results import Speculation, run_lengths
+from ppd_runtime.results import PathStats, Speculation, run_lengths
 from ppd_runtime.text import StopRule
-from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.trace import Trace
 
 
@@ -31,13 +30,7 @@ class Totals:
     """What a way of decoding counted and timed; see `Stats` for the meaning and units."""
 
     finish_reason: str
-    latency_s: float
-    time_to_first_token_s: float
-    stall_s: float
-    ledger: LatencyBreakdown
-    first_token_ledger: LatencyBreakdown
-    main_layer_passes: int
-    main_recomputed_layer_passes: int = 0
+    path: PathStats
     sub_layer_passes: tuple[int, ...] = ()
     sub_coherence_layer_passes: tuple[int, ...] = ()
     trace: Trace | None = None
@@ -49,13 +42,7 @@ class Totals:
         """Of both parts of a request."""
         return Totals(
             finish_reason=later.finish_reason,
-            latency_s=self.latency_s + later.latency_s,
-            time_to_first_token_s=self.time_to_first_token_s,
-            stall_s=self.stall_s + later.stall_s,
-            ledger=self.ledger.plus(later.ledger),
-            first_token_ledger=self.first_token_ledger,
-            main_layer_passes=self.main_layer_passes + later.main_layer_passes,
-            main_recomputed_layer_passes=self.main_recomputed_layer_passes + later.main_recomputed_layer_passes,
+            path=self.path.and_then(later.path),
             sub_layer_passes=_sums(self.sub_layer_passes, later.sub_layer_passes),
             sub_coherence_layer_passes=_sums(self.sub_coherence_layer_passes, later.sub_coherence_layer_passes),
             trace=self.trace and later.trace and self.trace.and_then(later.trace),

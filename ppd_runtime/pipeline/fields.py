@@ -5,7 +5,6 @@ the lowest first: so no array in a header is long, however its writer nests them
 """
 
 import dataclasses
-import math
 import sys
 from array import array
 from collections.abc import Callable
@@ -21,7 +20,7 @@ MOST_TEXT, MOST_TEXTS = MOST_STOP_CHARACTERS, MOST_STOPS
 """Characters of a text, texts of a list."""
 _MOST_RANK = 2**20
 _MOST_DESCRIPTION = 64
-_LEAST, _MOST = math.ulp(0.0), sys.float_info.max
+_MOST = sys.float_info.max
 
 
 class WireError(ValueError):
@@ -37,32 +36,36 @@ class Within:
     most: int = 0
 
 
+@dataclass(frozen=True)
+class AsRecord:
+    """Marks a field that is a dataclass of plain values and checks them itself: in a header, a list of its values."""
+
+    stays: tuple[str, ...] = ()
+    """Its fields that are not sent; whoever reads it has their defaults."""
+    functions: tuple[str, ...] = ()
+    """Its fields that no bytes can hold; they must be empty."""
+
+
 Rank = Annotated[int, Within(-1, _MOST_RANK)]
 Request = Annotated[int, Within(0, 2**63 - 1)]
 Position = Annotated[int, Within(0, 2**32)]
 TokenId = Annotated[int, Within(0, 2**31 - 1)]
 TokenIds = Annotated[list[int], Within(0, 2**31 - 1, 2**21)]
-StopTokenIds = Annotated[list[int], Within(0, 2**31 - 1, MOST_STOPS)]
 Candidates = Annotated[tuple[int, ...], Within(0, 2**31 - 1, 2**20)]
 Winners = Annotated[list[int], Within(-1, _MOST_RANK, 2**21)]
 Ranks = Annotated[list[int], Within(-1, _MOST_RANK, MOST_TEXTS)]
 Int64s = Annotated[list[int], Within(-(2**63), 2**63 - 1, 2**16)]
 Int64 = Annotated[int, Within(-(2**63), 2**63 - 1)]
-Seed = Annotated[int, Within(0, 2**64 - 1)]
 Count = Annotated[int, Within(0, 2**63 - 1)]
 TensorBytes = Annotated[int, Within(1, 2**31)]
 Bytes = Annotated[bytes, Within(0, 255, 2**20)]
 Limit = Annotated[int, Within(0, 2**31 - 1)]
-Length = Annotated[int, Within(1, 2**31 - 1)]
 Finite = Annotated[float, Within(-_MOST, _MOST)]
-NotNegative = Annotated[float, Within(0, _MOST)]
-Positive = Annotated[float, Within(_LEAST, _MOST)]
-Chance = Annotated[float, Within(0, 1)]
-Penalty = Annotated[float, Within(-2, 2)]
-Share = Annotated[float, Within(_LEAST, 1)]
 
 Reader = Callable[[Any], Any]
 """From what a header holds to the value of a field; it raises WireError for all else."""
+Writer = Callable[[Any], Any]
+"""From the value of a field to what a header holds."""
 
 
 def is_tensor(hint: object) -> bool:
@@ -92,6 +95,8 @@ def reader(name: str, hint: object) -> Reader:
     """
     if get_origin(hint) is Annotated:
         base, within = get_args(hint)
+        if isinstance(within, AsRecord):
+            return _record_reader(name, base, within)
         if is_packed(hint):
             return _packed_reader(name, within, base != list[int])
         return _checked_reader(name, lambda value: type(value) is bytes and len(value) <= within.most)
@@ -134,8 +139,8 @@ class FieldPlan:
     ranges: tuple[Range, ...]
     readers: tuple[tuple[int, Reader], ...]
     """Of fields that are no numbers."""
-    packed: tuple[int, ...]
-    """Places of lists of whole numbers."""
+    writers: tuple[tuple[int, Writer], ...]
+    """Of fields that do not stand in a header as they are: lists of whole numbers, and records."""
     tensor: int
     """Place of its tensor; 0 where it has none."""
 
@@ -161,7 +166,7 @@ def make_plan(number: int, kind: type) -> FieldPlan:
         values=attrgetter(*names),
         ranges=tuple(_range(place, name, hint) for place, name, hint in fields if is_number(hint)),
         readers=tuple((place, reader(name, hint)) for place, name, hint in fields if not is_number(hint)),
-        packed=tuple(place for place, _, hint in fields if is_packed(hint)),
+        writers=tuple((place, write) for place, name, hint in fields if (write := writer(name, hint))),
         tensor=tensors[0] if tensors else 0,
     )
 
@@ -183,6 +188,70 @@ def _packed_reader(name: str, within: Within, as_tuple: bool) -> Reader:
         return tuple(numbers) if as_tuple else numbers.tolist()
 
     return read
+
+
+def writer(name: str, hint: object) -> Writer | None:
+    """How to write the field `name`; None: as it is."""
+    if is_packed(hint):
+        return pack_numbers
+    if get_origin(hint) is Annotated and isinstance(get_args(hint)[1], AsRecord):
+        return _record_writer(name, *get_args(hint))
+    return None
+
+
+def _record_writer(name: str, kind: type, form: AsRecord) -> Writer:
+    hints = _record_hints(kind, form)
+    inner = {field: _record_writer(field, hint, AsRecord()) for field, hint in hints.items() if _is_record(hint)}
+
+    def write(record: Any) -> list[Any]:
+        if any(getattr(record, function) for function in form.functions):
+            raise WireError(f"{name} with functions, which are not sent")
+        values = {field: getattr(record, field) for field in hints}
+        return [inner[field](value) if field in inner else value for field, value in values.items()]
+
+    return write
+
+
+def _record_reader(name: str, kind: type, form: AsRecord) -> Reader:
+    hints = _record_hints(kind, form)
+    readers = [(field, _value_reader(f"{name}.{field}", hint)) for field, hint in hints.items()]
+
+    def read(values: Any) -> Any:
+        if type(values) is not list or len(values) != len(readers):
+            raise WireError(f"{name} of the wrong type or length")
+        given = {field: take(value) for (field, take), value in zip(readers, values, strict=True)}
+        try:
+            return kind(**given)
+        except ValueError as error:
+            raise WireError(f"{name}: {error}") from error
+
+    return read
+
+
+def _record_hints(kind: type, form: AsRecord) -> dict[str, Any]:
+    """The types of what is sent."""
+    hints = get_type_hints(kind, localns={"Tensor": Tensor})  # settings name it without importing it
+    stay = {*form.stays, *form.functions}
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name not in stay}
+
+
+def _is_record(hint: object) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _value_reader(name: str, hint: Any) -> Reader:
+    """How to read a record's field."""
+    if _is_record(hint):
+        return _record_reader(name, hint, AsRecord())
+    checks: dict[object, Callable[[Any], bool]] = {
+        bool: lambda value: type(value) is bool,
+        int: lambda value: type(value) is int,
+        float: lambda value: type(value) in (int, float) and abs(value) <= _MOST,
+        tuple[str, ...]: _are_texts,
+        tuple[int, ...]: lambda value: type(value) is list and all(type(number) is int for number in value),
+    }
+    good = _checked_reader(name, checks[hint])
+    return (lambda value: tuple(good(value))) if get_origin(hint) is tuple else good
 
 
 def _are_texts(value: object) -> bool:

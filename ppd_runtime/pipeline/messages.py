@@ -8,46 +8,38 @@ whatever is wrong becomes a `WireError`.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 import torch
 from torch import Tensor
 
-from ppd_runtime.config import LogitsProcessor
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.fields import (
     MOST_TEXTS,
+    AsRecord,
     Bytes,
     Candidates,
-    Chance,
     Count,
     FieldPlan,
     Finite,
     Int64,
     Int64s,
-    Length,
-    Limit,
-    NotNegative,
-    Penalty,
     Position,
-    Positive,
     Rank,
     Ranks,
     Request,
-    Seed,
-    Share,
-    StopTokenIds,
     TensorBytes,
     TokenId,
     TokenIds,
     Winners,
     WireError,
     make_plan,
-    pack_numbers,
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, outgoing
+from ppd_runtime.results import PathStats
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -77,32 +69,14 @@ class Begin(Message):
     """
 
     prompt_ids: TokenIds
-    max_new_tokens: Length
-    temperature: NotNegative
-    top_k: Limit
-    top_p: Share
-    repetition_penalty: Positive
-    seed: Seed
-    stop: list[str]
-    ignore_eos: bool
+    params: Annotated[SamplingParams, AsRecord(stays=("timeout_s",), functions=("logits_processors",))]
+    """All but the time that it may take, which its client sees to."""
     live: bool
     """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
     traced: bool = False
     """Whether the client wants every process' `Spans`."""
     delivered: TokenIds = field(default_factory=list)
     """Tokens behind the prompt that the client has already got."""
-    min_p: Chance = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    stop_token_ids: StopTokenIds = field(default_factory=list)
-    num_generated: Limit = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BeginHere(Begin):
-    """A `Begin` between threads of one process, with functions: it has no form on the wire."""
-
-    logits_processors: tuple[LogitsProcessor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,26 +182,17 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Main → client, after the last token: why it ended, seconds, and layer passes; see `results.LatencyBreakdown`."""
+    """Main → client, after the last token: why it ended, and what it came to."""
 
     reason: str
     num_tokens: Count
     """Tokens behind the prompt."""
-    latency_s: Finite
-    time_to_first_token_s: Finite
-    stall_s: Finite
-    layer_passes: Count
-    recomputed_layer_passes: Count
-    layers_s: Finite
-    heads_s: Finite
-    hops_s: Finite
-    waiting_s: Finite
-    python_s: Finite
-    first_layers_s: Finite
-    first_heads_s: Finite
-    first_hops_s: Finite
-    first_waiting_s: Finite
-    first_python_s: Finite
+    path: Annotated[PathStats, AsRecord()]
+
+    @staticmethod
+    def cut_short(request: int, num_tokens: int = 0, latency_s: float = 0.0) -> "Finished":
+        """The end of a cancelled request that no main process tells more of: other times, and passes, are unknown."""
+        return Finished(MAIN, request, "cancelled", num_tokens, PathStats(latency_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +288,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 _PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
 _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
-    Begin: lambda begin: len(begin.delivered) <= begin.max_new_tokens,
+    Begin: lambda begin: len(begin.delivered) <= begin.params.max_new_tokens,
     CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
     Peers: lambda peers: len(peers.addresses) == len(peers.locations),
     Tokens: lambda tokens: len(tokens.token_ids) == len(tokens.winners),
@@ -375,8 +340,8 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
 def _header(plan: FieldPlan, values: Sequence[Any], description: bytes | None) -> bytes:
     """`description` is of the message's tensor: dtype and shape."""
     fields = [WIRE_VERSION, plan.number, *values]
-    for place in plan.packed:
-        fields[place] = pack_numbers(fields[place])
+    for place, write in plan.writers:
+        fields[place] = write(fields[place])
     if plan.tensor:
         fields[plan.tensor] = description
     header = _THREAD.packer.pack(fields)

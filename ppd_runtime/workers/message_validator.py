@@ -10,7 +10,6 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     Begin,
-    BeginHere,
     Candidate,
     CatchUp,
     Entries,
@@ -29,7 +28,6 @@ class MessageValidator:
         self._vocab_size, self._head_start, self._num_subs = vocab_size, head_start, num_subs
         self._checks: dict[type[Message], Callable[[Any], bool]] = {
             Begin: self._is_request,
-            BeginHere: self._is_request,
             Token: lambda m: m.token_id < vocab_size and (m.hidden is None or self._are_states(m.hidden, 1)),
             ExitState: lambda m: self._are_states(m.hidden, 1),
             Candidate: lambda m: self._are_tokens(m.token_ids),

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,9 +37,9 @@ from ppd_runtime.pipeline.messages import (
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.requests import cut_short, sampling_params
 from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.results import PathStats
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
@@ -137,7 +137,7 @@ class Worker:
         if self.spec.rank != MAIN:
             self._ask_for(message)
         elif isinstance(message, Cancel) and message.request > self._request:
-            self._endpoint.send(CLIENT, cut_short(message.request))
+            self._endpoint.send(CLIENT, Finished.cut_short(message.request))
         elif isinstance(message, Begin | Cancel) and self._finished and message.request == self._request:
             if isinstance(message, Begin) and self._main:
                 self._main.repeat(len(message.delivered))
@@ -155,7 +155,7 @@ class Worker:
         self._request, self._unknown, self._finished = begin.request, 0, None
         self._clock = _Clock()
         self._recorder.begin(begin.traced)
-        sampler = TimedSampler(sampling_params(begin), self._recorder, len(begin.prompt_ids))
+        sampler = TimedSampler(begin.params, self._recorder, len(begin.prompt_ids))
         if self.spec.rank == MAIN:
             self._decode(begin, sampler)
         else:
@@ -177,13 +177,15 @@ class Worker:
             request=begin.request,
             reason=main.finish_reason,
             num_tokens=len(main.history) - len(begin.prompt_ids),
-            latency_s=time.perf_counter() - self._clock.began,
-            time_to_first_token_s=self._clock.first_token,
-            stall_s=self._clock.stalled,
-            layer_passes=main.layer_passes,
-            recomputed_layer_passes=main.recomputed_layer_passes,
-            **asdict(ledger),
-            **{f"first_{name}": value for name, value in asdict(self._clock.first_ledger or ledger).items()},
+            path=PathStats(
+                latency_s=time.perf_counter() - self._clock.began,
+                time_to_first_token_s=self._clock.first_token,
+                stall_s=self._clock.stalled,
+                main_layer_passes=main.layer_passes,
+                main_recomputed_layer_passes=main.recomputed_layer_passes,
+                ledger=ledger,
+                first_token_ledger=self._clock.first_ledger or ledger,
+            ),
         )
         self._ship_spans(begin.request)
         self._endpoint.send(CLIENT, finished)

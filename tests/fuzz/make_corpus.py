@@ -11,6 +11,7 @@ import torch
 from fuzz.inputs import CORPUS, mutations
 from fuzz.targets import frames_of
 
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import (
     KIND_NAMES,
     Begin,
@@ -38,15 +39,17 @@ from ppd_runtime.pipeline.messages import (
     encode,
     split,
 )
+from ppd_runtime.results import PathStats
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 REFUSED = "refused"
 SEEDS, TRIES = 40, 2000
 STATE = torch.linspace(-1, 1, 8).view(1, 1, 8)
 ENTRIES = torch.linspace(-1, 1, 16).bfloat16().view(1, 2, 2, 1, 4)
-BEGIN = Begin(
-    -1, 1, [5, 6, 7], 16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ["\n\n", "é"], False, True, True, [8, 9],
-    0.05, 1.5, -0.5, [3, 4], 2,
-)  # fmt: skip
+PARAMS = SamplingParams(
+    16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ("\n\n", "é"), False, 0.05, 1.5, -0.5, (3, 4), num_generated=2
+)
+BEGIN = Begin(-1, 1, [5, 6, 7], PARAMS, True, True, [8, 9])
 MESSAGES: tuple[Message, ...] = (
     BEGIN,
     ExitState(0, 1, 4, STATE),
@@ -58,7 +61,7 @@ MESSAGES: tuple[Message, ...] = (
     Entries(1, 1, 5, ENTRIES, 12.75),
     End(0, 1),
     Cancel(-1, 2),
-    Finished(0, 1, "length", 16, *[0.25] * 3, 96, 0, *[0.125] * 10),
+    Finished(0, 1, "length", 16, PathStats(0.25, 0.25, 0.25, 96, 0, *[LatencyBreakdown(*[0.125] * 5)] * 2)),
     Report(1, 1, 48, 12),
     Failed(2, 0, "RuntimeError: out of memory"),
     Shutdown(-1, 0),

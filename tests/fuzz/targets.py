@@ -12,6 +12,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import Begin, Message, Token, WireError, decode, encode
 from ppd_runtime.transport.unix import _FIRST_BUFFER_BYTES, _Inlet
 
@@ -79,21 +80,23 @@ def round_trip(data: bytes) -> int:
             sender=-1,
             request=values.number(2**63),
             prompt_ids=values.token_ids(),
-            max_new_tokens=2**16 + values.number(2**30),
-            temperature=values.number(2**20) / 1000,
-            top_k=values.number(2**31),
-            top_p=(1 + values.number(1000)) / 1000,
-            repetition_penalty=(1 + values.number(5000)) / 1000,
-            seed=values.number(2**64),
-            stop=[values.text() for _ in range(values.number(4))],
-            ignore_eos=bool(values.number(2)),
+            params=SamplingParams(
+                max_new_tokens=2**16 + values.number(2**30),
+                temperature=values.number(2**20) / 1000,
+                top_k=values.number(2**31),
+                top_p=(1 + values.number(1000)) / 1000,
+                repetition_penalty=(1 + values.number(5000)) / 1000,
+                seed=values.number(2**64),
+                stop=tuple(values.text() or "." for _ in range(values.number(4))),
+                ignore_eos=bool(values.number(2)),
+                min_p=values.number(1001) / 1000,
+                presence_penalty=values.number(4001) / 1000 - 2,
+                frequency_penalty=values.number(4001) / 1000 - 2,
+                stop_token_ids=tuple(values.token_ids()),
+            ),
             live=bool(values.number(2)),
             traced=bool(values.number(2)),
             delivered=values.token_ids(),
-            min_p=values.number(1001) / 1000,
-            presence_penalty=values.number(4001) / 1000 - 2,
-            frequency_penalty=values.number(4001) / 1000 - 2,
-            stop_token_ids=values.token_ids(),
         )
     assert_same(decode([bytes(frame) for frame in encode(message)]), message)
     return 1

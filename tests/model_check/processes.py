@@ -16,6 +16,7 @@ from greenlet import getcurrent, greenlet
 
 from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from ppd_runtime.client import request as calls
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token, Tokens
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
@@ -70,9 +71,8 @@ class Scenario:
 
     def begin(self, request: int) -> Begin:
         """A request as the client sends it first."""
-        prompt, ignore_eos = list(self.model.prompts[request - 1]), self.eos is None
-        settings = 0.0, 0, 1.0, 1.0, 0, []
-        return Begin(CLIENT, request, prompt, self.new_tokens, *settings, ignore_eos, self.live)
+        params = SamplingParams(self.new_tokens, ignore_eos=self.eos is None)
+        return Begin(CLIENT, request, list(self.model.prompts[request - 1]), params, self.live)
 
     def expected(self) -> list[tuple[int, int]]:
         """All that the client may get: request and token."""

@@ -10,9 +10,9 @@ import pytest
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.request import RequestClient
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Message, Token
-from ppd_runtime.pipeline.requests import cut_short
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Finished, Message, Token
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133]
@@ -137,7 +137,7 @@ class _NewMain:
     def send(self, address: int, message: Message) -> None:
         if isinstance(message, Cancel):
             self.cancels += 1
-            self.told += [cut_short(message.request)] * self.answers
+            self.told += [Finished.cut_short(message.request)] * self.answers
 
     def receive(self, timeout: float | None) -> Message | None:
         time.sleep(0 if self.told else 0.01)
@@ -158,7 +158,7 @@ class _NewMain:
 def test_a_cancel_does_not_wait_for_a_main_process_that_knows_or_says_nothing(answers: bool) -> None:
     """What has been delivered is the result; nobody asks for the rest again and again."""
     workers, ending = _NewMain(answers), Ending(None)
-    begin = Begin(CLIENT, 1, [5], 100, 0.0, 0, 1.0, 1.0, 0, [], False, True)
+    begin = Begin(CLIENT, 1, [5], SamplingParams(100), live=True)
     call, tokens = RequestClient(workers, begin, ending), []
     for token in call.tokens():
         tokens.append(token.token_id)
@@ -166,7 +166,7 @@ def test_a_cancel_does_not_wait_for_a_main_process_that_knows_or_says_nothing(an
             ending.cancel()
     assert tokens == [7, 8]
     assert (call.reports.finished.num_tokens, call.reports.finished.reason) == (2, "cancelled")
-    assert 0 < call.reports.finished.latency_s < 10
+    assert 0 < call.reports.finished.path.latency_s < 10
     assert workers.cancels == 1 or not answers
 
 

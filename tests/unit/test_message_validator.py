@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -46,7 +47,7 @@ def good_messages(worker: Worker) -> dict[str, Message]:
     hidden = torch.ones(1, 1, stage.model.config.hidden_size, dtype=worker.spec.dtype)
     entries = stage.export_entries(0, 1, NUM_LAYERS - EXIT_LAYER)
     return {
-        "begin": Begin(CLIENT, 1, [1, 2], 3, 0.0, 0, 1.0, 1.0, 0, [], False, True),
+        "begin": Begin(CLIENT, 1, [1, 2], SamplingParams(3), live=True),
         "token": Token(MAIN, 1, 2, 3, 1, hidden),
         "exit state": ExitState(MAIN, 1, 2, hidden),
         "candidate": Candidate(2, 1, 2, (3, 4)),

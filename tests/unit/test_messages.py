@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 from array import array
 from dataclasses import replace
@@ -44,7 +45,8 @@ from ppd_runtime.pipeline.messages import (
     encode,
     split,
 )
-from ppd_runtime.pipeline.requests import begin_request, sampling_params
+from ppd_runtime.results import PathStats
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 KINDS = (
     Begin,
@@ -69,7 +71,8 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 10
+VERSION = 11
+BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,6 +91,30 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
+def whole(high: int, low: int = 0) -> st.SearchStrategy[int]:
+    """Whole numbers of a range, its ends among them."""
+    return st.integers(low, high) | st.sampled_from([low, high])
+
+
+seconds = st.floats(0, sys.float_info.max)
+breakdowns = st.builds(LatencyBreakdown, *[st.floats(allow_nan=False, allow_infinity=False)] * 5)
+path_stats = st.builds(PathStats, seconds, seconds, seconds, whole(2**63 - 1), whole(2**63 - 1), breakdowns, breakdowns)
+sampling = st.builds(
+    SamplingParams,
+    max_new_tokens=whole(2**31 - 1, 1),
+    temperature=st.just(0.0) | st.floats(1e-6, sys.float_info.max),
+    top_k=whole(2**31 - 1),
+    top_p=st.floats(0, 1, exclude_min=True),
+    repetition_penalty=st.floats(0, sys.float_info.max, exclude_min=True),
+    seed=whole(2**64 - 1),
+    stop=st.lists(texts.filter(bool), max_size=5).map(tuple),
+    ignore_eos=st.booleans(),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    stop_token_ids=st.lists(whole(2**31 - 1), max_size=20).map(tuple),
+    num_generated=whole(2**31 - 1),
+)
 STRATEGIES = {
     bool: st.booleans(),
     str: texts,
@@ -99,6 +126,10 @@ STRATEGIES = {
 
 def within(base: object, bounds: Within) -> st.SearchStrategy[object]:
     """Every value that is let through, the least and the greatest among them."""
+    if base is SamplingParams:
+        return sampling
+    if base is PathStats:
+        return path_stats
     if base is bytes:
         return st.binary(max_size=50)
     if base is float:
@@ -126,7 +157,7 @@ def base_type(hint: object) -> object:
 def agree(message: Message) -> bool:
     """Whether the message's fields can be one message's."""
     if isinstance(message, Begin):
-        return len(message.delivered) <= message.max_new_tokens
+        return len(message.delivered) <= message.params.max_new_tokens
     if isinstance(message, CatchUp) and message.entries is not None:
         return message.entries.dim() > 0 and len(message.entries) <= len(message.token_ids)
     if isinstance(message, Tokens):
@@ -186,10 +217,7 @@ EMPTY = numbers()
 
 def begin_header(**changes: object) -> bytes:
     """A good request's header, but for some fields."""
-    fields = {
-        "sender": -1,
-        "request": 1,
-        "prompt_ids": numbers(1),
+    params = {
         "max_new_tokens": 1,
         "temperature": 0.0,
         "top_k": 0,
@@ -198,16 +226,24 @@ def begin_header(**changes: object) -> bytes:
         "seed": 0,
         "stop": [],
         "ignore_eos": False,
-        "live": False,
-        "traced": False,
-        "delivered": EMPTY,
         "min_p": 0.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "stop_token_ids": EMPTY,
+        "stop_token_ids": [],
         "num_generated": 0,
     }
-    return head(VERSION, 0, *(fields | changes).values())
+    params |= {name: value for name, value in changes.items() if name in params}
+    fields = {
+        "sender": -1,
+        "request": 1,
+        "prompt_ids": numbers(1),
+        "params": list(params.values()),
+        "live": False,
+        "traced": False,
+        "delivered": EMPTY,
+    }
+    fields |= {name: value for name, value in changes.items() if name not in params}
+    return head(VERSION, 0, *fields.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,12 +274,16 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         list[str]: ["b", "c"],
         Tensor: torch.ones(2),
         Tensor | None: torch.ones(2),
+        SamplingParams: SamplingParams(7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), num_generated=6),
+        PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, BREAKDOWN, BREAKDOWN),
     }
     in_header = values | {
         list[int]: array("q", values[list[int]]).tobytes(),
         tuple[int, ...]: b"\3\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0",
         Tensor: described(0, 2),
         Tensor | None: described(0, 2),
+        SamplingParams: [7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, [8], 6],
+        PathStats: [1.5, 0.5, 0.25, 12, 3, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]],
     }
     types = [base_type(hint) for hint in field_types(kind)]
     frames = on_the_wire(kind(*(values[wanted] for wanted in types)))
@@ -278,9 +318,9 @@ def test_a_decoded_tensor_is_a_copy_that_can_be_written() -> None:
 
 
 def test_encoding_leaves_the_message_alone() -> None:
-    message = Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False, True)
+    message, params = Begin(-1, 1, [1, 2], SamplingParams(3, 0.5, seed=7, stop=("a",)), True), SamplingParams(3, 0.5)
     encode(message)
-    assert message == Begin(-1, 1, [1, 2], 3, 0.5, 0, 1.0, 1.0, 7, ["a"], False, True)
+    assert message == Begin(-1, 1, [1, 2], replace(params, seed=7, stop=("a",)), True)
 
 
 @pytest.mark.parametrize(
@@ -317,18 +357,19 @@ def test_sampling_params_are_refused_or_travel(changes: dict[str, object]) -> No
     except ValueError as error:
         assert next(iter(changes)) in str(error)
         return
-    begin = begin_request(1, [1], params, live=True)
+    begin = Begin(-1, 1, [1], params, live=True)
     assert_same_message(decode(on_the_wire(begin)), begin)
-    assert sampling_params(begin) == params
+
+
+def test_the_time_that_a_request_may_take_is_its_clients_business() -> None:
+    begin = Begin(-1, 1, [1], SamplingParams(3, timeout_s=5), live=True)
+    assert decode(on_the_wire(begin)).params == SamplingParams(3)
 
 
 def test_functions_stay_in_their_process() -> None:
     """Between threads they are passed on; no bytes can hold them."""
-    params = SamplingParams(logits_processors=(max,), presence_penalty=1)
-    begin = dataclasses.replace(begin_request(1, [1], params, live=True), delivered=[5])
-    assert sampling_params(begin) == params
-    with pytest.raises(KeyError):
-        encode(begin)
+    with pytest.raises(WireError, match="functions"):
+        encode(Begin(-1, 1, [1], SamplingParams(logits_processors=(max,), presence_penalty=1), live=True))
 
 
 @pytest.mark.parametrize(
@@ -435,7 +476,7 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
         {"temperature": math.inf},
         {"temperature": "0"},
         {"temperature": True},
-        {"top_k": -1},
+        {"top_k": -2},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"repetition_penalty": 0},
@@ -486,7 +527,7 @@ def test_entries_of_more_tokens_than_a_message_names_are_refused() -> None:
 
 def test_a_message_that_nobody_would_take_is_not_sent() -> None:
     with pytest.raises(WireError, match="a Begin of 17\\d+ bytes: 16777216 are the most"):
-        encode(Begin(-1, 1, [1] * 2_200_000, 3, 0.5, 0, 1.0, 1.0, 7, [], False, True))
+        encode(Begin(-1, 1, [1] * 2_200_000, SamplingParams(3), True))
 
 
 @pytest.mark.parametrize(
@@ -622,5 +663,5 @@ def test_a_text_of_the_greatest_length_travels() -> None:
 
 def test_a_prompt_of_a_million_tokens_travels() -> None:
     prompt = list(range(10**6))
-    begin = Begin(-1, 1, prompt, 3, 0.5, 0, 1.0, 1.0, 7, [], False, True)
+    begin = Begin(-1, 1, prompt, SamplingParams(3), True)
     assert decode(on_the_wire(begin)).prompt_ids == prompt

@@ -86,7 +86,7 @@ class MainProcess:
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
         """Decode to the end, sending each token to the sub-processes and the client as soon as it is certain."""
-        self.stage.begin(len(self.history) + self.begin.max_new_tokens)
+        self.stage.begin(len(self.history) + self.begin.params.max_new_tokens)
         self.send(self.subs, self.begin)
         self.backoff.begin()
         inputs = yield from self._replay(stop)

@@ -46,7 +46,9 @@ class RunAheadSubProcess:
         self.coherence_layer_passes = 0
         """Layer passes for the prompt and for tokens that were not in the chain."""
         self._certain = len(self.chain)
-        self._last = len(begin.prompt_ids) + begin.max_new_tokens - 2  # position of the last token that another follows
+        self._last = (
+            len(begin.prompt_ids) + begin.params.max_new_tokens - 2
+        )  # position of the last token that another follows
         self._state: Tensor | None = None  # of the chain's newest token; None until its layers have run
         self._forks = 0
         self._entries: dict[int, Tensor] = {}  # of tokens that the main process alone has run, during a rest
@@ -58,7 +60,7 @@ class RunAheadSubProcess:
     def serve(self) -> Machine:
         """Follow the request to its end."""
         prompt = self.begin.prompt_ids
-        self.stage.begin(len(prompt) + self.begin.max_new_tokens)
+        self.stage.begin(len(prompt) + self.begin.params.max_new_tokens)
         state = self.stage.run(0, self.stage.num_layers, prompt, 0)[:, -1:]
         self._state = state if len(self.chain) == len(prompt) else None
         self.coherence_layer_passes += self.stage.num_layers

@@ -62,7 +62,9 @@ class SubProcess:
         self._entries: dict[int, Tensor] = {}
         self._owed: int | None = None  # position whose entries the others wait for
         self._ask_at = 0  # the position at which to say that tokens before it are lacking
-        self._last = len(begin.prompt_ids) + begin.max_new_tokens - 2  # position of the last token that another follows
+        self._last = (
+            len(begin.prompt_ids) + begin.params.max_new_tokens - 2
+        )  # position of the last token that another follows
         self._ranks_ahead = ranks_ahead
         self._states_come_back = False  # whether the main process asks for candidates behind this one's early starts
         self._ahead: Tensor | None = None  # the state of the likeliest token on trial, until what follows is foreseen
@@ -72,7 +74,7 @@ class SubProcess:
     def serve(self) -> Machine:
         """Follow the request to its end, candidates for each token."""
         siblings = len(range(self.k)[self._share])
-        self.stage.begin(len(self.begin.prompt_ids) + self.begin.max_new_tokens + siblings - 1)
+        self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens + siblings - 1)
         self._compute(self.begin.prompt_ids, 0)
         while not self._over:
             message = yield WaitFor(0 if self._has_work() else None)
