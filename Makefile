@@ -1,13 +1,15 @@
 # Two commands: `make demo` and `make test`. Each makes .venv and installs the project at pinned versions first.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -n auto --dist worksteal --maxfail 10 --durations 10
 
 .PHONY: demo test check unit processes nightly bench figures clean
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
 
-test: check unit processes
+test: check .venv/test.stamp
+	$(PYTEST) tests
 
 check: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -16,13 +18,13 @@ check: .venv/test.stamp
 	$(BIN)/mypy
 
 unit: .venv/test.stamp
-	$(BIN)/pytest -n auto tests/unit tests/families
+	$(PYTEST) tests/unit tests/families
 
 processes: .venv/test.stamp
-	$(BIN)/pytest -n auto --dist loadfile --maxfail 5 tests/processes
+	$(PYTEST) tests/processes
 
 nightly: .venv/test.stamp
-	$(BIN)/pytest -m nightly -n auto tests
+	$(PYTEST) -m nightly --maxfail 0 tests
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks
@@ -45,4 +47,4 @@ figures: .venv/test.stamp
 	touch $@ .venv/demo.stamp
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .test_cache

@@ -1,6 +1,7 @@
 """Fixtures for every test: small models built once in a session, one thread, no network, no noise."""
 
 import os
+import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test reaches for the network
 
@@ -23,11 +24,25 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+CACHE = Path(__file__).parents[1] / ".test_cache"
+"""Compiled code of all tests' models, named by all that goes into it: runs share it, and the processes of a run."""
+_KEPT_S = 14 * 86400
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before a run: no test sees weights or findings of an earlier one, nor code that has not been used for long."""
+    if not hasattr(config, "workerinput"):  # one of the processes that share the run
+        oldest = time.time() - _KEPT_S
+        for path in (CACHE / "ppd_runtime").glob("*"):
+            if path.suffix not in (".pt2", ".so") or path.stat().st_mtime < oldest:
+                path.unlink()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test depends on what earlier runs have kept in the user's cache folder, or leaves anything there."""
+def _test_cache() -> Iterator[None]:
+    """Not the user's cache folder; a test of the cache has one of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(CACHE))
         yield
 
 

@@ -19,13 +19,6 @@ NEW_TOKENS = 70  # past a step of the attended rows
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def check(ordinary: OrdinaryDecoding, **layout: object) -> None:
     """Greedy and sampled tokens, with candidates that are right at seven positions in ten."""
     folder, dtype = ordinary.config.model, ordinary.config.dtype

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compilers import needs_compiler
+from grids import pairs_first
 from torch import Tensor
 
 from ppd_runtime.models.native.attention import few_tokens_attention
@@ -44,9 +45,7 @@ def by_the_formula(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     return ((q @ k.transpose(-1, -2) * scale + mask.double()).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 13, 64, 192, 700])
-@pytest.mark.parametrize("window", [None, 9, 50])
+@pytest.mark.parametrize(("shape", "rows", "window"), pairs_first(SHAPES, [1, 13, 64, 192, 700], [None, 9, 50]))
 def test_as_the_formula(shape: tuple[int, int, int, int], rows: int, window: int | None) -> None:
     for tokens in {1, min(rows, 2), min(rows, 5)}:
         position = max(rows - tokens - 7, 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import pairs_first
 from models_for_tests import load_stage
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,15 +28,20 @@ def states(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (8, 1)])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 13, 130])
-@pytest.mark.parametrize("rows", [7, 304, 1100])
-@pytest.mark.parametrize("kind", ["bool", "additive", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "tokens", "rows", "kind"),
+    pairs_first(
+        [torch.float32, torch.bfloat16],
+        [(4, 4), (4, 2), (6, 2), (8, 1)],
+        [1, 2, 4, 13, 130],
+        [7, 304, 1100],
+        ["bool", "additive", "none"],
+    ),
+)
 def test_it_is_the_librarys_attention_to_the_bit(
-    dtype: torch.dtype, heads: int, groups: int, tokens: int, rows: int, kind: str
+    dtype: torch.dtype, heads: tuple[int, int], tokens: int, rows: int, kind: str
 ) -> None:
-    rows += tokens
+    (heads, groups), rows = heads, rows + tokens
     query = states(1, tokens, heads, 32, dtype=dtype, seed=1).transpose(1, 2)
     key, value = (states(rows, groups, 32, dtype=dtype, seed=seed).transpose(0, 1)[None] for seed in (2, 3))
     seen = torch.ones(1, 1, tokens, rows, dtype=torch.bool).tril(rows - tokens)

@@ -12,6 +12,7 @@ import itertools
 import math
 
 import pytest
+from grids import pairs_first
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,10 +117,11 @@ def test_table_3_realises_36_to_55_percent(k: int, p: float, seconds: float, ord
     assert theory.realised_saving(seconds / ordinary, predicted) == pytest.approx(saving, abs=1e-3)
 
 
-@pytest.mark.parametrize(("num_layers", "exit_layer"), SETTINGS)
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("num_new_tokens", [1, 2, 3, 7])
-def test_every_outcome_added_up(num_layers: int, exit_layer: int, p: float, num_new_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("setting", "p", "num_new_tokens"), pairs_first(SETTINGS, [0.0, 0.3, 0.5, 0.9, 1.0], [1, 2, 3, 7])
+)
+def test_every_outcome_added_up(setting: tuple[int, int], p: float, num_new_tokens: int) -> None:
+    num_layers, exit_layer = setting
     outcomes = list(_outcomes(p, num_new_tokens))
     latencies = [(q, sum(theory.run_latency(num_layers, exit_layer, x) for x in runs)) for q, runs in outcomes]
     mean = math.fsum(q * latency for q, latency in latencies)
