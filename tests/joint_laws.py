@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.methods.speculation import Progress, SpeculativeMethod, speculate
+from ppd_runtime.methods.speculation import SpeculationCounts, SpeculativeMethod, speculate
 from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.stage.stage import Stage, sparse_subset
@@ -72,7 +72,7 @@ def text_of(
 ) -> Text:
     """The first `LENGTH` new tokens of a request."""
     stop, made = StopRule(params, frozenset(), None), rule(params, method, len(prompt))
-    steps = speculate(method, stage, made, prompt, params.max_new_tokens, stop, Progress())
+    steps = speculate(method, stage, made, prompt, params.max_new_tokens, stop, SpeculationCounts())
     return tuple(token for token, _, _ in itertools.islice(steps, LENGTH))
 
 
@@ -127,7 +127,7 @@ def _chi_squared(found: np.ndarray, expected: np.ndarray) -> float | None:
 
 
 def memoryless_model(chances: Sequence[float], drafted: Sequence[float]) -> PreTrainedModel:
-    """Two layers: behind any text the next token has `chances`, and `drafted` behind the first layer."""
+    """Two layers: behind any text the next token has `chances`, and `drafted` after the first layer."""
     model = _empty_model(2)
     _add_axis(model, 1)
     stage = _begun(model)

@@ -42,7 +42,7 @@ _BEGINNING_S = 0.05
 
 
 @dataclass(frozen=True)
-class Conditions:
+class CalibrationConditions:
     """What is measured, and under which conditions."""
 
     max_devices: int
@@ -68,7 +68,7 @@ class Calibrator:
     """
 
     def __init__(
-        self, ordinary: OrdinaryDecoding, conditions: Conditions, progress: Progress = lambda line: None
+        self, ordinary: OrdinaryDecoding, conditions: CalibrationConditions, progress: Progress = lambda line: None
     ) -> None:
         self._ordinary, self._conditions, self._progress = ordinary, conditions, progress
         self._threads = ordinary.config.threads_per_worker
@@ -224,7 +224,7 @@ _Step = Callable[[int, int], int]
 class _TimedDecoder:
     """Decodes texts by one way of running a token after another, and keeps the time of each part by name."""
 
-    def __init__(self, ordinary: OrdinaryDecoding, conditions: Conditions, endpoint: Endpoint) -> None:
+    def __init__(self, ordinary: OrdinaryDecoding, conditions: CalibrationConditions, endpoint: Endpoint) -> None:
         self._stage, self._conditions, self._endpoint = ordinary.stage, conditions, endpoint
         self._num_layers = ordinary.info.num_layers
         self._exit = (self._num_layers + 1) // 2

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ppd_runtime.calibration.calibrate import Calibrator, Conditions
+from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.tradeoff import MatchRates
@@ -66,9 +66,9 @@ class Measurement:
         with Calibrator(self.ordinary, self.conditions(max_devices, k, siblings), progress) as calibrator:
             return calibrator.measure()
 
-    def conditions(self, max_devices: int, k: int, siblings: Sequence[int] = ()) -> Conditions:
+    def conditions(self, max_devices: int, k: int, siblings: Sequence[int] = ()) -> CalibrationConditions:
         """How to calibrate: the same prompts, sampling and text length."""
-        return Conditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True), siblings)
+        return CalibrationConditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True), siblings)
 
     def _validator(self, texts: Sequence[str]) -> list[list[int]]:
         most, new = self.ordinary.info.max_positions, self.sampling.max_new_tokens

@@ -5,7 +5,7 @@ Only measuring needs the model and torch: they are imported when it comes to tha
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,8 @@ from ppd_runtime.measure.machine_load import busy_note
 
 if TYPE_CHECKING:
     from ppd_runtime.calibration.plan_inputs import Measurement
+    from ppd_runtime.launch.supervisor import Progress
 
-Progress = Callable[[str], None]
 _USUAL_KS, _MOST_KS = 5, 8
 
 
@@ -108,7 +108,7 @@ class Planned:
 
 
 def plan_with(
-    given: Given, max_devices: int, efficiency: float | None, subject: Subject, progress: Progress
+    given: Given, max_devices: int, efficiency: float | None, subject: Subject, progress: "Progress"
 ) -> Planned:
     """Rank what fits within `max_devices`; `efficiency` is tensor parallelism's, see `planner.rank`.
 

@@ -165,7 +165,7 @@ def miss_time(num_layers: int, times: Times) -> float:
 def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
     """Time from one token to the next after a hit, in `times`' unit: `d̄·τ + λ + max(0, 2c + σ + (w − 1)(d − d̄)τ − λ)`.
 
-    The early start leaves the main process behind the exit layer and comes back two hops, an exit head and d − d̄
+    The early start leaves the main process after the exit layer and comes back two hops, an exit head and d − d̄
     layers later; the main process has its own d − d̄ layers and head to do until then.
 
     Exact while hops and exit heads are short beside the layers: the winner's entries reach the other sub-processes

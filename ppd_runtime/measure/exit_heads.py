@@ -89,7 +89,7 @@ def compare_heads(
     Args:
         before: the first head.
         after: the second one.
-        passes: for each text, one at least, the hidden states behind the exit layer `[1, tokens, hidden_size]`, full
+        passes: for each text, one at least, the hidden states after the exit layer `[1, tokens, hidden_size]`, full
             depth's logits `[1, tokens, vocab_size]`, and the next tokens `[tokens]`.
         ks: numbers of candidates.
         seed: of the first text's shared noise; the next text's is one more.

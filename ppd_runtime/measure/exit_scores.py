@@ -26,7 +26,7 @@ class ExitScore:
 def exit_scores(
     model: PreTrainedModel, rows: Tensor, on_row: Callable[[int], None] = lambda row: None
 ) -> list[ExitScore]:
-    """The exits behind layers 1 to d, on `rows` of token ids, `[rows, length + 1]`; `on_row` counts the rows."""
+    """The exits after layers 1 to d, on `rows` of token ids, `[rows, length + 1]`; `on_row` counts the rows."""
     num_layers, head = model.config.num_hidden_layers, FinalHead(model)
     pieces = [layer_range(model, layer, layer + 1) for layer in range(num_layers)]
     losses, hits = torch.zeros(num_layers), torch.zeros(num_layers, dtype=torch.int64)

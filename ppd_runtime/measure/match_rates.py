@@ -27,7 +27,7 @@ SHARED_NOISE = "shared_noise"
 """Candidates are ranked by the sampling rule itself, with the noise that the token is drawn with, as in the runtime."""
 
 ExitLogits = Callable[[Tensor, int], Tensor]
-"""Hidden states behind an exit layer, `[rows, hidden_size]`, and the layer → `[rows, vocab_size]` float32 logits."""
+"""Hidden states after an exit layer, `[rows, hidden_size]`, and the layer → `[rows, vocab_size]` float32 logits."""
 
 _BY_THE_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logits_processors")
 """Settings that change scores by the text so far."""

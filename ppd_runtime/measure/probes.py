@@ -45,7 +45,7 @@ def report_probe(
     Args:
         probe: hidden states `[1, tokens, hidden_size]` → probabilities `[1, tokens]`.
         head: hidden states → the draft's logits `[1, tokens, vocab_size]`.
-        passes: for each text, one at least, the states behind the exit layer, full depth's logits, and the next tokens.
+        passes: for each text, one at least, the states after the exit layer, full depth's logits, and the next tokens.
     """
     foretold, confident, happened = [], [], []
     for states, final_logits, _ in passes:

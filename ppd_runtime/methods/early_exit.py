@@ -24,7 +24,7 @@ from ppd_runtime.models.trained.probe import Probe, describe_probe, load_probe
 
 
 class EarlyExitDrafting(ABC):
-    """Drafts chains behind layer `exit_layer` (counted from 1) of a stage that holds the whole model.
+    """Drafts chains after layer `exit_layer` (counted from 1) of a stage that holds the whole model.
 
     Args:
         stage: the whole model.
@@ -39,7 +39,7 @@ class EarlyExitDrafting(ABC):
         stage.compile_for(PassKind.SEVERAL)
         self._chains = self._make_chains(probe)
         self._states: Tensor
-        """`[1, tokens, hidden_size]` behind the first layers, of the draft."""
+        """`[1, tokens, hidden_size]` after the first layers, of the draft."""
         self.unread: Tensor | None = None
         """`[1, tokens, hidden_size]`: exit states that are to be read before those of the next draft, if any."""
 

@@ -9,7 +9,7 @@ import torch
 from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
 from ppd_runtime.cost_model.theory import drafting_ratio
 from ppd_runtime.methods.in_process import OneProcessDecoding
-from ppd_runtime.methods.speculation import MethodSettings, Progress, speculate
+from ppd_runtime.methods.speculation import MethodSettings, SpeculationCounts, speculate
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.methods.verification import ACCEPTANCE_RULES, acceptance_rule
 from ppd_runtime.models.checkpoint.description import describe
@@ -65,7 +65,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         info = describe(config.model)
         start = method.prepare(info)
         super().__init__(info, config, trace)
-        self._acceptance, self._progress = acceptance, Progress()
+        self._acceptance, self._progress = acceptance, SpeculationCounts()
         self._name = type(method).__name__.removesuffix("Settings").lower()
         self.stage = stage or self.load_whole((1, PassKind.SEVERAL))
         self.method = start(self.stage)
@@ -76,7 +76,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
     def _tokens(
         self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
     ) -> Iterator[tuple[int, bool | None, str | None]]:
-        self._progress = Progress()
+        self._progress = SpeculationCounts()
         size = len(prompt_ids)
         rule = acceptance_rule(self._acceptance, Sampler(params, size), size, self.method.steered_by)
         return speculate(self.method, self.stage, rule, prompt_ids, params.max_new_tokens, stop, self._progress)

@@ -83,7 +83,7 @@ class MethodSettings(Protocol):
 
 
 @dataclass
-class Progress:
+class SpeculationCounts:
     """Counts and times of a request, as it goes."""
 
     drafted: list[int] = field(default_factory=list)
@@ -107,7 +107,7 @@ def speculate(
     prompt_ids: Sequence[int],
     most_tokens: int,
     stop: StopRule,
-    progress: Progress,
+    progress: SpeculationCounts,
 ) -> Iterator[tuple[int, bool | None, str | None]]:
     """Yield each new token, whether its draft was right, and with the last one why it is the last.
 
@@ -149,7 +149,7 @@ def _round(
     propose: Propose,
     history: Sequence[int],
     most: int,
-    progress: Progress,
+    progress: SpeculationCounts,
 ) -> tuple[Draft, Verdict]:
     began = time.perf_counter()
     draft = method.draft(history, most, propose)

@@ -1,6 +1,6 @@
 """Train an exit head for one layer of a frozen model: the paper's recipe (Table 4), or full depth's own distribution.
 
-Only the head learns. Its inputs are the hidden states behind the exit layer, from teacher-forced passes over the data.
+Only the head learns. Its inputs are the hidden states after the exit layer, from teacher-forced passes over the data.
 """
 
 from dataclasses import dataclass

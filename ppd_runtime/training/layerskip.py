@@ -94,7 +94,7 @@ class DroppableLayer(nn.Module):
         self.kept = torch.ones(0, dtype=torch.bool)
         """`[rows]`: which samples of the next pass the layer sees."""
         self.output = torch.zeros(0)
-        """The hidden states behind the layer in the last pass, `[rows, tokens, hidden_size]`."""
+        """The hidden states after the layer in the last pass, `[rows, tokens, hidden_size]`."""
 
     def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
         """Equation 1; `others` are what the library's model gives to its layers."""

@@ -62,12 +62,12 @@ class FrozenModel:
 
     @torch.no_grad()
     def exit_states(self, input_ids: Tensor) -> Tensor:
-        """Hidden states behind the exit layer, `[rows, tokens, hidden_size]`, of token ids `[rows, tokens]`."""
+        """Hidden states after the exit layer, `[rows, tokens, hidden_size]`, of token ids `[rows, tokens]`."""
         return self._below(input_ids=input_ids.to(self.model.device), use_cache=False).last_hidden_state
 
     @torch.no_grad()
     def final_logits(self, exit_states: Tensor) -> Tensor:
-        """Full depth's logits, `[rows, tokens, vocab_size]` float32, from the states behind the exit layer."""
+        """Full depth's logits, `[rows, tokens, vocab_size]` float32, from the states after the exit layer."""
         return self.head(self._above(inputs_embeds=exit_states, use_cache=False).last_hidden_state).float()
 
 

@@ -19,7 +19,7 @@ from ppd_runtime.methods.early_exit import EarlyExitDrafting
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.kangaroo import Kangaroo
 from ppd_runtime.methods.layerskip import LayerSkip
-from ppd_runtime.methods.speculation import Progress, Propose, SpeculativeMethod, speculate
+from ppd_runtime.methods.speculation import Propose, SpeculationCounts, SpeculativeMethod, speculate
 from ppd_runtime.methods.stopping import Stopping
 from ppd_runtime.methods.swift import Swift
 from ppd_runtime.methods.verification import acceptance_rule
@@ -311,7 +311,7 @@ def test_rounds_are_counted_and_traced_as_those_of_single_passes(
         method = make(compiled_stage(model_folder("llama", quiet_from=1)), Stopping("constant", 3))
         rule = acceptance_rule("shared-noise", Sampler(SamplingParams()))
         rule.takes_highest_logit = at_once
-        recorder, progress = method.stage.recorder, Progress()
+        recorder, progress = method.stage.recorder, SpeculationCounts()
         recorder.begin(traced)
         began = time.perf_counter()
         params = SamplingParams(max_new_tokens=25)

@@ -143,7 +143,7 @@ def test_a_subset_of_layers_and_ks_gives_the_same_rates(model_folder: ModelFolde
 
 
 def test_other_exit_heads_plug_in(model_folder: ModelFolder) -> None:
-    """A head that always names tokens 7 and 8 first behind layer 1, and 8 and 7 behind the others."""
+    """A head that always names tokens 7 and 8 first after layer 1, and 8 and 7 behind the others."""
     asked = []
 
     def exit_logits(hidden: torch.Tensor, exit_layer: int) -> torch.Tensor:

@@ -71,7 +71,7 @@ def test_every_overhead_by_hand() -> None:
     assert deep.entries == 0.5 * 0.5 * 6
     assert deep.waiting == 0.5 * (2 * 3 + 5 + 0.5 - 4 - 2 * 0.5)
     half = token_time(4, 2, 1, 0.5, calibration)
-    assert half.passes == 0.5 * 2 + 0.5 * 4  # a hit begins behind the exit layer
+    assert half.passes == 0.5 * 2 + 0.5 * 4  # a hit begins after the exit layer
     assert half.waiting == 0.5 * (6.5 + 0.5 * (1 + 0.5))
     assert half.total == pytest.approx(sum((30, 4, 6, 3, 1.75, half.waiting, half.entries)))
 

@@ -38,7 +38,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DemoRecipe:
     """Everything that decides the weights, apart from the corpus and the machine's rounding."""
 
     vocab_size: int = 2048
@@ -120,7 +120,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> Ten
     return torch.tensor([token for row in rows for token in [*row, tokenizer.eos_token_id]])
 
 
-def build_model(recipe: Recipe, eos_token_id: int) -> LlamaForCausalLM:
+def build_model(recipe: DemoRecipe, eos_token_id: int) -> LlamaForCausalLM:
     """A Llama with tied embeddings and freshly drawn weights."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
@@ -161,7 +161,7 @@ class EarlyExitLoss(nn.Module):
         return torch.cat([final_loss[None], exit_losses])
 
 
-def build_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: nn.Module, recipe: DemoRecipe) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the embedding and the norms."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
@@ -177,7 +177,7 @@ def build_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optim
     ]
 
 
-def draw_batch(tokens: Tensor, recipe: Recipe, step: int) -> tuple[Tensor, Tensor]:
+def draw_batch(tokens: Tensor, recipe: DemoRecipe, step: int) -> tuple[Tensor, Tensor]:
     """The rows `[batch, length + 1]` and the two exit layers of a step: a function of (seed, step) alone."""
     generator = np.random.default_rng((recipe.seed, step))
     length = recipe.context_at(step)
@@ -203,7 +203,7 @@ def held_out_loss(model: LlamaForCausalLM, chunks: list[Tensor]) -> float:
 
 
 def train(
-    recipe: Recipe, model: LlamaForCausalLM, tokens: Tensor, held_out: Tensor, work: Path, compile_step: bool
+    recipe: DemoRecipe, model: LlamaForCausalLM, tokens: Tensor, held_out: Tensor, work: Path, compile_step: bool
 ) -> Iterator[dict[str, float]]:
     """Run the steps that are left; yields a record of losses and speed every few steps."""
     optimizers = build_optimizers(model, recipe)
@@ -234,7 +234,9 @@ def train(
             saved = time.monotonic()
 
 
-def write_card(out: Path, recipe: Recipe, documents: list[Document], model: LlamaForCausalLM, held_out: Tensor) -> None:
+def write_card(
+    out: Path, recipe: DemoRecipe, documents: list[Document], model: LlamaForCausalLM, held_out: Tensor
+) -> None:
     """Write `card.json`: what the model was trained on, how, and what it reaches on held-out text."""
     chunks = held_out_chunks(held_out, 512, 200)
     texts = [chunk[:-1] for chunk in chunks]
@@ -298,12 +300,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, tokenizer and card")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and the log")
-    parser.add_argument("--steps", type=int, default=Recipe.num_steps, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--steps", type=int, default=DemoRecipe.num_steps, help="optimizer steps")
+    parser.add_argument("--seed", type=int, default=DemoRecipe.seed)
     parser.add_argument("--compile", action="store_true", help="compile the loss (needs a C++ compiler)")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    recipe = Recipe(num_steps=options.steps, seed=options.seed)
+    recipe = DemoRecipe(num_steps=options.steps, seed=options.seed)
     options.work.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
 

@@ -34,7 +34,7 @@ def early_exit_arguments(
     num_assistant_tokens: int = 20,
     assistant_confidence_threshold: float = 0.4,
 ) -> Arguments:
-    """`generate`'s arguments for drafts behind a layer; the defaults are transformers', the layer is LayerSkip's."""
+    """`generate`'s arguments for drafts after a layer; the defaults are transformers', the layer is LayerSkip's."""
     check_whole("num_assistant_tokens", num_assistant_tokens, 1)
     check_share("assistant_confidence_threshold", assistant_confidence_threshold)
     return {

@@ -25,21 +25,26 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    Cache,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.files.cache_folder import artifact, capabilities
+from ppd_runtime.models.compiled import programs
+from ppd_runtime.models.compiled.programs import (
+    AttentionlessLayer,
+    FewTokensHead,
+    OneTokenLayer,
+    SeveralTokensLayer,
+    grouped_attention,
+    own_attention,
+)
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
@@ -134,164 +139,6 @@ def _tensors(piece: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in chain(piece.named_parameters(), piece.named_buffers()):
         if not name.startswith("embed_tokens."):
             yield name, tensor
-
-
-class FewTokensHead(nn.Module):
-    """Final norm, head and what the model adds to it, as they are exported."""
-
-    def __init__(self, piece: nn.Module) -> None:
-        super().__init__()
-        self._piece = [piece]  # in a list: its weights are no constants
-
-    def forward(self, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        """`[1, tokens, vocab_size]` logits of hidden states `[1, tokens, hidden_size]`."""
-        feed = {"inputs_embeds": hidden, "use_cache": False}
-        return torch.func.functional_call(self._piece[0], weights, (), feed).logits
-
-
-class OneTokenLayer(nn.Module):
-    """One layer of the library's decoder over preallocated caches, as it is exported for one token."""
-
-    def __init__(self, piece: nn.Module, index: int, window: int | None) -> None:
-        super().__init__()
-        self._piece, self._index, self._window = [piece], index, window  # in a list: its weights are no constants
-
-    def forward(
-        self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
-    ) -> Tensor:
-        """`[1, 1, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
-        rows = torch.arange(keys.shape[0], device=hidden.device)
-        hides = rows > position if self._window is None else (rows > position) | (rows <= position - self._window)
-        mask = torch.where(hides, torch.finfo(hidden.dtype).min, 0.0).to(hidden.dtype).view(1, 1, 1, -1)
-        others = {"position_ids": position[None], "attention_mask": mask}
-        return self._behind(hidden, position, (keys, values), weights, others)
-
-    def _behind(
-        self,
-        hidden: Tensor,
-        own_rows: Tensor,
-        rows: tuple[Tensor, Tensor],
-        weights: dict[str, Tensor],
-        others: Mapping[str, Tensor],
-    ) -> Tensor:
-        cache: Cache = SomeLayersCache([_FewTokensCache(*rows, own_rows, self._window)], [self._index])
-        feed = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache, **others}
-        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
-
-
-class SeveralTokensLayer(OneTokenLayer):
-    """The same for several tokens, whose places and mask come from outside."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        position: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        places: Tensor,
-        mask: Tensor,
-        weights: dict[str, Tensor],
-    ) -> Tensor:
-        """As before, `[1, tokens, hidden_size]`; `places` are `[1, tokens]`, the additive mask is
-        `[1, 1, tokens, rows]`, and the tokens' entries go into the rows from `position` on.
-        """
-        own_rows = position + torch.arange(hidden.shape[1], device=hidden.device)
-        others = {"position_ids": places, "attention_mask": mask}
-        return self._behind(hidden, own_rows, (keys, values), weights, others)
-
-
-class AttentionlessLayer(nn.Module):
-    """A layer without attention, which has no caches."""
-
-    def __init__(self, piece: nn.Module) -> None:
-        super().__init__()
-        self._piece = [piece]
-
-    def forward(self, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        """`[1, 1, hidden_size]` behind the layer."""
-        feed = {"inputs_embeds": hidden, "use_cache": False}
-        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
-
-
-class _FewTokensCache(CacheLayerMixin):
-    """Writes entries in place into rows known only when it runs; all rows are there to be attended to."""
-
-    is_compileable = True
-
-    def __init__(self, keys: Tensor, values: Tensor, own_rows: Tensor, window: int | None) -> None:
-        super().__init__()
-        self.keys, self.values, self._own_rows = keys, values, own_rows
-        self.is_sliding = window is not None
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write `[1, heads, tokens, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
-        for rows, states in ((self.keys, key_states), (self.values, value_states)):
-            rows.index_copy_(0, self._own_rows, states[0].transpose(0, 1))
-        return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All rows, from the first."""
-        return self.keys.shape[0], 0
-
-    def get_seq_length(self) -> Tensor:
-        """The position, a tensor as in the library's own static cache."""
-        return self._own_rows[0]
-
-    def get_max_length(self) -> int:
-        """Rows that there are."""
-        return self.keys.shape[0]
-
-
-def grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The library's attention without copies of the key/value heads that queries share.
-
-    Its own does the same for one token (`pack_gqa`), but not in code that is being exported. `query` is
-    `[1, heads, tokens, dim]`, the mask `[1, 1, tokens, rows]`.
-    """
-    if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    _, heads, tokens, dim = query.shape
-    if not isinstance(tokens, int):  # any number of them: such a regrouping cannot be exported
-        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
-        return output.transpose(1, 2), None
-    groups = query.reshape(1, key.shape[1], -1, dim)
-    if tokens > 1 and attention_mask is not None:
-        attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
-    output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(1, heads, tokens, -1).transpose(1, 2), None
-
-
-def own_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The same in code of our own, where there is a plain mask, of one head."""
-    unusual = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
-    if unusual or attention_mask is None or attention_mask.shape[:3] != (1, 1, query.shape[2]):
-        return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
-    if attention_mask.dtype == torch.bool:
-        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return few_tokens_attention.in_graphs()(query, key, value, attention_mask, scale), None
 
 
 def _compiled_file(
@@ -484,7 +331,7 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     sources = [__file__, behaviour.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
-    sources += [native.__file__, attention.__file__, products.__file__]
+    sources += [programs.__file__, native.__file__, attention.__file__, products.__file__]
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],

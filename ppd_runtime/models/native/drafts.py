@@ -35,7 +35,7 @@ class PassVariants(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What verifies drafts: all layers, or those behind the layers that drafts run through."""
+    """What verifies drafts: all layers, or those after the layers that drafts run through."""
 
     one: LayerProgram
     """For one token."""
@@ -50,11 +50,11 @@ class DraftedChain(NamedTuple):
 
     tokens: list[int]
     states: Tensor
-    """`[1, ran, hidden_size]` behind the layers; not its own."""
+    """`[1, ran, hidden_size]` after the layers; not its own."""
     ran: int
     """Tokens that ran through them."""
     times: Sequence[float]
-    """Five of each token that ran, seconds of `time.perf_counter`: before it, behind the layers, behind the part, the
+    """Five of each token that ran, seconds of `time.perf_counter`: before it, after the layers, behind the part, the
     head and the choice. Where nothing was drafted behind the last one, only its first two are times. Not its own."""
     spent: Sequence[float]
     """Seconds of all of it together: of layers, part, heads, and the drafts' choice; not its own."""
@@ -95,7 +95,7 @@ class ChainDrafting:
         embedding: `[vocab_size, hidden_size]` in float32, contiguous.
         part: what drafts go through between layers and head, such as an adapter.
         verification: of what is drafted; with None there is none.
-        continues: whether verification goes on behind the layers, which the last draft then runs through too; else its
+        continues: whether verification goes on after the layers, which the last draft then runs through too; else its
             layers are all of the model's, and take the drafts' entries' places.
     """
 
@@ -126,7 +126,7 @@ class ChainDrafting:
 
     def foretell(self, direction: Tensor, bias: float) -> None:
         """From now on a draft's chance is not its softmax: its log odds are `bias` and the product of `direction`,
-        `[hidden_size]` in float32, with the state behind the layers.
+        `[hidden_size]` in float32, with the state after the layers.
         """
         self._direction = direction.contiguous()
         self._chain.probe, self._chain.bias = self._direction.data_ptr(), bias

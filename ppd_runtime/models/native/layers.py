@@ -116,7 +116,7 @@ class NativePasses:
         caches: Sequence[PreallocatedLayer],
         tree: TokenTree | None = None,
     ) -> Tensor:
-        """The states behind layers of states `[1, tokens, hidden_size]`: of one token, or of a tree's.
+        """The states after layers of states `[1, tokens, hidden_size]`: of one token, or of a tree's.
 
         `numbers` are those of the layers' caches, None where there is no attention; `key` stands for parts and numbers.
         The caches count the tokens.
@@ -152,7 +152,7 @@ class LayerProgram:
     def run(
         self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, shape: Sequence[int]
     ) -> Tensor:
-        """As `NativePasses.run`; what is behind the layers has the shape `shape`."""
+        """As `NativePasses.run`; what is after the layers has the shape `shape`."""
         self.over(caches)
         hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
         position = attended = 0

@@ -134,7 +134,7 @@ class Stage:
         """Run all layers over a tree: each token sees what came before `position`, those it stands behind, and itself.
 
         `parents` has each token's parent among them, which comes before it; -1 for a root, which stands at `position`.
-        The hidden states behind the layers, `[1, tokens, hidden_size]`. Their entries lie behind the first `position`
+        The hidden states after the layers, `[1, tokens, hidden_size]`. Their entries lie behind the first `position`
         tokens' until `keep_path` or `truncate`; the capacity must hold them all. A chain is an ordinary pass. Others
         give the numbers that each path alone gives, but not the same bits: a product with several rows may sum in
         another order.

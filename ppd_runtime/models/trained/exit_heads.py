@@ -1,4 +1,4 @@
-"""Exit predictors: who names the k candidates for the next token from a hidden state behind the exit layer."""
+"""Exit predictors: who names the k candidates for the next token from a hidden state after the exit layer."""
 
 import time
 from collections.abc import Sequence

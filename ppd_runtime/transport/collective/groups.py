@@ -127,7 +127,7 @@ class CollectiveBackend:
     def _group(self, store: dist.Store, rank: int) -> Any:
         if not _is_gpu(self.device.type):
             return dist.ProcessGroupGloo(store, rank, 2, self._gloo_options)
-        options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # not behind layers' kernels
+        options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # not after layers' kernels
         options._timeout = timedelta(seconds=_MEET_S)
         options.global_ranks_in_group = [0, 1]
         options.config.max_ctas = 2  # of the device's many; messages are small
