@@ -2,7 +2,7 @@
 
 The report is MACHINE.md, one file for each kind of machine, with the date, the commit, the versions, the commands and
 their tables. It takes the place of that machine's earlier report, which stays in the repository's history, when all
-commands have run, or not at all. Where a benchmark fails the report says so, the others go on, and the exit code is 1.
+commands have run. Where one fails, the others go on, the report is MACHINE-failed.md, and the exit code is 1.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def main() -> None:
     if not folder.is_dir():
         parser.exit(2, f"{parser.prog}: --folder {folder}: there is no such folder\n")
     text, failures = report(PLAN)
-    path = folder / f"{slug(environment())}.md"
+    path = folder / f"{slug(environment())}{'-failed' * bool(failures)}.md"
     write_whole(path, text)
     print(path)
     sys.exit(1 if failures else 0)

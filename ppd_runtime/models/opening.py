@@ -5,9 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ppd_runtime.models.checkpoint.config import (
-    model_config,
-)
+from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.loading import bfloat16_copies, bfloat16_weights, load_layers, weight_copies
 from ppd_runtime.models.pass_kinds import PassKind

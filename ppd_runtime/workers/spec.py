@@ -11,9 +11,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
-from ppd_runtime.pipeline.messages import (
-    MAIN,
-)
+from ppd_runtime.pipeline.messages import MAIN
 
 
 @dataclass(frozen=True)

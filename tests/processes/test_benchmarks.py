@@ -73,7 +73,7 @@ def test_startup():
 COMMAND = "startup --rounds 1 --layouts 'ppd tradeoff'"
 
 
-def test_a_report_is_written_whole_in_its_predecessors_place_and_tells_of_failures(tmp_path, monkeypatch, capsys):
+def test_a_report_tells_of_failures_and_leaves_the_good_one_alone(tmp_path, monkeypatch, capsys):
     earlier = tmp_path / f"{slug(environment())}.md"
     earlier.write_text("an earlier run's")
     monkeypatch.setattr(everything, "PLAN", (("Start-up", COMMAND), ("Nonsense", "startup --layouts dask")))
@@ -81,8 +81,9 @@ def test_a_report_is_written_whole_in_its_predecessors_place_and_tells_of_failur
     with pytest.raises(SystemExit) as ended:
         everything.main()
     assert ended.value.code == 1
-    (path,) = tmp_path.iterdir()
-    assert path == earlier
+    path = earlier.with_name(f"{earlier.stem}-failed.md")
+    assert set(tmp_path.iterdir()) == {earlier, path}
+    assert earlier.read_text() == "an earlier run's"
     assert capsys.readouterr().out.strip() == str(path)
     text = path.read_text()
     assert f"## Start-up\n\n```\npython -m benchmarks.{COMMAND}  # " in text

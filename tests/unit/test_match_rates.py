@@ -15,12 +15,7 @@ from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.tradeoff import read_match_rates
 from ppd_runtime.measure import match_rates
-from ppd_runtime.measure.match_rate_report import (
-    MatchRateReport,
-    position_ranges,
-    summarise,
-    wilson_interval,
-)
+from ppd_runtime.measure.match_rate_report import MatchRateReport, position_ranges, summarise, wilson_interval
 from ppd_runtime.measure.match_rate_run import MatchRateRun
 from ppd_runtime.measure.match_rates import (
     LOGITS,

@@ -16,14 +16,7 @@ from ppd_runtime.calibration.simulate import Setting, draw_winners, simulate
 from ppd_runtime.calibration.simulated_cluster import VirtualNetwork
 from ppd_runtime.cost_model import theory
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
-from ppd_runtime.cost_model.planner import (
-    ahead_time,
-    compute_per_token,
-    ordinary_ms,
-    plan,
-    rank,
-    token_time,
-)
+from ppd_runtime.cost_model.planner import ahead_time, compute_per_token, ordinary_ms, plan, rank, token_time
 from ppd_runtime.cost_model.run_ahead_model import BATCH, chances, entry_messages
 from ppd_runtime.pipeline.messages import CLIENT, Entries, Message
 from ppd_runtime.pipeline.paper import run_ahead

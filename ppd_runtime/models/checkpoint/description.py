@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ppd_runtime.models.checkpoint.architecture import check_architecture, depth_of_all_kinds, tokens_until_recomputed
 from ppd_runtime.models.checkpoint.config import (
@@ -17,9 +14,7 @@ from ppd_runtime.models.checkpoint.config import (
     weight_files,
 )
 from ppd_runtime.models.checkpoint.hub import find_model, one_line
-from ppd_runtime.models.stage.behaviour import (
-    cache_windows,
-)
+from ppd_runtime.models.stage.behaviour import cache_windows
 from ppd_runtime.models.stage.slicing import check_sub_layers
 
 

@@ -14,10 +14,7 @@ from torch.nn.functional import linear
 
 from ppd_runtime.files.cache_folder import cache_folder, capabilities, ingredients_name, with_way_out
 from ppd_runtime.files.checksummed import find, keep
-from ppd_runtime.models.checkpoint.config import (
-    model_config,
-    skeleton_of,
-)
+from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native import library as native
 

@@ -9,24 +9,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ppd_runtime.models.checkpoint.config import (
-    first_layers_config,
-    model_config,
-    skeleton_of,
-    weight_files,
-)
+from ppd_runtime.models.checkpoint.config import first_layers_config, model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
-from ppd_runtime.models.stage.behaviour import (
-    embedding_scale,
-)
+from ppd_runtime.models.stage.behaviour import embedding_scale
 from ppd_runtime.models.stage.slicing import decoder_of
 
 logger = logging.getLogger(__name__)
