@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from ppd_runtime.checks import check_number, check_whole
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
-from ppd_runtime.cost_model.planner import Ranking, rank
+from ppd_runtime.cost_model.planner import rank
+from ppd_runtime.cost_model.plans import Ranking
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
 from ppd_runtime.measure.machine_load import busy_note
 

@@ -2,7 +2,7 @@
 
 import sys
 
-STOPPED, INTERRUPTED = "\nppd: stopped\n", 130
+from ppd_runtime.cli.exit_codes import INTERRUPTED, STOPPED
 
 
 def main() -> None:

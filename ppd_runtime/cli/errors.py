@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ppd_runtime.cli.entry import INTERRUPTED, STOPPED
+from ppd_runtime.cli.exit_codes import FAILURE, INTERRUPTED, STOPPED, TERMINATED, USAGE
 from ppd_runtime.cli.words import in_its_words
 
 _NO_PLACE = ("unexpected extra argument", "does not take a value")
-USAGE, FAILURE, TERMINATED = 2, 1, 143
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.outputs import check_outputs, give_json
 
 if TYPE_CHECKING:
-    from ppd_runtime.cost_model.planner import Alternative, Plan, Ranking
+    from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking
 
 _MOST_ROWS = 12
 _TIME = "instead of measuring it."
@@ -126,7 +126,7 @@ def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
 
 
 def _cells(ranking: "Ranking", row: "Plan | Alternative") -> list[str]:
-    from ppd_runtime.cost_model.planner import Plan
+    from ppd_runtime.cost_model.plans import Plan
 
     figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.compute_per_token:.2f}"]
     if isinstance(row, Plan):

@@ -10,7 +10,8 @@ from importlib import resources
 from pathlib import Path
 
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.cost_model.planner import Plan, Ranking, plan
+from ppd_runtime.cost_model.planner import plan
+from ppd_runtime.cost_model.plans import Plan, Ranking
 from ppd_runtime.cost_model.tradeoff import MatchRates
 from ppd_runtime.files.whole import whole_file
 

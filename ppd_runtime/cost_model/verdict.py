@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from ppd_runtime.cost_model.machine_costs import Calibration
 
-if TYPE_CHECKING:
-    from ppd_runtime.cost_model.planner import Alternative, Plan
 
 WORTH_IT = 1.05
 """A speed-up below this is not worth a second device."""
@@ -18,8 +16,8 @@ _PUBLISHED = (
 
 
 def verdict(
-    plans: "Sequence[Plan]",
-    parallel: "Sequence[Alternative]",
+    plans: Sequence[Plan],
+    parallel: Sequence[Alternative],
     least: int,
     max_devices: int,
     calibration: Calibration,
@@ -30,14 +28,14 @@ def verdict(
     return f"{advice}. {' '.join(cautions)}" if cautions else advice
 
 
-def footnotes(counts: Sequence[int], parallel: "Sequence[Alternative]") -> tuple[str, ...]:
+def footnotes(counts: Sequence[int], parallel: Sequence[Alternative]) -> tuple[str, ...]:
     """What others measured on other hardware, where nothing was measured for one of these numbers of devices."""
     if not set(counts) - {row.devices for row in parallel}:
         return ()
     return (_PUBLISHED.format(more=" on other numbers of devices" if parallel else ""),)
 
 
-def beyond(plans: "Sequence[Plan]", max_devices: int, here: int | None) -> tuple[str, ...]:
+def beyond(plans: Sequence[Plan], max_devices: int, here: int | None) -> tuple[str, ...]:
     """A caution where plans may have more devices than there are, with the best of those that fit."""
     if here is None or max_devices <= here:
         return ()
@@ -50,8 +48,8 @@ def beyond(plans: "Sequence[Plan]", max_devices: int, here: int | None) -> tuple
 
 
 def _advice(
-    plans: "Sequence[Plan]",
-    parallel: "Sequence[Alternative]",
+    plans: Sequence[Plan],
+    parallel: Sequence[Alternative],
     least: int,
     max_devices: int,
     calibration: Calibration,
@@ -67,17 +65,17 @@ def _advice(
     return text + _beside(best, parallel)
 
 
-def _setting(row: "Plan") -> str:
+def _setting(row: Plan") -> str:
     fewer = f", workers={row.workers}" if row.workers < row.k else ""
     ahead = ", running ahead" if row.runs_ahead else ""
     return f"exit layer {row.exit_layer} with k={row.k}{fewer} on {row.devices} devices{ahead}"
 
 
-def _speed(row: "Plan") -> str:
+def _speed(row: Plan") -> str:
     return f"{row.ms_per_token:.3g} ms a token, {row.speedup:.2f} times ordinary decoding's speed"
 
 
-def _reason(best: "Plan", calibration: Calibration) -> str:
+def _reason(best: Plan", calibration: Calibration) -> str:
     if best.ideal_speedup < WORTH_IT:
         return (
             f"a match rate of {best.match_rate:.2f} allows {best.ideal_speedup:.2f} times at the most, "
@@ -98,7 +96,7 @@ def _reason(best: "Plan", calibration: Calibration) -> str:
     )
 
 
-def _waiting_for(best: "Plan", calibration: Calibration) -> str:
+def _waiting_for(best: Plan", calibration: Calibration) -> str:
     width = calibration.width(math.ceil(best.k / best.workers))
     why = f"a hop takes {calibration.hop_ms:.3g} ms"
     if width > 1:
@@ -107,7 +105,7 @@ def _waiting_for(best: "Plan", calibration: Calibration) -> str:
     return f"waiting for {what} ({why})"
 
 
-def _beside(best: "Plan", parallel: "Sequence[Alternative]") -> str:
+def _beside(best: Plan", parallel: Sequence[Alternative]) -> str:
     """What tensor parallelism does on the fewest devices on which it is faster."""
     faster = [row for row in parallel if row.ms_per_token < best.ms_per_token]
     if not faster:

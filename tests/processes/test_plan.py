@@ -23,7 +23,8 @@ from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.cli.plan import plan as command
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
-from ppd_runtime.cost_model.planner import Plan, Ranking, ordinary_ms, plan, rank
+from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
+from ppd_runtime.cost_model.plans import Plan, Ranking
 from ppd_runtime.cost_model.report import page_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
 from ppd_runtime.launch.cpu_affinity import available_cores
