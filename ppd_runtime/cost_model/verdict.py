@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ppd_runtime.cost_model.machine_costs import Calibration
-
+from ppd_runtime.cost_model.plans import Alternative, Plan
 
 WORTH_IT = 1.05
 """A speed-up below this is not worth a second device."""
@@ -65,17 +64,17 @@ def _advice(
     return text + _beside(best, parallel)
 
 
-def _setting(row: Plan") -> str:
+def _setting(row: Plan) -> str:
     fewer = f", workers={row.workers}" if row.workers < row.k else ""
     ahead = ", running ahead" if row.runs_ahead else ""
     return f"exit layer {row.exit_layer} with k={row.k}{fewer} on {row.devices} devices{ahead}"
 
 
-def _speed(row: Plan") -> str:
+def _speed(row: Plan) -> str:
     return f"{row.ms_per_token:.3g} ms a token, {row.speedup:.2f} times ordinary decoding's speed"
 
 
-def _reason(best: Plan", calibration: Calibration) -> str:
+def _reason(best: Plan, calibration: Calibration) -> str:
     if best.ideal_speedup < WORTH_IT:
         return (
             f"a match rate of {best.match_rate:.2f} allows {best.ideal_speedup:.2f} times at the most, "
@@ -96,7 +95,7 @@ def _reason(best: Plan", calibration: Calibration) -> str:
     )
 
 
-def _waiting_for(best: Plan", calibration: Calibration) -> str:
+def _waiting_for(best: Plan, calibration: Calibration) -> str:
     width = calibration.width(math.ceil(best.k / best.workers))
     why = f"a hop takes {calibration.hop_ms:.3g} ms"
     if width > 1:
@@ -105,7 +104,7 @@ def _waiting_for(best: Plan", calibration: Calibration) -> str:
     return f"waiting for {what} ({why})"
 
 
-def _beside(best: Plan", parallel: Sequence[Alternative]) -> str:
+def _beside(best: Plan, parallel: Sequence[Alternative]) -> str:
     """What tensor parallelism does on the fewest devices on which it is faster."""
     faster = [row for row in parallel if row.ms_per_token < best.ms_per_token]
     if not faster:
