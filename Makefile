@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check unit processes nightly bench figures clean
+.PHONY: demo test check unit processes nightly bench docs figures clean
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -14,6 +14,7 @@ check: .venv/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 unit: .venv/test.stamp
 	$(BIN)/pytest -n auto tests/unit tests/families
@@ -26,6 +27,9 @@ nightly: .venv/test.stamp
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks
+
+docs: .venv/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 figures: .venv/test.stamp
 	$(BIN)/python docs/token_clock.py docs/token_clock.svg
@@ -45,4 +49,4 @@ figures: .venv/test.stamp
 	touch $@ .venv/demo.stamp
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -3,12 +3,34 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ppd_runtime.config import RuntimeConfig, SamplingParams
+    from ppd_runtime.methods import decode, open_method
     from ppd_runtime.ordinary import OrdinaryDecoding
+    from ppd_runtime.results import GenerationResult, TokenEvent
     from ppd_runtime.runtime import PPDRuntime
 
-__version__ = "0.1.0"
-__all__ = ["OrdinaryDecoding", "PPDRuntime", "__version__"]
-_HOMES = {"OrdinaryDecoding": "ppd_runtime.ordinary", "PPDRuntime": "ppd_runtime.runtime"}
+__version__ = "0.2.0"
+__all__ = [
+    "GenerationResult",
+    "OrdinaryDecoding",
+    "PPDRuntime",
+    "RuntimeConfig",
+    "SamplingParams",
+    "TokenEvent",
+    "__version__",
+    "decode",
+    "open_method",
+]
+_HOMES = {
+    "GenerationResult": "ppd_runtime.results",
+    "OrdinaryDecoding": "ppd_runtime.ordinary",
+    "PPDRuntime": "ppd_runtime.runtime",
+    "RuntimeConfig": "ppd_runtime.config",
+    "SamplingParams": "ppd_runtime.config",
+    "TokenEvent": "ppd_runtime.results",
+    "decode": "ppd_runtime.methods",
+    "open_method": "ppd_runtime.methods",
+}
 
 
 def __getattr__(name: str) -> Any:
