@@ -1,14 +1,13 @@
 """Every benchmark, one after the other, and a report of them: `make bench`, or `python -m benchmarks`.
 
-The report is DATE_MACHINE.md, with the commands, their tables, the versions and the commit; it appears when all of them
-have run, or not at all, and never in an earlier one's place. Where a benchmark fails the report says so, the others go
-on, and the exit code is 1.
+The report is MACHINE.md, one file for each kind of machine, with the date, the commit, the versions, the commands and
+their tables. It takes the place of that machine's earlier report, which stays in the repository's history, when all
+commands have run, or not at all. Where a benchmark fails the report says so, the others go on, and the exit code is 1.
 """
 
 import argparse
 import datetime
 import importlib
-import itertools
 import json
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from benchmarks.recording import Figures, environment, slug, write_whole
 
 _RESULTS = Path(__file__).parent / "results"
 _EMULATED = "Emulated devices: stages compute their real results and then sleep until a layer's time has passed"
+_CONDITIONS = "Warm-up dropped; compared runs are paired and in turn; medians, with quartiles where they are given."
 _DEADLINE_S = 900
 _WIDE = "--model random:512x12 --dtype float32"
 _STARTS = "'ordinary,compiled,threads-1,ray-3,ppd --help,ppd tradeoff,ppd generate'"
@@ -60,22 +60,47 @@ PLAN = (
 def report(plan: Sequence[tuple[str, str]]) -> tuple[str, int]:
     """Run the commands of a plan; the report in Markdown, and how many of them failed."""
     where, began, failures = environment(), time.monotonic(), 0
-    lines = [f"# {datetime.date.today()}, {where['machine']}", ""]
-    lines += [f"Commit {where['commit'] or 'unknown'}. {_versions(where)}.", ""]
-    lines += [
-        "Warm-up dropped; compared runs are paired and in turn; medians, with quartiles where they are given.",
-        "",
-    ]
-    for heading, command in plan:
-        its_begin = time.monotonic()
-        sys.stderr.write(f"{its_begin - began:4.0f} s  {command}\n")
-        outcome, failed = _outcome(command)
-        failures += failed
-        lines += [f"## {heading}", ""] if heading else []
-        lines += ["```", f"python -m benchmarks.{command}", "```", "", outcome, ""]
-        lines += [f"({time.monotonic() - its_begin:.0f} s)", ""]
+    today, commit = datetime.date.today(), where["commit"] or "unknown"
+    lines = [f"# {where['machine']}", "", f"{today}, commit {commit}, by `make bench`. {_versions(where)}.", ""]
+    lines += [_CONDITIONS, ""]
+    for heading, commands in _sections(plan):
+        asked, outcomes = [], []
+        for number, command in enumerate(commands, start=1):
+            its_begin = time.monotonic()
+            sys.stderr.write(f"{its_begin - began:4.0f} s  {command}\n")
+            outcome, failed = _outcome(command)
+            failures += failed
+            which = f"command {number}, " if len(commands) > 1 else ""
+            asked.append(f"python -m benchmarks.{command}  # {which}{time.monotonic() - its_begin:.0f} s")
+            outcomes.append(outcome)
+        lines += [f"## {heading}", "", "```", *asked, "```", "", merged(outcomes), ""]
     lines += [f"All of it took {(time.monotonic() - began) / 60:.1f} minutes; {failures} of {len(plan)} failed.", ""]
     return "\n".join(lines), failures
+
+
+def merged(outcomes: Sequence[str]) -> str:
+    """What a section's commands gave: rows under the same heads are one table, with their command's number."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    blocks: dict[str, list[str]] = {}
+    for number, outcome in enumerate(outcomes, start=1):
+        for head, *rest in (block.splitlines() for block in outcome.split("\n\n")):
+            if rest:
+                rows = blocks.setdefault(f"| command {head}\n| --- {rest[0]}", [])
+                rows += [f"| {number} {row}" for row in rest[1:]]
+            else:
+                blocks[f"Command {number} {head}"] = []
+    return "\n\n".join("\n".join([head, *rows]) for head, rows in blocks.items())
+
+
+def _sections(plan: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """The commands under each heading; one without a heading belongs to the last."""
+    sections: list[tuple[str, list[str]]] = []
+    for heading, command in plan:
+        if heading:
+            sections.append((heading, []))
+        sections[-1][1].append(command)
+    return sections
 
 
 def _outcome(command: str) -> tuple[str, bool]:
@@ -95,12 +120,6 @@ def _outcome(command: str) -> tuple[str, bool]:
     return importlib.import_module(f"benchmarks.{name}").table(figures), False
 
 
-def unused_path(folder: Path, name: str) -> Path:
-    """NAME.md, or NAME-2.md and so on: an earlier run's report stays."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(path for path in (folder / f"{each}.md" for each in names) if not path.exists())
-
-
 def _versions(where: Figures) -> str:
     return ", ".join(f"{name} {number}" for name, number in where["versions"].items())
 
@@ -113,7 +132,7 @@ def main() -> None:
     if not folder.is_dir():
         parser.exit(2, f"{parser.prog}: --folder {folder}: there is no such folder\n")
     text, failures = report(PLAN)
-    path = unused_path(folder, f"{datetime.date.today()}_{slug(environment())}")
+    path = folder / f"{slug(environment())}.md"
     write_whole(path, text)
     print(path)
     sys.exit(1 if failures else 0)

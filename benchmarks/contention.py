@@ -43,9 +43,11 @@ from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime.config import DTYPES
 from ppd_runtime.cost_model.theory import realised_saving
-from ppd_runtime.launching import assign_cores, available_cores
-from ppd_runtime.models.loading import ModelInfo, choose_dtype, describe, load_stage
-from ppd_runtime.supervision import START_DEADLINE_S
+from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores
+from ppd_runtime.launch.supervisor import START_DEADLINE_S
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe
+from ppd_runtime.models.checkpoint.dtype import choose_dtype
+from ppd_runtime.models.opening import load_stage
 
 _STEPS_TO_FLOOR = (1.0, 1.2, 1.5, 2.0)
 _RAMP_S = 0.03  # both run for so long before passes count, and after

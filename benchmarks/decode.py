@@ -21,17 +21,19 @@ from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime.config import DTYPES, SamplingParams
-from ppd_runtime.launching import on_cores
-from ppd_runtime.models.loading import ModelInfo, choose_dtype, compile_ahead, describe, load_stage
-from ppd_runtime.models.stage import Stage
-from ppd_runtime.results import Ledger
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe
+from ppd_runtime.models.checkpoint.dtype import choose_dtype
+from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import TimedSampler
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 WAYS = ("eager", "compiled")
 _PROMPT = list(range(20, 36))
 
 
-def stage_time(stage: Stage, num_tokens: int, ledgers: list[Ledger]) -> float:
+def stage_time(stage: Stage, num_tokens: int, ledgers: list[LatencyBreakdown]) -> float:
     """Seconds for a greedy token after the first: layers, final norm, head and the choice; `ledgers` gets its parts."""
     sampler, history = TimedSampler(SamplingParams(), stage.recorder), list(_PROMPT)
     stage.begin(len(_PROMPT) + num_tokens)
@@ -77,7 +79,7 @@ def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
     compiled = load_stage(info, info.num_layers, dtype, "cpu", compile_ahead(info, dtype, "cpu"))
     start_s = time.perf_counter() - began
     library = AutoModelForCausalLM.from_pretrained(info.folder, dtype=dtype).eval()
-    ledgers: dict[str, list[Ledger]] = {"eager": [], "compiled": []}
+    ledgers: dict[str, list[LatencyBreakdown]] = {"eager": [], "compiled": []}
     runs: dict[str, Callable[[], float]] = {
         "floor": lambda: floor_time(eager.model, options.tokens),
         "eager": lambda: stage_time(eager, options.tokens, ledgers["eager"]),

@@ -17,7 +17,7 @@ from benchmarks.models import model_folder
 from benchmarks.pipeline import PROMPTS, exit_head
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.launching import on_cores
+from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.results import GenerationResult
 
 ONE, PARALLEL, PIPELINED = "1 device, ordinary", "tensor parallel", "PPD"

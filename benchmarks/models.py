@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from ppd_runtime.models.hub import DEMO
-from ppd_runtime.models.loading import describe
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.hub import DEMO
 
 _RANDOM = "random:"
 _HEAD_DIM = 64

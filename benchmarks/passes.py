@@ -20,12 +20,14 @@ from torch.nn.functional import linear
 
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
-from ppd_runtime.launching import on_cores
-from ppd_runtime.models.compiling import MOST_SEVERAL
-from ppd_runtime.models.loading import SEVERAL, ModelInfo, compile_ahead, describe, load_stage
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe
+from ppd_runtime.models.compiled.export import MOST_SEVERAL
 from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.native.products import LargePages, in_half_the_memory, product
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.stage import Stage
 
 Way = Callable[[int, int], object]
 """Runs so many tokens at a position."""
@@ -46,7 +48,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
-    code = compile_ahead(info, torch.float32, "cpu", (1, SEVERAL))
+    code = compile_ahead(info, torch.float32, "cpu", (1, PassKind.SEVERAL))
     stage = load_stage(info, info.num_layers, torch.float32, "cpu", code)
     stage.begin(options.position + MOST_SEVERAL)
     stage.run(0, stage.num_layers, [7] * options.position, 0)

@@ -24,9 +24,9 @@ from benchmarks.awake import awake_cores
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.measure.against_ordinary import on_core_of, predicted_ratio_after_first, summarise
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
+from ppd_runtime.measure.against_ordinary import on_core_of, summarise
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
 from ppd_runtime.results import GenerationResult
 
 PROMPTS = (
@@ -150,7 +150,7 @@ def _figures(
         "transformers_ms": statistics.median(library_times) * 1000 if library_times else None,
         "ratio": summary.ratio,
         "ratio_quartiles": statistics.quantiles(ratios, n=4),
-        "predicted_ratio": predicted_ratio_after_first(runtime, summary.match_rate, options.tokens),
+        "predicted_ratio": summary.predicted_ratio,
         "realised_saving": summary.realised_saving,
         "match_rate": summary.match_rate,
         "identical": summary.identical,
@@ -183,7 +183,7 @@ def _library_model(ordinary: OrdinaryDecoding) -> PreTrainedModel:
     return model
 
 
-def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: list[list[int]]) -> str | RehearsedHead:
+def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: list[list[int]]) -> str | OracleHead:
     """The model's own head, or one that is right about these prompts' texts with the set probability."""
     if options.match_rate is None:
         return SHARED
@@ -191,7 +191,7 @@ def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: 
         raise ValueError(f"--match-rate {options.match_rate}: give a share from 0 to 1")
     texts = [ordinary.generate(p, max_new_tokens=options.tokens, ignore_eos=True) for p in prompts]
     known = tuple((*text.prompt_ids, *text.token_ids) for text in texts)
-    return RehearsedHead(known, options.match_rate, ordinary.info.vocab_size)
+    return OracleHead(known, options.match_rate, ordinary.info.vocab_size)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from benchmarks.pipeline import PROMPTS
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
 from ppd_runtime import PPDRuntime
+from ppd_runtime.calibration.calibrate import Calibrator
+from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.calibrate import Calibrator
-from ppd_runtime.cost_model.calibration import Calibration
-from ppd_runtime.cost_model.measured import Measurement
+from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan
 from ppd_runtime.cost_model.tradeoff import Rates
 from ppd_runtime.measure.against_ordinary import on_core_of

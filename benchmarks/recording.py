@@ -13,7 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.results import Ledger
+from ppd_runtime.files.whole import whole_file
+from ppd_runtime.measure.markdown import markdown_table
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 Figures = dict[str, Any]
 _RECORDED = ("torch", "transformers", "ray", "pyzmq")
@@ -49,8 +51,7 @@ def environment() -> Figures:
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table; fractions get three decimals, what is None a dash."""
-    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(columns, [[_cell(value) for value in row] for row in rows])
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -61,9 +62,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{middle:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
 
 
-def mean_ledger_ms(ledgers: Sequence[Ledger]) -> dict[str, float]:
+def mean_ledger_ms(ledgers: Sequence[LatencyBreakdown]) -> dict[str, float]:
     """Mean milliseconds of each part; means, so that they still sum to the whole."""
-    names = [field.name for field in fields(Ledger)]
+    names = [field.name for field in fields(LatencyBreakdown)]
     return {
         name.removesuffix("_s"): statistics.mean(getattr(ledger, name) for ledger in ledgers) * 1000 for name in names
     }
@@ -78,9 +79,8 @@ def ledger_table(rows: Mapping[str, Mapping[str, float]], emulated: bool) -> str
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def positive(text: str) -> int:
@@ -96,8 +96,9 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def slug(environment: Mapping[str, Any]) -> str:
-    """The machine's name as part of a file's."""
-    return re.sub(r"[^a-z0-9]+", "-", environment["machine"].lower()).strip("-")
+    """The machine's kind as a file's name: its processor and cores, without trade marks and clock rate."""
+    kind = re.sub(r"\((r|tm)\)|\b(processor|cpu)\b|@ [\d.]+ghz", " ", environment["machine"].lower())
+    return re.sub(r"[^a-z0-9]+", "-", kind).strip("-")
 
 
 def _cell(value: object) -> str:

@@ -12,6 +12,7 @@ import argparse
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.measure.comparison.methods import common_start
 from ppd_runtime.measure.prompt_files import read_prompts
 
 
@@ -45,11 +46,6 @@ def measure(options: argparse.Namespace) -> Figures:
         "rate": same / counted,
         "hits": hits,
     }
-
-
-def common_start(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Tokens before the first that differs."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def table(figures: Figures) -> str:

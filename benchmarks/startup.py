@@ -32,7 +32,7 @@ _PROMPT = "def read_lines(path):"
 _PHASES = ("python", "torch", "other imports", "settings", "workers", "first token")
 _PARTS = {"description": "describe", "tokenizer": "load_tokenizer", "weights": "load_stage"}
 """What is read of a model, and the function that reads it."""
-_READERS = ("ppd_runtime.ordinary", "ppd_runtime.runtime", "ppd_runtime.worker")
+_READERS = ("ppd_runtime.methods.ordinary", "ppd_runtime.runtime", "ppd_runtime.workers.worker")
 _LAYOUTS = ("ordinary", "compiled", "threads-1", "processes-1", "processes-3", "ray-1", "ray-3")
 _COMMANDS = {
     "ppd --help": ["--help"],

@@ -21,10 +21,10 @@ from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import DTYPES
-from ppd_runtime.launching import on_cores
-from ppd_runtime.recorder import Recorder
+from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.results import GenerationResult
-from ppd_runtime.spans import Span
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Span
 
 WAYS = SILENT, LEDGER, TRACE = "no notes", "ledger", "ledger and trace"
 _AGAINST = ((SILENT, (LEDGER, TRACE)), (LEDGER, (TRACE,)))

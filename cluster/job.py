@@ -17,7 +17,7 @@ from ppd_runtime.imports import quick_imports
 if TYPE_CHECKING:
     from ppd_runtime import PPDRuntime
     from ppd_runtime.config import SamplingParams
-    from ppd_runtime.generation import Generation
+    from ppd_runtime.methods.base import Generation
     from ppd_runtime.results import GenerationResult, Stats
 
 app = typer.Typer(cls=OneLineGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -170,8 +170,8 @@ def _answer(
 def _connect() -> None:
     """Join the cluster that the job runs on; what the workers log comes back with their names before each line."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when Ray is imported
-    from ppd_runtime.launcher import check_ray_address, ray_is_initialized
-    from ppd_runtime.orchestration.session import join
+    from ppd_runtime.launch.choice import check_ray_address, ray_is_initialized
+    from ppd_runtime.launch.ray.session import join
 
     if not ray_is_initialized():
         address = os.environ.get("RAY_ADDRESS") or "auto"
@@ -182,7 +182,7 @@ def _connect() -> None:
 def _own_address() -> str:
     """The address by which the cluster knows the host of this process."""
     _connect()
-    from ppd_runtime.orchestration.placement import this_host
+    from ppd_runtime.launch.ray.placement import this_host
 
     return this_host()
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from ppd_runtime import PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.timeline import draw_timeline
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.tracing.timeline import draw_timeline
 
 PROMPT = "def read_lines(path):"
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppd_runtime.config import RuntimeConfig, SamplingParams
-    from ppd_runtime.methods import decode, open_method
-    from ppd_runtime.ordinary import OrdinaryDecoding
+    from ppd_runtime.methods.ordinary import OrdinaryDecoding
+    from ppd_runtime.methods.registry import decode, open_method
     from ppd_runtime.results import GenerationResult, TokenEvent
     from ppd_runtime.runtime import PPDRuntime
 
@@ -23,13 +23,13 @@ __all__ = [
 ]
 _HOMES = {
     "GenerationResult": "ppd_runtime.results",
-    "OrdinaryDecoding": "ppd_runtime.ordinary",
+    "OrdinaryDecoding": "ppd_runtime.methods.ordinary",
     "PPDRuntime": "ppd_runtime.runtime",
     "RuntimeConfig": "ppd_runtime.config",
     "SamplingParams": "ppd_runtime.config",
     "TokenEvent": "ppd_runtime.results",
-    "decode": "ppd_runtime.methods",
-    "open_method": "ppd_runtime.methods",
+    "decode": "ppd_runtime.methods.registry",
+    "open_method": "ppd_runtime.methods.registry",
 }
 
 

@@ -216,7 +216,7 @@ class RuntimeConfig:
     """An IP address of this host: workers reach each other over TCP, encrypted, and not over sockets in a folder."""
     launcher: str = "auto"
     """ray (actors, on a node of our own or a cluster's), processes (plain ones of this host, without Ray), or auto:
-    what `ppd_runtime.launcher.choose_launcher` says."""
+    what `ppd_runtime.launch.choice.choose_launcher` says."""
     placement: str = "auto"
     """Where Ray puts the workers: auto (on one host where they fit), pack, spread, strict-pack or strict-spread."""
     placement_timeout_s: float = 0.0

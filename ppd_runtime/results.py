@@ -1,10 +1,11 @@
 """What a generation gives back: events while it runs, a result with statistics when it is done."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ppd_runtime.trace import Trace
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tracing.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -18,39 +19,6 @@ class TokenEvent:
     """Place in the whole sequence, the prompt's tokens counted, from 0."""
     hit: bool | None
     """Whether an early candidate was this token; None where none was used or asked for (the last token)."""
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Where the time on the tokens' path went, in seconds; the parts are the whole.
-
-    The path is the main process', from a request's arrival to its last token.
-    """
-
-    layers_s: float
-    """Passes through layers."""
-    heads_s: float
-    """The final norm and head, and choosing the token."""
-    hops_s: float
-    """Sending, receiving, and putting delivered entries in place; of a wait, what was waited for being on its way."""
-    waiting_s: float
-    """Waiting for a sub-process that was not done yet."""
-    python_s: float
-    """Everything between these."""
-
-    @property
-    def total_s(self) -> float:
-        """The whole."""
-        return self.layers_s + self.heads_s + self.hops_s + self.waiting_s + self.python_s
-
-    def plus(self, later: "Ledger") -> "Ledger":
-        """Of two stretches of time."""
-        return Ledger(*(getattr(self, field.name) + getattr(later, field.name) for field in fields(self)))
-
-    def per_token_since(self, first: "Ledger", num_tokens: int) -> "Ledger":
-        """What has come since `first`, as a share of `num_tokens` tokens."""
-        names = [field.name for field in fields(self)]
-        return Ledger(**{name: (getattr(self, name) - getattr(first, name)) / num_tokens for name in names})
 
 
 @dataclass(frozen=True)
@@ -109,9 +77,9 @@ class Stats:
     predicted_ratio: float
     """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate; of a
     self-speculative method, that SWIFT's equation 6 gives for this run's drafts."""
-    ledger: Ledger
+    ledger: LatencyBreakdown
     """Where the latency went."""
-    first_token_ledger: Ledger
+    first_token_ledger: LatencyBreakdown
     """Of that, where the time to the first token went."""
     speculation: Speculation | None = None
     """Drafts and verifications of a self-speculative method; None for other ways of decoding."""
@@ -161,7 +129,7 @@ class Stats:
         return (self.latency_s - self.time_to_first_token_s) / (self.new_tokens - 1)
 
     @cached_property
-    def ledger_per_token(self) -> Ledger:
+    def ledger_per_token(self) -> LatencyBreakdown:
         """Where the mean time of a token after the first went; the whole latency where there is only one."""
         if self.new_tokens <= 1:
             return self.ledger

@@ -10,19 +10,23 @@ from typing import cast
 
 import torch
 
-from ppd_runtime.calls import Call, Told
-from ppd_runtime.closing import Closing
+from ppd_runtime.client.ending import Ending
+from ppd_runtime.client.request import RequestClient, RequestReports
+from ppd_runtime.client.shutdown import ShutdownGuard
 from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
-from ppd_runtime.core_share import CoreShare
 from ppd_runtime.cost_model.theory import latency_ratio
-from ppd_runtime.ending import Ending
-from ppd_runtime.generation import TextGenerator
-from ppd_runtime.launcher import choose_launcher
-from ppd_runtime.launching import RequestCounts, Workers, available_cores
-from ppd_runtime.models.emulation import EmulatedDevice, emulation_note
-from ppd_runtime.models.exit_heads import SHARED, RehearsedHead
-from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_tokenizer
-from ppd_runtime.models.trained_heads import HeadInfo, describe_head
+from ppd_runtime.launch.base import RequestCounts, Workers
+from ppd_runtime.launch.choice import choose_launcher
+from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
+from ppd_runtime.launch.startup import check_ray, start_workers, transport_here
+from ppd_runtime.launch.supervisor import CLOSED, Progress
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
+from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
+from ppd_runtime.models.trained.heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import (
     MAIN,
     MISS,
@@ -30,14 +34,11 @@ from ppd_runtime.pipeline.messages import (
     Finished,
 )
 from ppd_runtime.pipeline.requests import begin_request
-from ppd_runtime.results import Ledger
-from ppd_runtime.startup import check_ray, start_workers, transport_here
-from ppd_runtime.steps import Step, Totals
-from ppd_runtime.supervision import CLOSED, Progress
-from ppd_runtime.trace import Trace
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tracing.trace import Trace
 from ppd_runtime.transport.network import check_interface
 from ppd_runtime.transport.sockets import check_collective
-from ppd_runtime.worker import WorkerSpec
+from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class PPDRuntime(TextGenerator):
             all the same; in bfloat16 a near tie may fall the other way (demo model: 0.1 % of tokens greedily, 0.6 % at
             temperature 1, by `benchmarks.siblings`).
         exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
-            a `RehearsedHead` for tests and benchmarks.
+            a `OracleHead` for tests and benchmarks.
         dtype: float32, bfloat16, float16 (or PyTorch's own, such as torch.bfloat16), or auto (what `choose_dtype`
             finds fastest; the same for `OrdinaryDecoding`).
         device: cpu, cuda or auto.
@@ -107,7 +108,7 @@ class PPDRuntime(TextGenerator):
         k: int = 3,
         exit_layer: int | None = None,
         workers: int | None = None,
-        exit_head: str | Path | RehearsedHead = SHARED,
+        exit_head: str | Path | OracleHead = SHARED,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
         transport: str = "auto",
@@ -168,7 +169,7 @@ class PPDRuntime(TextGenerator):
         self._traced, self._conditions = trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
-        self._closing: Closing | None = None
+        self._closing: ShutdownGuard | None = None
         self._starting, self._closed = threading.RLock(), False
         self._next_request = 1
 
@@ -192,7 +193,7 @@ class PPDRuntime(TextGenerator):
                     logger.warning(crowding)
                 self._workers = start_workers(self._specs, self.config, self.launcher, self._progress)
                 self._share.begin()
-                self._closing = Closing(self._workers)
+                self._closing = ShutdownGuard(self._workers)
                 weakref.finalize(self, self._closing.close)
             if self._closed:
                 self.close()
@@ -243,11 +244,13 @@ class PPDRuntime(TextGenerator):
 
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         self.start()
-        workers, closing, ending = self._workers, cast("Closing", self._closing), cast("Ending", self._ending)
+        workers, closing, ending = self._workers, cast("ShutdownGuard", self._closing), cast("Ending", self._ending)
         assert workers is not None
         request, self._next_request = self._next_request, self._next_request + 1
         ending.start_clock()
-        call = Call(workers, replace(begin_request(request, prompt_ids, params, live), traced=self._traced), ending)
+        call = RequestClient(
+            workers, replace(begin_request(request, prompt_ids, params, live), traced=self._traced), ending
+        )
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
@@ -255,15 +258,15 @@ class PPDRuntime(TextGenerator):
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
-            yield _totals(call, self._trace(call.told))
+            yield _totals(call, self._trace(call.reports))
         except RuntimeError:
             self.close()
             raise
         finally:
-            if call.told.finished is None and not self._closed:
+            if call.reports.finished is None and not self._closed:
                 self._cancel(call, closing)
 
-    def _cancel(self, call: Call, closing: Closing) -> None:
+    def _cancel(self, call: RequestClient, closing: ShutdownGuard) -> None:
         try:
             with closing.step():
                 call.cancel()
@@ -271,10 +274,10 @@ class PPDRuntime(TextGenerator):
             self.close()
             raise
 
-    def _trace(self, told: Told) -> Trace | None:
+    def _trace(self, reports: RequestReports) -> Trace | None:
         if not self._traced:
             return None
-        return Trace(self.info.num_layers, self.exit_layer, self._conditions, told.processes())
+        return Trace(self.info.num_layers, self.exit_layer, self._conditions, reports.processes())
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, max(num_new_tokens, 1))
@@ -289,10 +292,10 @@ def _check_host(config: RuntimeConfig) -> None:
         check_interface(config.bind_interface)
 
 
-def _counts(call: Call, workers: Workers, specs: list[WorkerSpec]) -> RequestCounts:
-    finished = call.told.finished
+def _counts(call: RequestClient, workers: Workers, specs: list[WorkerSpec]) -> RequestCounts:
+    finished = call.reports.finished
     assert finished is not None
-    passes = {report.sender: report.layer_passes + report.coherence_layer_passes for report in call.told.in_order()}
+    passes = {report.sender: report.layer_passes + report.coherence_layer_passes for report in call.reports.in_order()}
     return RequestCounts(
         tokens=finished.num_tokens,
         hits={rank: hits for rank, hits in call.winners.items() if rank > MISS},
@@ -309,8 +312,8 @@ def _restarts(workers: Workers, specs: list[WorkerSpec]) -> dict[int, int]:
     return {spec.rank: max(0, workers.supervisor.lives(spec.rank) - 1) for spec in specs}
 
 
-def _totals(call: Call, trace: Trace | None) -> Totals:
-    finished, reports = call.told.finished, call.told.in_order()
+def _totals(call: RequestClient, trace: Trace | None) -> Totals:
+    finished, reports = call.reports.finished, call.reports.in_order()
     assert finished is not None
     return Totals(
         finish_reason=finished.reason,
@@ -327,12 +330,14 @@ def _totals(call: Call, trace: Trace | None) -> Totals:
     )
 
 
-def _ledger(finished: Finished, prefix: str) -> Ledger:
-    return Ledger(**{field.name: getattr(finished, prefix + field.name) for field in fields(Ledger)})
+def _ledger(finished: Finished, prefix: str) -> LatencyBreakdown:
+    return LatencyBreakdown(
+        **{field.name: getattr(finished, prefix + field.name) for field in fields(LatencyBreakdown)}
+    )
 
 
-def _find_head(exit_head: str | Path | RehearsedHead, info: ModelInfo) -> str | HeadInfo | RehearsedHead:
-    if isinstance(exit_head, RehearsedHead) or exit_head == SHARED:
+def _find_head(exit_head: str | Path | OracleHead, info: ModelInfo) -> str | HeadInfo | OracleHead:
+    if isinstance(exit_head, OracleHead) or exit_head == SHARED:
         return exit_head
     if not isinstance(exit_head, str | Path):
         raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
@@ -344,7 +349,7 @@ def _worker_specs(
     launcher: str,
     info: ModelInfo,
     exit_layer: int,
-    exit_head: str | HeadInfo | RehearsedHead,
+    exit_head: str | HeadInfo | OracleHead,
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
     by_ray = launcher == "ray"

@@ -24,8 +24,8 @@ from transformers.generation.logits_process import (
 )
 
 from ppd_runtime.config import LogitsProcessor, SamplingParams
-from ppd_runtime.recorder import Recorder
-from ppd_runtime.spans import Kind
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind
 
 _FILTERED = 1e6  # how far a filtered token ranks behind every token that top-k and top-p keep
 _MOST_NOISE = 32  # positions whose noise is kept: drafts and their verification ask for the same

@@ -7,9 +7,9 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from ppd_runtime.launching import LocalWorkers, ThreadLife
+from ppd_runtime.launch.threads import LocalWorkers, ThreadHandle
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message, Shutdown, WireError, decode, encode
-from ppd_runtime.worker import Worker
+from ppd_runtime.workers.worker import Worker
 
 LONGEST_STOP_S = 0.4
 
@@ -152,12 +152,12 @@ class ChaosWorkers(LocalWorkers):
         super().__init__(*arguments)
         self.endpoint = ChaosEndpoint(self.endpoint, self.fate, CLIENT, Post())
 
-    def _begin_life(self, rank: int) -> ThreadLife:
+    def _spawn(self, rank: int) -> ThreadHandle:
         endpoint = ChaosEndpoint(self._network.endpoint(rank), self.fate, rank, self._posts[rank])
-        return MortalLife(Worker(self._specs[rank]), endpoint)
+        return MortalHandle(Worker(self._specs[rank]), endpoint)
 
 
-class MortalLife(ThreadLife):
+class MortalHandle(ThreadHandle):
     """A life that may end without a word."""
 
     @staticmethod

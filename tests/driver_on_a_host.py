@@ -7,14 +7,14 @@ import json
 import sys
 
 from ppd_runtime import PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
 
 
 def main() -> None:
     """Serve the test until its end."""
     given = json.loads(sys.argv[1])
-    head = RehearsedHead(((*given["prompt"], *given["text"]),), given["match_rate"], given["vocab_size"])
+    head = OracleHead(((*given["prompt"], *given["text"]),), given["match_rate"], given["vocab_size"])
     with PPDRuntime(
         given["folder"],
         k=given["k"],

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import describe, load_layers
-from ppd_runtime.models.trained_heads import HeadInfo, HeadNetwork, new_head, save_head
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.trained.heads import HeadInfo, HeadNetwork, new_head, save_head
 
 Change = Callable[[HeadNetwork], object]
 

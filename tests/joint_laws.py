@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding.speculation import Progress, SpeculativeMethod, speculate
-from ppd_runtime.decoding.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
-from ppd_runtime.models.skipping import LayerSet, sparse_piece
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.methods.speculation import Progress, SpeculativeMethod, speculate
+from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
+from ppd_runtime.models.stage.slicing import LayerSet
+from ppd_runtime.models.stage.stage import Stage, sparse_subset
 from ppd_runtime.sampling import Draws, Sampler
 from ppd_runtime.text import StopRule
 
@@ -147,7 +147,7 @@ def memoryless_for_swift(
     wanted = {_begun(model).run(0, 3, [0], 0): chances}
     for left_out, drafted in ((LayerSet(attention=(1,)), no_attention), (LayerSet(mlp=(1,)), no_mlp)):
         stage = _begun(model)
-        wanted[stage.run_piece(sparse_piece(stage, left_out), [0], 0)] = drafted
+        wanted[stage.run_subset(sparse_subset(stage, left_out), [0], 0)] = drafted
     _fit_head(model, wanted)
     return model
 

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from ppd_runtime.pipeline.machine import Machine, Receive
+from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import CLIENT, Message
 
 
@@ -19,7 +19,7 @@ class MachineNetwork:
     def __init__(self, seed: int | None, impatience: float = 0.0) -> None:
         self._fair, self._random, self._impatience = seed is None, random.Random(seed), impatience
         self._machines: dict[int, Machine] = {}
-        self._wishes: dict[int, Receive | None] = {}
+        self._wishes: dict[int, WaitFor | None] = {}
         self._inboxes: dict[int, deque[Message]] = {CLIENT: deque()}
         self.sent: list[tuple[int, Message]] = []
 
@@ -43,7 +43,7 @@ class MachineNetwork:
             if not self._machines:
                 return
             ready = [address for address in self._machines if self._grantable(address)]
-            timed = [a for a, wish in self._wishes.items() if wish and wish.patience and not self._inboxes[a]]
+            timed = [a for a, wanted in self._wishes.items() if wanted and wanted.patience and not self._inboxes[a]]
             if timed and (not ready or self._random.random() < self._impatience):
                 self._step(self._random.choice(timed), None)
                 continue
@@ -52,8 +52,8 @@ class MachineNetwork:
         raise AssertionError(f"no end after {most_steps} steps")
 
     def _grantable(self, address: int) -> bool:
-        wish = self._wishes[address]
-        return bool(self._inboxes[address]) or (wish is not None and wish.patience == 0)
+        wanted = self._wishes[address]
+        return bool(self._inboxes[address]) or (wanted is not None and wanted.patience == 0)
 
     def _grant(self, address: int) -> None:
         inbox = self._inboxes[address]

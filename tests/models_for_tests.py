@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppd_runtime.models.loading import describe, load_layers
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.stage.stage import Stage
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3")
 """Model types that `build_model` knows; mistral, gemma2 and gemma3_text have sliding windows."""

@@ -11,16 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding.autoregressive import autoregressive
-from ppd_runtime.models.exit_heads import RehearsedHead, SharedHead
-from ppd_runtime.models.loading import ModelInfo, describe, load_layers, load_tokenizer
-from ppd_runtime.models.stage import Stage
-from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.methods.autoregressive import autoregressive
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.requests import begin_request
-from ppd_runtime.pipeline.rest import Rest
-from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -103,20 +104,20 @@ class Bench:
         params: SamplingParams,
         k: int,
         exit_layer: int,
-        head: RehearsedHead | None = None,
+        head: OracleHead | None = None,
         seed: int | None = None,
         impatience: float = 0.0,
         lost: Sequence[int] = (),
         workers: int | None = None,
         run_ahead: bool = False,
-        rest: Rest | None = None,
+        backoff: SpeculationBackoff | None = None,
     ) -> Decoded:
         """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
         network, ranks = MachineNetwork(seed, impatience), range(1, (workers or k) + 1)
         begin, sampler = begin_message(prompt, params), Sampler(params, len(prompt))
         for rank in lost:
             network.add(rank, iter_forever())
-        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, not run_ahead, rest)
+        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, not run_ahead, backoff)
         subs: list[SubProcess | RunAheadSubProcess] = []
         for rank in (rank for rank in ranks if rank not in lost):
             stage = self.stage(self.info.num_layers - exit_layer)
@@ -160,8 +161,6 @@ def begin_message(prompt: Sequence[int], params: SamplingParams) -> Begin:
     return begin_request(1, prompt, params, live=True)
 
 
-def rehearsed(
-    prompt: Sequence[int], tokens: Sequence[int], rate: float, vocab_size: int, seed: int = 0
-) -> RehearsedHead:
+def rehearsed(prompt: Sequence[int], tokens: Sequence[int], rate: float, vocab_size: int, seed: int = 0) -> OracleHead:
     """An exit head that is told the text."""
-    return RehearsedHead(((*prompt, *tokens),), rate, vocab_size, seed)
+    return OracleHead(((*prompt, *tokens),), rate, vocab_size, seed)

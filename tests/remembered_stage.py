@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage import Piece, Stage
+from ppd_runtime.models.stage.slicing import LayerSubset
+from ppd_runtime.models.stage.stage import Stage
 
 
 class Held(NamedTuple):
@@ -19,7 +20,7 @@ class Held(NamedTuple):
 
     item: int | bytes
     """The token; where states are all that a stage reads, the state's bytes."""
-    piece: Piece | None = None
+    subset: LayerSubset | None = None
     """Which wrote it; None: all of the model's layers."""
 
 
@@ -29,12 +30,12 @@ class RememberedStage(Stage):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self._real = Stage(model)
-        self._rows: dict[tuple[int | Piece, tuple[Held, ...]], Tensor] = {}
+        self._rows: dict[tuple[int | LayerSubset, tuple[Held, ...]], Tensor] = {}
         self._of_bytes: dict[bytes, Tensor] = {}
         """The rows by their bytes."""
         self._newest: dict[tuple[bytes, tuple[Held, ...]], Held] = {}
         """Whose state a row is, behind the text before it."""
-        self._pieces: dict[Piece, Piece] = {}
+        self._subsets: dict[LayerSubset, LayerSubset] = {}
         """One of those that run the same layers; they are named without their modules."""
         self._logits_of: dict[bytes, Tensor] = {}
         self._behind: dict[PreTrainedModel, RememberedStage] = {}
@@ -91,16 +92,16 @@ class RememberedStage(Stage):
             held.extend(Held(token) for token in token_ids)
         return _states(rows)
 
-    def run_piece(self, piece: Piece, token_ids: list[int], position: int) -> Tensor:
-        """As `Stage.run_piece`, a token a pass."""
-        same = piece._replace(decoder=None)  # another piece that runs the same layers
-        self._pieces.setdefault(same, piece)
+    def run_subset(self, subset: LayerSubset, token_ids: list[int], position: int) -> Tensor:
+        """As `Stage.run_subset`, a token a pass."""
+        same = subset._replace(decoder=None)  # another piece that runs the same layers
+        self._subsets.setdefault(same, subset)
         rows = []
         for token in token_ids:
-            for layer in piece.attending:
+            for layer in subset.attending:
                 self.check_position(layer, position + len(rows))
                 self._held[layer].append(Held(token, same))
-            rows.append(self._row(same, self._held[piece.attending[0]]))
+            rows.append(self._row(same, self._held[subset.attending[0]]))
         return _states(rows)
 
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
@@ -137,11 +138,11 @@ class RememberedStage(Stage):
     def _items(self, inputs: list[int] | Tensor) -> list[int] | list[bytes]:
         return inputs if isinstance(inputs, list) else [row.numpy().tobytes() for row in inputs[0]]
 
-    def _row(self, layers: int | Piece, held: Sequence[Held]) -> Tensor:
+    def _row(self, layers: int | LayerSubset, held: Sequence[Held]) -> Tensor:
         """The newest token's state behind the first so many layers, or a piece."""
         text = tuple(held)
         if (row := self._rows.get((layers, text))) is None:
-            row = self._pass(layers, text) if isinstance(layers, int) else self._piece_pass(layers, text)
+            row = self._pass(layers, text) if isinstance(layers, int) else self._subset_pass(layers, text)
             self._rows[layers, text] = row
             name = row.numpy().tobytes()
             self._of_bytes[name], self._newest[name, text[:-1]] = row, text[-1]
@@ -153,12 +154,12 @@ class RememberedStage(Stage):
         inputs = items if isinstance(items[0], int) else _states([self._of_bytes[item] for item in items])
         return self._real.run(0, last, inputs, 0)[0, -1].clone()
 
-    def _piece_pass(self, same: Piece, text: Sequence[Held]) -> Tensor:
+    def _subset_pass(self, same: LayerSubset, text: Sequence[Held]) -> Tensor:
         """It reads the whole model's entries of the places before the first that it wrote itself."""
-        tokens, whole = [held.item for held in text], sum(held.piece is None for held in text)
+        tokens, whole = [held.item for held in text], sum(held.subset is None for held in text)
         self._real.begin(len(text))
         self._real.run(0, self.num_layers, tokens[:whole], 0)
-        return self._real.run_piece(self._pieces[same], tokens[whole:], whole)[0, -1].clone()
+        return self._real.run_subset(self._subsets[same], tokens[whole:], whole)[0, -1].clone()
 
 
 def _states(rows: Sequence[Tensor]) -> Tensor:

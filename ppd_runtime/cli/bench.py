@@ -100,12 +100,12 @@ def _open(
     resume: bool,
 ) -> "tuple[ComparisonRun, list[LeftOut]]":
     """The run, ready to measure, and the rows that it goes without; what is opened is closed with `opened`."""
-    from ppd_runtime.cost_model.checks import check_whole
+    from ppd_runtime.checks import check_whole
     from ppd_runtime.measure.comparison.methods import Methods
     from ppd_runtime.measure.comparison.rows import check_rows, parse_rows
     from ppd_runtime.measure.comparison.run import ComparisonRun
-    from ppd_runtime.models.loading import describe
-    from ppd_runtime.ordinary import OrdinaryDecoding
+    from ppd_runtime.methods.ordinary import OrdinaryDecoding
+    from ppd_runtime.models.checkpoint.description import describe
 
     check_whole("rounds", rounds, 1)
     rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)

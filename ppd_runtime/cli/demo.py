@@ -31,7 +31,7 @@ def demo(
         with quick_imports():
             from ppd_runtime import OrdinaryDecoding, PPDRuntime
             from ppd_runtime.config import SamplingParams
-            from ppd_runtime.launching import available_cores
+            from ppd_runtime.launch.cpu_affinity import available_cores
             from ppd_runtime.measure.against_ordinary import compare
 
         SamplingParams(max_new_tokens)  # refuses what cannot work before anything starts

@@ -15,7 +15,7 @@ from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
 from ppd_runtime.imports import quick_imports
 
 if TYPE_CHECKING:
-    from ppd_runtime.generation import Generation, TextGenerator
+    from ppd_runtime.methods.base import Generation, TextGenerator
     from ppd_runtime.results import GenerationResult
 
 
@@ -30,7 +30,7 @@ class Method(str, Enum):
     swift = "swift"
 
 
-class Stopping(str, Enum):
+class StoppingName(str, Enum):
     """When AdaSPEED stops drafting."""
 
     constant = "constant"
@@ -104,7 +104,7 @@ def generate(
         int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
     ] = None,
     stopping: Annotated[
-        Stopping | None,
+        StoppingName | None,
         typer.Option(help="When to stop drafting; default: the method's own.", rich_help_panel=_DRAFTING),
     ] = None,
     threshold: Annotated[
@@ -210,7 +210,7 @@ def generate(
     with one_line_errors(generate):
         with quick_imports():
             from ppd_runtime.config import SamplingParams
-            from ppd_runtime.methods import open_method
+            from ppd_runtime.methods.registry import open_method
 
         traced = _check_outputs(out, trace, timeline)
         text = _read_prompt(prompt, prompt_file)
@@ -287,7 +287,7 @@ def _write_trace(
     if result.trace is not None and trace is not None:
         result.trace.write(trace)
     if result.trace is not None and timeline is not None:
-        from ppd_runtime.timeline import draw_timeline
+        from ppd_runtime.tracing.timeline import draw_timeline
 
         draw_timeline(result.trace, timeline, lambda token: str(generator.tokenizer.decode([token])))
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ppd_runtime.measure.match_rate_report import MatchRateReport, Rates
     from ppd_runtime.measure.match_rate_run import MatchRateRun
     from ppd_runtime.measure.match_rates import MatchRateSetting
-    from ppd_runtime.models.loading import ModelInfo
-    from ppd_runtime.models.trained_heads import HeadInfo
+    from ppd_runtime.models.checkpoint.description import ModelInfo
+    from ppd_runtime.models.trained.heads import HeadInfo
 
 _RANKINGS = {"logits": "candidates by logits", "shared_noise": "candidates by logits and shared noise"}
 
@@ -57,8 +57,8 @@ def match_rate(
         from ppd_runtime.measure.match_rate_run import MatchRateRun
         from ppd_runtime.measure.match_rates import MatchRateMeter, trained_head_meter
         from ppd_runtime.measure.prompt_files import read_prompts
-        from ppd_runtime.models.loading import describe
-        from ppd_runtime.ordinary import OrdinaryDecoding
+        from ppd_runtime.methods.ordinary import OrdinaryDecoding
+        from ppd_runtime.models.checkpoint.description import describe
 
         check_resume(resume, out)
         check_outputs(out, plot)
@@ -82,8 +82,8 @@ def match_rate(
 
 
 def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
-    from ppd_runtime.models.exit_heads import SHARED
-    from ppd_runtime.models.trained_heads import describe_head
+    from ppd_runtime.models.trained.exit_heads import SHARED
+    from ppd_runtime.models.trained.heads import describe_head
 
     return None if exit_head == SHARED else describe_head(exit_head, info)
 

@@ -23,7 +23,7 @@ def check_outputs(*paths: Path | None) -> None:
 def check_image(path: Path | None) -> None:
     """Raise ValueError where an image that is to be drawn afterwards cannot be."""
     if path is not None:
-        from ppd_runtime.image_files import check_image_file
+        from ppd_runtime.files.images import check_image_file
 
         check_image_file(path)
 
@@ -37,7 +37,7 @@ def check_resume(resume: bool, out: Path | None) -> None:
 def give_json(data: Any, as_json: bool, out: Path | None) -> None:
     """Print JSON values in a line, and write them into a file, where either is wanted."""
     if out is not None:
-        from ppd_runtime.cost_model.tradeoff import whole_file
+        from ppd_runtime.files.whole import whole_file
 
         with whole_file(out) as unfinished:
             unfinished.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

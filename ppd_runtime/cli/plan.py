@@ -72,10 +72,10 @@ def plan(
     the answer comes at once.
     """
     with one_line_errors(plan):
+        from ppd_runtime.calibration.planning import Given, Subject, plan_with
         from ppd_runtime.config import SamplingParams
         from ppd_runtime.cost_model.planner import check_request
-        from ppd_runtime.cost_model.planning import Given, Subject, plan_with
-        from ppd_runtime.cost_model.report import plan_data, write_page
+        from ppd_runtime.cost_model.report import page_data, plan_data, write_page
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 
         check_outputs(out, html)
@@ -94,10 +94,10 @@ def plan(
             Subject(model, prompts, limit, sampling, dtype, device, threads),
             show_progress,
         )
-        data = plan_data(model, planned.ranking, planned.calibration, planned.rates)
+        found = (model, planned.ranking, planned.calibration, planned.rates)
         if html is not None:
-            write_page(data, html)
-        give_json(data, as_json, out)
+            write_page(page_data(*found), html)
+        give_json(plan_data(*found), as_json, out)
         if not as_json:
             _print(planned.ranking, model, planned.notes)
 

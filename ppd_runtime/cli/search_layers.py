@@ -12,7 +12,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
-    from ppd_runtime.decoding.layer_search import LayerSearch
+    from ppd_runtime.methods.layer_search import LayerSearch
 
 
 def search_layers(

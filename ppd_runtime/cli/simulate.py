@@ -10,7 +10,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.outputs import check_outputs, give_json
 
 if TYPE_CHECKING:
-    from ppd_runtime.cost_model.simulate import Prediction, Summary
+    from ppd_runtime.calibration.simulate import Prediction, Summary
 
 
 def simulate(
@@ -49,7 +49,7 @@ def simulate(
     The prediction is Algorithm 2's, whose hits wait for two hops, also where the simulated sub-process runs ahead.
     """
     with one_line_errors(simulate):
-        from ppd_runtime.cost_model.simulate import Setting, predict, simulate_runs, summarise
+        from ppd_runtime.calibration.simulate import Setting, predict, simulate_runs, summarise
         from ppd_runtime.cost_model.theory import Times
         from ppd_runtime.cost_model.tradeoff import parse_factors
 

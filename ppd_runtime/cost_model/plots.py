@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppd_runtime.cost_model.tradeoff import Tradeoff
-from ppd_runtime.image_files import new_figure, save_figure
+from ppd_runtime.files.images import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

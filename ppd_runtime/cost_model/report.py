@@ -1,4 +1,7 @@
-"""A plan as one HTML page that needs no network: the ranking, the match rates, the trade-off with sliders."""
+"""A plan as one HTML page that needs no network: the ranking, the match rates, the trade-off with sliders.
+
+Every figure is computed here; the page's script looks up what its sliders are set to.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,11 +9,17 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
-from ppd_runtime.cost_model.calibration import Calibration
-from ppd_runtime.cost_model.planner import Ranking
-from ppd_runtime.cost_model.tradeoff import MatchRates, whole_file
+from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.cost_model.planner import Plan, Ranking, plan
+from ppd_runtime.cost_model.tradeoff import MatchRates
+from ppd_runtime.files.whole import whole_file
 
 _STYLE, _DATA = "/*STYLE*/", "/*DATA*/null"
+_STEPS = 8
+"""Steps of the match rate on either side of the measured one."""
+_POINTS = 8_000
+"""Of all plans together, beside the measured ones, at the most; but each has one on either side. The page of 600 plans
+has 260 kB."""
 
 
 def plan_data(model: str, ranking: Ranking, calibration: Calibration, measured: MatchRates) -> dict[str, object]:
@@ -24,17 +33,54 @@ def plan_data(model: str, ranking: Ranking, calibration: Calibration, measured: 
     }
 
 
+def page_data(model: str, ranking: Ranking, calibration: Calibration, measured: MatchRates) -> dict[str, object]:
+    """`plan_data` with what the sliders show: each plan at its own match rate, in the middle, and at others."""
+    steps = max(1, min(_STEPS, _POINTS // (2 * max(1, len(ranking.plans)))))
+    plans = [_setting(row, _over_match_rates(row, steps, ranking, calibration)) for row in ranking.plans]
+    return {**plan_data(model, ranking, calibration, measured), "plans": plans}
+
+
 def write_page(data: Mapping[str, object], path: Path) -> None:
-    """Write `plan_data` as a page; the file appears when it is whole."""
+    """Write `page_data` as a page; the file appears when it is whole."""
     with whole_file(path) as unfinished:
         unfinished.write_text(page(data), encoding="utf-8")
 
 
 def page(data: Mapping[str, object]) -> str:
     """The page; no text in the data can end the script that holds them."""
-    held = json.dumps(data).replace("<", "\\u003c")
+    held = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     before, after = _shipped("report.html").replace(_STYLE, _shipped("report.css")).split(_DATA)
     return before + held + after
+
+
+def _over_match_rates(row: Plan, steps: int, ranking: Ranking, calibration: Calibration) -> list[Plan]:
+    """The setting from match rate 0 in `steps` equal steps to its own, and in as many to 1."""
+
+    def at(match_rate: float) -> Plan:
+        setting = (ranking.num_layers, row.exit_layer, row.k, match_rate)
+        return plan(*setting, calibration, row.workers, ranking.run_ahead)
+
+    below = [at(row.match_rate * step / steps) for step in range(steps)]
+    above = [at(1 - (1 - row.match_rate) * step / steps) for step in reversed(range(steps))]
+    return [*below, row, *above]
+
+
+def _setting(row: Plan, points: list[Plan]) -> dict[str, object]:
+    """A plan as the page's script reads it."""
+    return {
+        "exit": row.exit_layer,
+        "k": row.k,
+        "workers": row.workers,
+        "devices": row.devices,
+        "ahead": row.runs_ahead,
+        "points": [_figures(point) for point in points],
+    }
+
+
+def _figures(row: Plan) -> list[float]:
+    """Match rate, ms a token, speed-up and full passes a token, with the digits that the page shows."""
+    figures = ((row.match_rate, 3), (row.ms_per_token, 3), (row.speedup, 2), (row.compute_per_token, 3))
+    return [round(figure, digits) for figure, digits in figures]
 
 
 def _shipped(name: str) -> str:

@@ -8,7 +8,7 @@ outside [0, 1], an exit layer outside d/2 … d − 1, less than one token or ca
 import math
 from dataclasses import dataclass, fields
 
-from ppd_runtime.cost_model.checks import check_layers, check_number, check_share, check_whole
+from ppd_runtime.checks import check_layers, check_number, check_share, check_whole
 
 _ROUNDING = 1e-12
 
@@ -172,7 +172,7 @@ def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
     before they need them (one worker, or c < (2d̄ − d)τ, or c ≤ σ where d̄ = d/2), a sub-process is back in step one
     token after a miss (σ + (w − 1)(d − d̄)τ ≤ λ + (2d̄ − d)τ), every candidate is named before the token is
     (2c + σ ≤ λ + (d − d̄)τ), and no early start takes longer than (d − d̄)τ to come after that. Beyond that, simulate
-    (`ppd_runtime.cost_model.simulate`).
+    (`ppd_runtime.calibration.simulate`).
     """
     check_layers(num_layers, exit_layer)
     wider = (times.width - 1) * (num_layers - exit_layer) * times.layer

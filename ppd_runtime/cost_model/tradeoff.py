@@ -3,15 +3,14 @@
 import csv
 import itertools
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ppd_runtime.checks import check_share, check_whole
 from ppd_runtime.cost_model import theory
-from ppd_runtime.cost_model.checks import check_share, check_whole
+from ppd_runtime.files.whole import whole_file
 
 T = TypeVar("T", int, float)
 Rates = dict[tuple[int, int], float]
@@ -191,19 +190,3 @@ def write_csv(rows: Sequence[Tradeoff], path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0].as_dict()))
         writer.writeheader()
         writer.writerows(row.as_dict() for row in rows)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes `path` at the end, or goes away if something fails before.
-
-    Raises:
-        ValueError: where `path` cannot be written.
-    """
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
-            unfinished = Path(folder) / path.name
-            yield unfinished
-            unfinished.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}; give a file that can be written") from error

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ppd_runtime.cost_model.calibration import Calibration
+from ppd_runtime.cost_model.machine_costs import Calibration
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.planner import Alternative, Plan

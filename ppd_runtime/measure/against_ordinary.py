@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
-from ppd_runtime.launching import assign_cores, available_cores, on_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
 from ppd_runtime.measure.machine_load import LoadMeter
-from ppd_runtime.ordinary import OrdinaryDecoding
+from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage import FinalHead, layer_range
+from ppd_runtime.models.stage.slicing import FinalHead, layer_range
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.decoding.layer_search import LayerSearch
-from ppd_runtime.decoding.swift import Swift
-from ppd_runtime.methods import open_method
-from ppd_runtime.models.layer_sets import write_layer_set
+from ppd_runtime.methods.layer_search import LayerSearch
+from ppd_runtime.methods.registry import open_method
+from ppd_runtime.methods.swift import Swift
+from ppd_runtime.models.trained.layer_sets import write_layer_set
 
 
 def find_layer_set(

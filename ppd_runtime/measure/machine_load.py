@@ -82,7 +82,7 @@ class LoadMeter:
 
 def _compute_on(core: int) -> tuple[float, float]:
     """CPU time that a thread gets on a core, and how long it asked for it."""
-    from ppd_runtime.launching import on_cores  # loads torch
+    from ppd_runtime.launch.cpu_affinity import on_cores
 
     with on_cores((core,)):
         began, cpu_before = time.perf_counter(), time.thread_time()

@@ -48,7 +48,7 @@ class MatchRateRun:
         self, meter: MatchRateMeter, prompts: Sequence[str], out: Path | None = None, resume: bool = False
     ) -> None:
         self.meter = meter
-        self._tasks = _fitting(meter, prompts)
+        self._tasks = _validator(meter, prompts)
         self.num_prompts, self.skipped_prompts = len(self._tasks), len(prompts) - len(self._tasks)
         self.partial = PartialResults(out, self._header(), _result) if out else None
         self._results = self._kept(resume)
@@ -109,7 +109,7 @@ def _result(row: Any) -> PromptResult:
     return PromptResult(row["number"], row["sha256"], TextPlaces(**row["text"]))
 
 
-def _fitting(meter: MatchRateMeter, prompts: Sequence[str]) -> list[_Task]:
+def _validator(meter: MatchRateMeter, prompts: Sequence[str]) -> list[_Task]:
     ordinary, new = meter.ordinary, meter.setting.sampling.max_new_tokens
     most = ordinary.info.max_positions
     tasks = []

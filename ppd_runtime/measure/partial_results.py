@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.files.whole import whole_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

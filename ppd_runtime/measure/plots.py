@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppd_runtime.image_files import new_figure, save_figure
+from ppd_runtime.files.images import new_figure, save_figure
 from ppd_runtime.measure.match_rate_report import MatchRateReport
 
 if TYPE_CHECKING:

@@ -125,7 +125,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class FieldPlan:
     """How a kind of message is written and read; places are in its header."""
 
     number: int
@@ -148,14 +148,14 @@ class Plan:
             header[place] = read(header[place])
 
 
-def make_plan(number: int, kind: type) -> Plan:
+def make_plan(number: int, kind: type) -> FieldPlan:
     """The plan of a dataclass whose fields all have types of this module; at most one is a tensor."""
     hints = get_type_hints(kind, include_extras=True)
     names = [field.name for field in dataclasses.fields(kind)]
     fields = [(place, f"{kind.__name__}.{name}", hints[name]) for place, name in enumerate(names, 2)]
     tensors = [place for place, _, hint in fields if is_tensor(hint)]
     assert len(tensors) <= 1, "a message has room for one tensor"
-    return Plan(
+    return FieldPlan(
         number=number,
         num_fields=len(fields),
         values=attrgetter(*names),

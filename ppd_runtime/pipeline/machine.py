@@ -10,7 +10,7 @@ from ppd_runtime.pipeline.messages import Message
 
 
 @dataclass(slots=True)
-class Receive:
+class WaitFor:
     """A wish for a message.
 
     `patience` is counted in one-token layer passes: 0 takes only what is there, None waits as long as it takes.
@@ -22,7 +22,7 @@ class Receive:
     """Set by whoever runs the machine, in its own clock."""
 
 
-Machine = Generator[Receive, Message | None, None]
+Machine = Generator[WaitFor, Message | None, None]
 """Yields wishes; is sent a message for each, or None where the patience ran out."""
 
 Send = Callable[[Sequence[int], Message], None]
@@ -39,7 +39,7 @@ def pop_consecutive(entries: dict[int, Tensor], position: int, end: int) -> list
 
 
 class StageLike(Protocol):
-    """What the machines need of a stage; `ppd_runtime.models.stage.Stage` is the real one."""
+    """What the machines need of a stage; `ppd_runtime.models.stage.stage.Stage` is the real one."""
 
     num_layers: int
     layers_at_once: int
@@ -51,10 +51,10 @@ class StageLike(Protocol):
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run a half-open range of layers over token ids or hidden states that start at `position`."""
 
-    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
+    def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
         """Run all layers over tokens that all stand at `position`, each seeing what came before and itself."""
 
-    def keep_sibling(self, position: int, index: int) -> None:
+    def keep_candidate(self, position: int, index: int) -> None:
         """Of the siblings at `position`, keep the entries of one alone."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ppd_runtime.pipeline.fields import (
     Candidates,
     Chance,
     Count,
+    FieldPlan,
     Finite,
     Int64,
     Int64s,
@@ -28,7 +29,6 @@ from ppd_runtime.pipeline.fields import (
     Limit,
     NotNegative,
     Penalty,
-    Plan,
     Position,
     Positive,
     Rank,
@@ -208,7 +208,7 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Main → client, after the last token: why it ended, seconds, and layer passes; see `results.Ledger`."""
+    """Main → client, after the last token: why it ended, seconds, and layer passes; see `results.LatencyBreakdown`."""
 
     reason: str
     num_tokens: Count
@@ -278,7 +278,7 @@ class LinkNote(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Posted(Message):
+class TensorAnnouncement(Message):
     """Worker → worker: a message whose tensor comes over their link, as its transfer of this `number`."""
 
     link: str
@@ -306,7 +306,7 @@ _KINDS: tuple[type[Message], ...] = (
     Missing,
     Peers,
     LinkNote,
-    Posted,
+    TensorAnnouncement,
     Tokens,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
@@ -372,7 +372,7 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
     return _header(plan, values, description), tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def _header(plan: Plan, values: Sequence[Any], description: bytes | None) -> bytes:
+def _header(plan: FieldPlan, values: Sequence[Any], description: bytes | None) -> bytes:
     """`description` is of the message's tensor: dtype and shape."""
     fields = [WIRE_VERSION, plan.number, *values]
     for place in plan.packed:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ppd_runtime.pipeline.messages import KIND_NAMES, Spans, WireError
-from ppd_runtime.spans import Kind, ProcessSpans, Span
+from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 MOST_SPANS = 4096
 """In one message; that is about 150 kB."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.trained_heads import KINDS, LM_HEAD, HeadNetwork
+from ppd_runtime.models.trained.heads import KINDS, LM_HEAD, HeadNetwork
 from ppd_runtime.training.loop import FrozenModel, LearningFromModel, distillation_loss
 from ppd_runtime.training.recipe import ExitRecipe
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage import FinalHead, layer_range
+from ppd_runtime.models.stage.slicing import FinalHead, layer_range
 from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.recipe import Recipe
 

@@ -12,8 +12,10 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import ModelInfo, choose_device, choose_dtype, describe, load_layers, load_tokenizer
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.loop import LearningFromModel, Training
 from ppd_runtime.training.recipe import ExitRecipe, Recipe

@@ -8,8 +8,8 @@ from pathlib import Path
 import transformers
 from families.specimens import SPECIAL, SUPPORTED, Specimen, every_family
 
-from ppd_runtime.models.hub import one_line
-from ppd_runtime.models.loading import check_leaving_out, describe
+from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
+from ppd_runtime.models.checkpoint.hub import one_line
 
 _HEAD = """# Families
 

@@ -12,13 +12,13 @@ from models_for_tests import VOCAB_SIZE, build_tokenizer
 from pipeline_runs import Bench
 from transformers import AutoModelForCausalLM
 
-from ppd_runtime import OrdinaryDecoding
+from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding import open_method
-from ppd_runtime.models.adapter import AdapterInfo, new_adapter, save_adapter
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import check_leaving_out, describe, load_layers
-from ppd_runtime.steps import parts_of
+from ppd_runtime.methods.steps import parts_of
+from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 
 NEW_TOKENS = 14
 LENGTHS = (1, 5, 17, BORDER - 6, BORDER + 1, MOST_POSITIONS - NEW_TOKENS)

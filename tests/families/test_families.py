@@ -9,8 +9,8 @@ from families.attack import LAYOUTS, METHODS, Attack, prompts
 from families.specimens import BORDER, NUM_LAYERS, SPECIAL, SUPPORTED, Specimen, every_family, overlooked_windows
 from transformers import CONFIG_MAPPING
 
-from ppd_runtime.decoding import open_method
-from ppd_runtime.models.loading import describe
+from ppd_runtime import open_method
+from ppd_runtime.models.checkpoint.description import describe
 
 OVERLOOKED = list(overlooked_windows(SUPPORTED))
 ALL = [*map(Specimen, every_family()), *SPECIAL, *OVERLOOKED]

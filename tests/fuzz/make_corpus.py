@@ -27,10 +27,10 @@ from ppd_runtime.pipeline.messages import (
     Message,
     Missing,
     Peers,
-    Posted,
     Report,
     Shutdown,
     Spans,
+    TensorAnnouncement,
     Token,
     Tokens,
     WireError,
@@ -68,7 +68,7 @@ MESSAGES: tuple[Message, ...] = (
     Missing(1, 1, 5),
     Peers(-1, 0, [0, 1], ["tcp://127.0.0.1:5000", "tcp://[::1]:5000"]),
     LinkNote(1, 0, "ab-cd", "word up/0", b"\x7f\0\0\1"),
-    Posted(0, 1, "ab-cd", 3, 32, split(ExitState(0, 1, 4, STATE))[0]),
+    TensorAnnouncement(0, 1, "ab-cd", 3, 32, split(ExitState(0, 1, 4, STATE))[0]),
     Tokens(0, 1, 5, [17, 18, 9], [1, 0, -1]),
 )
 

@@ -14,18 +14,28 @@ from torch import Tensor
 
 from model_check.processes import Process
 from model_check.toy import ToyStage
-from ppd_runtime.calls import Call
-from ppd_runtime.pipeline.machine import Receive
-from ppd_runtime.pipeline.main_process import MainProcess, _Heard
+from ppd_runtime.client.request import RequestClient
+from ppd_runtime.pipeline.machine import WaitFor
 from ppd_runtime.pipeline.messages import Finished, Message
-from ppd_runtime.pipeline.rest import Rest
-from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.pipeline.paper.main_process import MainProcess, _Heard
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.text import StopRule
-from ppd_runtime.worker import Worker
+from ppd_runtime.workers.worker import Worker
 
 _COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes"}
-_READ = (Worker, MainProcess, SubProcess, RunAheadSubProcess, Rest, _Heard, StopRule, ToyStage, Call)
+_READ = (
+    Worker,
+    MainProcess,
+    SubProcess,
+    RunAheadSubProcess,
+    SpeculationBackoff,
+    _Heard,
+    StopRule,
+    ToyStage,
+    RequestClient,
+)
 _DEAD = {"message", "reply", "hidden", "now"}
 """Variables that are set anew before they are read, wherever a process can wait."""
 _LIVE = {"_go_on": {"token", "stop"}}
@@ -96,7 +106,7 @@ class Essence:
         return name, [(key, self._of_field(value, key, fields[key])) for key in sorted(fields.keys() - _COUNTS)]
 
     def _of_field(self, owner: object, name: str, value: object) -> object:
-        if isinstance(owner, Call) and isinstance(value, float):
+        if isinstance(owner, RequestClient) and isinstance(value, float):
             return value <= self._now
         if isinstance(owner, MainProcess) and name == "told":
             return [(message.position, message.token_id) for message in owner.told]
@@ -114,7 +124,7 @@ class Essence:
         (GeneratorType, _of_generator),
         (list | tuple | deque, lambda self, values: [self._of(value) for value in values]),
         (dict, lambda self, values: [(key, self._of(values[key])) for key in sorted(values)]),
-        (Receive, lambda self, wish: wish.patience),
+        (WaitFor, lambda self, wanted: wanted.patience),
         (_READ, _of_object),
     )
 

@@ -2,9 +2,9 @@
 
 from model_check.processes import Process, Scenario
 from model_check.toy import ToyModel, ToyStage
-from ppd_runtime.pipeline.main_process import MainProcess
-from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
 
 
 def check_process(scenario: Scenario, process: Process) -> None:

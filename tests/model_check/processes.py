@@ -1,7 +1,7 @@
 """The real worker loop and the real client, each suspended wherever it waits for a message.
 
 Nothing of them is modelled: `Worker.serve` runs over a toy stage and an endpoint whose `receive` hands control to
-whoever explores; `Call.tokens` runs with a clock that jumps over every silence.
+whoever explores; `RequestClient.tokens` runs with a clock that jumps over every silence.
 """
 
 import contextlib
@@ -15,12 +15,14 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
-from ppd_runtime import calls, worker
-from ppd_runtime.models.loading import ModelInfo
-from ppd_runtime.pipeline import main_process, run_ahead, sub_process
+from ppd_runtime.client import request as calls
+from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token, Tokens
-from ppd_runtime.pipeline.rest import Rest
-from ppd_runtime.worker import Worker, WorkerSpec
+from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.workers import worker
+from ppd_runtime.workers.spec import WorkerSpec
+from ppd_runtime.workers.worker import Worker
 
 _MESSAGE_S, _SILENCE_S = 1e-4, 10.0  # what a message and a silence take by the client's clock
 
@@ -163,7 +165,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
     def serve(process: Process) -> None:
         process.worker = Worker(scenario.spec(rank))
         if scenario.rests:
-            process.worker._rest = Rest(trial=2, later_trial=2, shortest=1, longest=2)
+            process.worker._backoff = SpeculationBackoff(trial=2, later_trial=2, shortest=1, longest=2)
         process.worker.serve(process)
 
     process = Process(serve)
@@ -183,7 +185,7 @@ def start_client(scenario: Scenario) -> Process:
     def serve(process: Process) -> None:
         workers = _Workers(process, _Supervisor(process))
         for request in range(1, scenario.requests + 1):
-            call = calls.Call(workers, scenario.begin(request))
+            call = calls.RequestClient(workers, scenario.begin(request))
             for number, message in enumerate(call.tokens(), 1):
                 process.delivered.append((request, message.token_id))
                 if request == 1 and number == scenario.cancelled_behind:

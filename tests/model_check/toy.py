@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.recorder import Recorder
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.tracing.recorder import Recorder
 
 VOCAB = 8
 _HALF = 24  # bits; float32 holds that many exactly
@@ -136,7 +136,7 @@ class ToyStage:
             self.entries[layer] += added
         return to_tensor([states])
 
-    def run_siblings(self, token_ids: Sequence[int], position: int) -> Tensor:
+    def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
         """Run all layers over tokens that all stand at `position`; each gives a one-token pass' numbers."""
         states = [_mix(_EMBED, token) for token in token_ids]
         for layer in range(self.num_layers):
@@ -154,7 +154,7 @@ class ToyStage:
         if held + tokens > self.capacity:
             raise IndexError(f"a cache for {self.capacity} tokens cannot hold {held + tokens}")
 
-    def keep_sibling(self, position: int, index: int) -> None:
+    def keep_candidate(self, position: int, index: int) -> None:
         """Of the siblings at `position`, keep one."""
         for entries in self.entries:
             entries[position:] = [entries[position + index]]
@@ -203,7 +203,7 @@ class MainStage(ToyStage):
 
 
 @dataclass(frozen=True)
-class PatternHead(RehearsedHead):
+class PatternHead(OracleHead):
     """Names the right token where and at which rank the model's pattern says so, be the text before it wrong.
 
     Behind a wrong candidate the next may so be right by luck: the main process must not take it.

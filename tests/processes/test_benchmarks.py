@@ -3,6 +3,7 @@
 `decode` is in test_compiled_runtime.py, which has compiled a model.
 """
 
+import datetime
 import os
 import random
 
@@ -11,7 +12,8 @@ from compilers import needs_compiler
 
 from benchmarks import __main__ as everything
 from benchmarks import contention, endurance, equal_devices, hop, passes, pipeline, recovery, siblings, startup, tracing
-from ppd_runtime.launching import available_cores
+from benchmarks.recording import environment, slug
+from ppd_runtime.launch.cpu_affinity import available_cores
 
 
 def figures(module, options):
@@ -71,21 +73,23 @@ def test_startup():
 COMMAND = "startup --rounds 1 --layouts 'ppd tradeoff'"
 
 
-def test_a_report_is_written_whole_and_tells_of_failures(tmp_path, monkeypatch, capsys):
+def test_a_report_is_written_whole_in_its_predecessors_place_and_tells_of_failures(tmp_path, monkeypatch, capsys):
+    earlier = tmp_path / f"{slug(environment())}.md"
+    earlier.write_text("an earlier run's")
     monkeypatch.setattr(everything, "PLAN", (("Start-up", COMMAND), ("Nonsense", "startup --layouts dask")))
     monkeypatch.setattr("sys.argv", ["benchmarks", "--folder", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         everything.main()
     assert ended.value.code == 1
     (path,) = tmp_path.iterdir()
+    assert path == earlier
     assert capsys.readouterr().out.strip() == str(path)
     text = path.read_text()
-    assert f"## Start-up\n\n```\npython -m benchmarks.{COMMAND}\n```\n" in text
+    assert f"## Start-up\n\n```\npython -m benchmarks.{COMMAND}  # " in text
     assert text.count("| ppd tradeoff | warm |") == 1
     assert "FAILED with exit code 2: startup.py: --layouts dask: choose from " in text
     assert "1 of 2 failed" in text
-    assert "Commit " in text
-    assert everything.unused_path(tmp_path, path.stem).name == f"{path.stem}-2.md"
+    assert f"{datetime.date.today()}, commit " in text
 
 
 def test_siblings():

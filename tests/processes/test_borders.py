@@ -8,8 +8,7 @@ from families.attack import prompts
 from families.specimens import BORDER, SPECIAL
 from models_for_tests import build_tokenizer
 
-from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.decoding import open_method
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
 
 NEW_TOKENS = 16
 (PROMPT,) = prompts([BORDER - 6])
@@ -45,7 +44,7 @@ def _main_process() -> psutil.Process:
     """Of the runtime that runs; other tests' processes may be there too, and have ended."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     words = {child: child.cmdline() for child in running}
-    return next(child for child, line in words.items() if "ppd_runtime.start_worker" in line and line[-1] == "main")
+    return next(child for child, line in words.items() if "ppd_runtime.workers.entry" in line and line[-1] == "main")
 
 
 def test_stop_texts_statistics_and_traces_span_the_border(folder: str) -> None:

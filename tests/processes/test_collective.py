@@ -11,9 +11,19 @@ import pytest
 import torch
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, ExitState, Posted, encode, split
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    Candidate,
+    End,
+    Entries,
+    ExitState,
+    TensorAnnouncement,
+    encode,
+    split,
+)
 from ppd_runtime.transport.collective import links
 from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
 from ppd_runtime.transport.network import Network
@@ -147,7 +157,7 @@ def test_a_tensor_that_does_not_come_costs_its_message_alone(
     places.wait_for_links()
     message = ExitState(1, 1, 5, torch.ones(1, 1, 64))
     header, raw = split(message)
-    sub._control.send(MAIN, Posted(1, 1, sub._links[MAIN].name, 0, raw.numel(), header))
+    sub._control.send(MAIN, TensorAnnouncement(1, 1, sub._links[MAIN].name, 0, raw.numel(), header))
     sub.send(MAIN, End(1, 7))
     with caplog.at_level(logging.WARNING):
         assert main.receive(DEADLINE) == End(1, 7)
@@ -238,7 +248,7 @@ def test_a_new_life_gets_a_link_of_its_own(places: Places, caplog: pytest.LogCap
 def test_tokens_are_ordinary_decodings(model_folder, k, workers, dtype, run_ahead):
     folder = str(model_folder("llama", num_layers=4))
     text = OrdinaryDecoding(folder, dtype=dtype).generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
-    head = RehearsedHead(((*PROMPT, *text),), 0.7, 300)
+    head = OracleHead(((*PROMPT, *text),), 0.7, 300)
     layout = {"k": k, "workers": workers, "dtype": dtype, "run_ahead": run_ahead, "exit_head": head}
     with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
         result = runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
@@ -250,7 +260,7 @@ def test_the_dead_are_replaced_and_linked_to(model_folder):
     """Sub-processes and the main process, in the middle of a text; all of them meet again."""
     folder = str(model_folder("llama", num_layers=4))
     text = OrdinaryDecoding(folder, dtype="bfloat16").generate(PROMPT, max_new_tokens=300, ignore_eos=True).token_ids
-    head, slow = RehearsedHead(((*PROMPT, *text),), 1.0, 300), EmulatedDevice(layer_ms=6.0)
+    head, slow = OracleHead(((*PROMPT, *text),), 1.0, 300), EmulatedDevice(layer_ms=6.0)
     layout = {"k": 2, "dtype": "bfloat16", "exit_head": head, "emulate": slow}
     with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=300, ignore_eos=True)
@@ -271,7 +281,7 @@ def _threads() -> int:
 def _workers() -> dict[str, psutil.Process]:
     """This process' workers that run, by name."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return {line[-1]: child for child in running if "ppd_runtime.start_worker" in (line := child.cmdline())}
+    return {line[-1]: child for child in running if "ppd_runtime.workers.entry" in (line := child.cmdline())}
 
 
 def _worker(name: str) -> psutil.Process:

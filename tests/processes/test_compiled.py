@@ -17,24 +17,20 @@ from models_for_tests import load_stage as load_eager
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models import compiled
-from ppd_runtime.models.adapter import new_adapter
-from ppd_runtime.models.artifacts import artifact, cache_folder
-from ppd_runtime.models.compiled import CompiledHead, CompiledLayers
-from ppd_runtime.models.compiling import compile_layers
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS
-from ppd_runtime.models.launched import LaunchedPasses
-from ppd_runtime.models.loading import (
-    SEVERAL,
-    WITHOUT_ATTENTION,
-    compile_ahead,
-    describe,
-    load_stage,
-)
+from ppd_runtime.files.cache_folder import artifact, cache_folder
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.compiled import passes as compiled
+from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
+from ppd_runtime.models.compiled.export import compile_layers
+from ppd_runtime.models.compiled.passes import CompiledHead, CompiledLayers
 from ppd_runtime.models.native import layers
-from ppd_runtime.models.native.layers import Code
-from ppd_runtime.models.skipping import LayerSet, sparse_piece
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.native.layers import NativeCode
+from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS
+from ppd_runtime.models.stage.slicing import LayerSet
+from ppd_runtime.models.stage.stage import Stage, sparse_subset
+from ppd_runtime.models.trained.adapter import new_adapter
 
 PROMPT = [40, 7, 291, 65, 133]
 LENGTH = ATTENDED_ROWS + 8
@@ -118,10 +114,10 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
         for token in tokens:
             expected.append(stage.run(0, 4, [token], position))
             stage.truncate(position)
-        got, theirs = twin.run_siblings(tokens, position), torch.cat(expected, dim=1)
+        got, theirs = twin.run_candidates(tokens, position), torch.cat(expected, dim=1)
         assert torch.allclose(got, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
         stage.run(0, 4, [tokens[2]], position)
-        twin.keep_sibling(position, 2)
+        twin.keep_candidate(position, 2)
         kept_entry, expected_entry = (each.export_entries(position, position + 1, 4) for each in (twin, stage))
         assert torch.allclose(kept_entry, expected_entry, rtol=1e-3, atol=1e-3 * float(expected_entry.abs().max()))
 
@@ -132,7 +128,7 @@ def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFol
     """By code for so many or for several; with windows that roll, on both sides of a step of the attended rows."""
     stage = load_eager(model_folder(family))
     device, dtype = stage.model.device, stage.model.dtype
-    files = {tokens: compile_layers(stage.model.config, dtype, device, tokens) for tokens in (4, SEVERAL)}
+    files = {tokens: compile_layers(stage.model.config, dtype, device, tokens) for tokens in (4, PassKind.SEVERAL)}
     twin = Stage(stage.model, CompiledLayers(stage.model, files))
     for position, length in ((3, 4), (3, 7), (ATTENDED_ROWS - 1, 3), (ATTENDED_ROWS + 5, 6)):
         states = []
@@ -154,7 +150,7 @@ def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFol
 def test_a_chains_bits_are_those_of_its_tokens_alone(family: str, model_folder: ModelFolder, kept: Path) -> None:
     """So one pass over drafts says what ordinary decoding would, to the last bit; windows roll here, too."""
     model = load_eager(model_folder(family)).model
-    files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, SEVERAL)}
+    files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, PassKind.SEVERAL)}
     stage = Stage(model, CompiledLayers(model, files))
     for position in (3, ATTENDED_ROWS - 2, ATTENDED_ROWS + 5):
         stage.begin(position + 9)
@@ -172,9 +168,9 @@ def test_compiled_trees_and_sparse_layers_are_the_librarys(model_folder: ModelFo
     """With a window that rolls, on both sides of a step of the attended rows; by the code that GPUs have for trees."""
     stage = load_eager(model_folder("mistral"))
     model = stage.model
-    files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, SEVERAL)}
+    files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, PassKind.SEVERAL)}
     twin = Stage(model, CompiledLayers(model, files))
-    twin.compile_for(WITHOUT_ATTENTION)
+    twin.compile_for(PassKind.WITHOUT_ATTENTION)
     left_out = LayerSet((1, 2), (2,))  # layers without MLP are compiled below: an adapter is one
     for position in (3, ATTENDED_ROWS - 1, ATTENDED_ROWS + 5):
         for parents in ([-1, 0, 0, 1], [-1, 0, 0, 1, 1, 2, 3, 3]):
@@ -182,7 +178,7 @@ def test_compiled_trees_and_sparse_layers_are_the_librarys(model_folder: ModelFo
             for each in (stage, twin):
                 each.begin(position + 10)
                 each.run(0, 4, list(range(40, 40 + position)), 0)
-                sparse = each.run_piece(sparse_piece(each, left_out), [7], position)
+                sparse = each.run_subset(sparse_subset(each, left_out), [7], position)
                 assert [each.length(i) for i in range(4)] == [
                     position + (i not in left_out.attention) for i in range(4)
                 ]
@@ -308,7 +304,7 @@ def test_what_is_compiled_is_written_where_no_other_process_writes(
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     model = load_eager(model_folder("llama")).model
     for path in compile_layers(model.config, model.dtype, model.device):
-        assert Code(path).metadata
+        assert NativeCode(path).metadata
     assert not list(shared.rglob("*_metadata.json"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(shared)
     assert "TRITON_CACHE_DIR" not in os.environ
@@ -336,7 +332,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("ppd_runtime.models.compiling._compile", lambda *args: args[-1].write_bytes(b"no zip"))
+    monkeypatch.setattr("ppd_runtime.models.compiled.export._compile", lambda *args: args[-1].write_bytes(b"no zip"))
     with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
         compiled_layers(load_eager(model_folder("llama")).model)
 
@@ -345,14 +341,14 @@ def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monke
 def test_a_broken_library_is_made_anew(model_folder: ModelFolder, kept: Path, tmp_path: Path) -> None:
     model = load_eager(model_folder("llama")).model
     (package,) = {Path(shutil.copy(path, tmp_path)) for path in compile_layers(model.config, model.dtype, model.device)}
-    Code(package)
+    NativeCode(package)
     (library,) = tmp_path.glob("*.so")
     content = library.read_bytes()
     for number, broken in enumerate((b"", b"no code".ljust(len(content), b"!"))):
         other = Path(shutil.copy(package, tmp_path / f"other{number}.pt2"))
         unpacked = other.with_name(library.name.replace(package.stem, other.stem))
         unpacked.write_bytes(broken)
-        assert Code(other).metadata
+        assert NativeCode(other).metadata
         assert unpacked.read_bytes() == content
 
 
@@ -363,7 +359,7 @@ def test_a_package_where_nothing_can_be_written(
     model = load_eager(model_folder("llama")).model
     (package,) = {Path(shutil.copy(path, tmp_path)) for path in compile_layers(model.config, model.dtype, model.device)}
     monkeypatch.setattr(layers, "keep", lambda *_: (tmp_path / "no such folder" / "file").open("wb"))
-    assert Code(package).metadata
+    assert NativeCode(package).metadata
     assert not list(tmp_path.glob("*.so"))
 
 

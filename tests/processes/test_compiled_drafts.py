@@ -12,32 +12,33 @@ from compilers import needs_compiler
 from models_for_tests import END_ID, load_stage
 from transformers import PreTrainedModel
 
-from ppd_runtime import OrdinaryDecoding
+from ppd_runtime import OrdinaryDecoding, decode
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding import decode
-from ppd_runtime.decoding.drafts import Draft
-from ppd_runtime.decoding.early_exit import EarlyExitDrafting
-from ppd_runtime.decoding.kangaroo import Kangaroo
-from ppd_runtime.decoding.layerskip import LayerSkip
-from ppd_runtime.decoding.speculation import Progress, Propose, SpeculativeMethod, speculate
-from ppd_runtime.decoding.stopping import Stopping
-from ppd_runtime.decoding.swift import Swift
-from ppd_runtime.decoding.verification import acceptance_rule
-from ppd_runtime.models import compiled
-from ppd_runtime.models.adapter import new_adapter
-from ppd_runtime.models.chains import GreedyChains
-from ppd_runtime.models.compiled import CompiledLayers
-from ppd_runtime.models.compiling import MOST_SEVERAL
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS
-from ppd_runtime.models.loading import SEVERAL, compile_ahead, describe
+from ppd_runtime.methods.drafts import Draft
+from ppd_runtime.methods.early_exit import EarlyExitDrafting
+from ppd_runtime.methods.fused_drafting import GreedyChains
+from ppd_runtime.methods.kangaroo import Kangaroo
+from ppd_runtime.methods.layerskip import LayerSkip
+from ppd_runtime.methods.speculation import Progress, Propose, SpeculativeMethod, speculate
+from ppd_runtime.methods.stopping import Stopping
+from ppd_runtime.methods.swift import Swift
+from ppd_runtime.methods.verification import acceptance_rule
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.compiled import passes as compiled
+from ppd_runtime.models.compiled.export import MOST_SEVERAL
+from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.native.drafts import DraftRule
-from ppd_runtime.models.probe import Probe
-from ppd_runtime.models.skipping import LayerSet
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.opening import compile_ahead
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.stage.slicing import LayerSet
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.adapter import new_adapter
+from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.sampling import Sampler
-from ppd_runtime.spans import Kind
 from ppd_runtime.text import StopRule
+from ppd_runtime.tracing.spans import Kind
 
 pytestmark = needs_compiler
 ModelFolder = Callable[..., Path]
@@ -65,7 +66,7 @@ def compiled_stage(folder: Path) -> Stage:
 
 
 def files_of(folder: Path) -> dict[int, tuple[Path, ...]]:
-    return compile_ahead(describe(str(folder)), torch.float32, "cpu", (1, SEVERAL))
+    return compile_ahead(describe(str(folder)), torch.float32, "cpu", (1, PassKind.SEVERAL))
 
 
 def layerskip(stage: Stage, stopping: Stopping) -> LayerSkip:

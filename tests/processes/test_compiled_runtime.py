@@ -9,9 +9,9 @@ from compilers import needs_compiler
 
 from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.artifacts import cache_folder
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
 
 NEW_TOKENS = 70  # past a step of the attended rows
 
@@ -34,7 +34,7 @@ def check(ordinary: OrdinaryDecoding, **layout: object) -> None:
     for extra in settings:
         texts = [ordinary.generate(p, max_new_tokens=NEW_TOKENS, **extra) for p in prompts]
         known = tuple((*text.prompt_ids, *text.token_ids) for text in texts)
-        head = RehearsedHead(known, 0.7, ordinary.info.vocab_size)
+        head = OracleHead(known, 0.7, ordinary.info.vocab_size)
         layout |= {"exit_head": head, "emulate": EmulatedDevice(layer_ms=2.0)}  # slow enough for hits on busy cores
         with PPDRuntime(folder, dtype=dtype, compile=True, **layout) as runtime:
             got = [runtime.generate(p, max_new_tokens=NEW_TOKENS, **extra) for p in prompts]

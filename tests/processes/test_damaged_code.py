@@ -13,11 +13,11 @@ from damage import clear, cut, flip
 from disks import disk, read_only
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models import compiled
-from ppd_runtime.models.compiled import CompiledLayers
-from ppd_runtime.models.compiling import compile_layers
-from ppd_runtime.models.kept_files import is_whole
-from ppd_runtime.models.launched import LaunchedPasses
+from ppd_runtime.files.checksummed import is_whole
+from ppd_runtime.models.compiled import passes as compiled
+from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
+from ppd_runtime.models.compiled.export import compile_layers
+from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.native import library
 
 pytestmark = needs_compiler

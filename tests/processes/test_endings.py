@@ -24,7 +24,7 @@ def workers(program):
     for child in program.family:
         with contextlib.suppress(psutil.Error):  # Ray has some that live for a moment
             line = child.cmdline()
-            if "ppd_runtime.start_worker" in line or "ray::PPD" in "".join(line[:1]):
+            if "ppd_runtime.workers.entry" in line or "ray::PPD" in "".join(line[:1]):
                 found.append(child)
     return found
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.models.loading import describe
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.trained.exit_heads import OracleHead
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2"]
 DTYPES = ["float32", "bfloat16"]
@@ -76,7 +76,7 @@ def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
     texts = expected_tokens(folder, dtype)
     k, exit_layer = LAYOUTS[(number * 2 + DTYPES.index(dtype) * 3) % len(LAYOUTS)]
     vocab_size = describe(folder).vocab_size
-    head = RehearsedHead(tuple((*prompt, *tokens) for prompt, tokens in texts.items()), 0.7, vocab_size)
+    head = OracleHead(tuple((*prompt, *tokens) for prompt, tokens in texts.items()), 0.7, vocab_size)
     with PPDRuntime(
         folder, k=k, exit_layer=exit_layer, dtype=dtype, exit_head=head, transport="zeromq", launcher="ray"
     ) as runtime:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.main import app
-from ppd_runtime.models.trained_heads import AFFINE, KINDS, LM_HEAD
+from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD
 from ppd_runtime.training.exit_head import HeadTraining
 
 ModelFolder = Callable[..., Path]

@@ -19,7 +19,7 @@ import pytest
 from hosts import Hosts, why_not
 
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.cost_model.simulate import Setting, simulate
+from ppd_runtime.calibration.simulate import Setting, simulate
 from ppd_runtime.cost_model.theory import Times
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))

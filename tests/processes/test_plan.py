@@ -1,6 +1,7 @@
 """`ppd plan` where it measures, on a small model, and its page in a real browser."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,15 +18,15 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from typer.testing import CliRunner
 
+from ppd_runtime.calibration.calibrate import Calibrator
+from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.cli.plan import plan as command
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.calibrate import Calibrator
-from ppd_runtime.cost_model.calibration import Calibration, read_calibration
-from ppd_runtime.cost_model.measured import Measurement
-from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
-from ppd_runtime.cost_model.report import plan_data, write_page
+from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
+from ppd_runtime.cost_model.planner import Plan, Ranking, ordinary_ms, plan, rank
+from ppd_runtime.cost_model.report import page_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
-from ppd_runtime.launching import available_cores
+from ppd_runtime.launch.cpu_affinity import available_cores
 from ppd_runtime.measure.machine_load import UNDISTURBED, busy_note
 
 PROMPTS = ("The quick brown fox", "A model writes")
@@ -41,7 +42,7 @@ SWITCHES = (
     "--disable-sync",
     "--window-size=1000,1800",
 )
-MODEL = "</script><script>document.title = 'broken'</script>"
+MODEL = "</script><script>document.title = 'broken'</script>" + "m" * 80
 CALIBRATION = Calibration(0.4, 0.3, 0.35, 0.12, 0.1, 0.03, 0.05, 0.08, 1.1, 0.9, {2: 1.3}, "a test", {2: 1.1, 3: 1.3})
 RATES = {(layer, k): 0.5 + 0.03 * layer + 0.02 * k for layer in range(6, 12) for k in (1, 3)}
 
@@ -109,13 +110,22 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     running.quit()
 
 
-@pytest.fixture(scope="module")
-def page(browser: webdriver.Chrome, tmp_path_factory: pytest.TempPathFactory) -> webdriver.Chrome:
-    """The page of a plan, open."""
-    path = tmp_path_factory.mktemp("page") / "plan.html"
-    ranking = rank(12, CALIBRATION, RATES, 4)
-    write_page(plan_data(MODEL, ranking, CALIBRATION, MatchRates("a test", RATES, 12)), path)
+def open_page(browser: webdriver.Chrome, folder: Path, ranking: Ranking, calibration: Calibration) -> None:
+    """Open a ranking's page."""
+    path = folder / "plan.html"
+    write_page(page_data(MODEL, ranking, calibration, MatchRates("a test", RATES, 12)), path)
     browser.get(path.as_uri())
+
+
+def busy_page(browser: webdriver.Chrome, folder: Path, calibration: Calibration, **settings: Any) -> None:
+    """Open the page of a plan for more devices than there are."""
+    open_page(browser, folder, rank(12, calibration, RATES, 4, devices_here=2, **settings), calibration)
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, tmp_path: Path) -> webdriver.Chrome:
+    """The page of a plan, open."""
+    open_page(browser, tmp_path, rank(12, CALIBRATION, RATES, 4), CALIBRATION)
     return browser
 
 
@@ -133,13 +143,15 @@ def test_the_page_shows_the_ranking(page: webdriver.Chrome) -> None:
     ranking = rank(12, CALIBRATION, RATES, 4)
     assert page.find_element(By.ID, "verdict").text == ranking.verdict
     rows = page.find_elements(By.CSS_SELECTOR, "#ranking tr.plan")
-    shown = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")][1:7] for row in rows]
+    shown = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")][1:] for row in rows]
     assert {row.workers for row in ranking.plans} == {1, 2, 3}
     assert shown == [
         [
             *map(str, (row.exit_layer, row.k, row.workers, row.devices)),
             f"{row.match_rate:.3f}",
             f"{row.ms_per_token:.3f}",
+            f"{row.speedup:.2f}",
+            f"{row.compute_per_token:.3f}",
         ]
         for row in ranking.plans
     ]
@@ -149,43 +161,91 @@ def test_the_page_shows_the_ranking(page: webdriver.Chrome) -> None:
     assert len(page.find_elements(By.CSS_SELECTOR, "#heatmap td")) == len(RATES)
 
 
-@pytest.mark.parametrize("slider", ["k", "workers", "exit", "rate"])
-def test_a_slider_moves_the_curve(page: webdriver.Chrome, slider: str) -> None:
+def click_row(page: webdriver.Chrome, row: Plan) -> None:
+    """Click on a plan's row of the ranking."""
+    number = rank(12, CALIBRATION, RATES, 4).plans.index(row)
+    page.find_elements(By.CSS_SELECTOR, "#ranking tr.plan")[number].click()
+
+
+@pytest.mark.parametrize(
+    ("slider", "label", "moved"),
+    [
+        ("k", "candidates k", [True, False]),
+        ("workers", "workers", [True, True]),
+        ("exit", "exit layer", [False, True]),
+        ("rate", "match rate", [True, True]),
+    ],
+)
+def test_a_slider_moves_the_curve(page: webdriver.Chrome, slider: str, label: str, moved: list[bool]) -> None:
     def drawing() -> tuple[str | None, ...]:
         curves = [page.find_element(By.ID, name).get_attribute("d") for name in ("over-exits", "over-ks")]
         dot = page.find_element(By.ID, "chosen")
         return (*curves, dot.get_attribute("cx"), dot.get_attribute("cy"))
 
-    page.find_element(By.CSS_SELECTOR, "#ranking tr.plan[data-k='3'][data-workers='1']").click()
+    click_row(page, next(row for row in rank(12, CALIBRATION, RATES, 4).plans if (row.k, row.workers) == (3, 1)))
     before, handle = drawing(), page.find_element(By.ID, slider)
+    assert handle.accessible_name.startswith(label)
     value = handle.get_attribute("value")
     handle.send_keys(Keys.ARROW_LEFT if value == handle.get_attribute("max") else Keys.ARROW_RIGHT)
     after = drawing()
     assert handle.get_attribute("value") != value
     assert after[2:] != before[2:]
-    moved = {"k": [True, False], "exit": [False, True], "rate": [True, True], "workers": [True, True]}[slider]
     assert [a != b for a, b in zip(after[:2], before[:2], strict=True)] == moved
 
 
+def shown(page: webdriver.Chrome) -> list[str]:
+    """Match rate, ms a token, speed-up, full passes a token and devices, as the page says them."""
+    rate, figures = (page.find_element(By.ID, name).text for name in ("rate-value", "figures"))
+    return [rate.split(",")[0], *re.findall(r"[0-9.]*[0-9]", figures)]
+
+
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_the_pages_formulas_are_pythons(page: webdriver.Chrome, run_ahead: bool) -> None:
-    layouts = [(1, 1), (2, 2), (5, 5), (5, 1), (5, 3)]
-    settings = [(layer, k, rate, workers) for layer in (6, 7, 11) for k, workers in layouts for rate in (0, 0.37, 1)]
-    script = "data.run_ahead = arguments[1]; return arguments[0].map(setting => predict(...setting))"
-    drawn = page.execute_script(script, settings, run_ahead)
-    for (layer, k, rate, workers), figures in zip(settings, drawn, strict=True):
-        expected = plan(12, layer, k, rate, CALIBRATION, workers, run_ahead)
-        assert figures["ms"] == pytest.approx(expected.ms_per_token, rel=1e-12)
-        assert figures["compute"] == pytest.approx(expected.compute_per_token, rel=1e-12)
-    assert page.execute_script("return ordinary") == pytest.approx(ordinary_ms(12, CALIBRATION), rel=1e-12)
+def test_the_sliders_show_the_planners_figures(browser: webdriver.Chrome, tmp_path: Path, run_ahead: bool) -> None:
+    """At the measured match rate, and at those a number of eighths below and above it."""
+    busy_page(browser, tmp_path, CALIBRATION, run_ahead=run_ahead)
+    half_depth = [(6, 1, 1, 0), (6, 1, 1, -3), (6, 1, 1, 8)]
+    others = [(6, 3, 3, -8), (9, 3, 2, 0), (9, 3, 2, 2), (11, 3, 1, -5), (11, 3, 1, 8)]
+    for exit_layer, k, workers, eighths in half_depth + others * run_ahead:
+        for slider, steps in (("exit", exit_layer - 6), ("k", k // 3), ("workers", workers - 1), ("rate", 8 + eighths)):
+            browser.find_element(By.ID, slider).send_keys(Keys.HOME, Keys.ARROW_RIGHT * steps)
+        measured = RATES[exit_layer, k]
+        rate = measured + eighths / 8 * (1 - measured if eighths > 0 else measured)
+        expected = plan(12, exit_layer, k, rate, CALIBRATION, workers, run_ahead)
+        figures = (f"{rate:.3f}", f"{expected.ms_per_token:.3f}", f"{expected.speedup:.2f}")
+        assert shown(browser) == [*figures, f"{expected.compute_per_token:.3f}", f"{workers + 1}"]
+        assert ("running ahead" in browser.find_element(By.ID, "figures").text) == expected.runs_ahead
 
 
-def busy_page(browser: webdriver.Chrome, folder: Path, calibration: Calibration, **settings: Any) -> None:
-    """Open the page of a plan for more devices than there are."""
-    path = folder / "busy.html"
-    ranking = rank(12, calibration, RATES, 4, devices_here=2, **settings)
-    write_page(plan_data("m" * 80, ranking, calibration, MatchRates("a test", RATES, 12)), path)
-    browser.get(path.as_uri())
+def test_a_row_sets_the_sliders_to_its_plan(page: webdriver.Chrome) -> None:
+    for number, row in list(enumerate(rank(12, CALIBRATION, RATES, 4).plans))[::5]:
+        click_row(page, row)
+        cells = page.find_elements(By.CSS_SELECTOR, "#ranking tr.chosen td")
+        assert [cell.text for cell in cells[1:4]] == [str(n) for n in (row.exit_layer, row.k, row.workers)]
+        assert shown(page) == [cells[i].text for i in (5, 6, 7, 8, 4)]
+        assert page.find_element(By.ID, "rate-value").text.endswith("measured")
+        spoken = [page.find_element(By.ID, name).get_attribute("aria-valuetext") for name in ("exit", "k", "workers")]
+        assert spoken == [f"{row.exit_layer} of 12", str(row.k), str(row.workers)]
+        dot, chosen = page.find_elements(By.CSS_SELECTOR, "#dots circle")[number], page.find_element(By.ID, "chosen")
+        for name in ("cx", "cy"):
+            assert dot.get_attribute(name) == chosen.get_attribute(name)
+
+
+def test_without_plans_there_is_no_trade_off(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    open_page(browser, tmp_path, rank(12, CALIBRATION, RATES, 1), CALIBRATION)
+    assert browser.find_element(By.ID, "verdict").text.startswith("don't")
+    assert not browser.find_element(By.ID, "tradeoff").is_displayed()
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#heatmap td")) == len(RATES)
+    assert browser.get_log("browser") == []
+
+
+def test_a_setting_without_a_match_rate_has_no_figures(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    open_page(browser, tmp_path, rank(12, CALIBRATION, {(6, 1): 0.5, (8, 2): 0.6}, 4), CALIBRATION)
+    assert len(shown(browser)) == 5
+    handle = browser.find_element(By.ID, "k")
+    handle.send_keys(Keys.HOME if handle.get_attribute("value") == "1" else Keys.END)
+    assert browser.find_element(By.ID, "figures").text == "No match rate was measured for this k and exit layer."
+    assert not browser.find_element(By.ID, "chosen").is_displayed()
+    assert browser.get_log("browser") == []
 
 
 def test_the_page_says_what_the_verdict_says(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -217,9 +277,9 @@ def test_an_outlier_lies_at_the_plots_edge(browser: webdriver.Chrome, tmp_path: 
 
 
 def test_a_slow_plan_lies_at_the_plots_edge(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    script = "data.plans.at(-1).ms_per_token = arguments[0]; Object.assign(area, reachOfAll()); drawPlot(); draw()"
-    busy_page(browser, tmp_path, CALIBRATION)
-    browser.execute_script(script, 1e4)
+    ranking = rank(12, CALIBRATION, RATES, 4)
+    slow = replace(ranking.plans[-1], ms_per_token=1e4)
+    open_page(browser, tmp_path, replace(ranking, plans=(*ranking.plans[:-1], slow)), CALIBRATION)
     (dot,) = browser.find_elements(By.CSS_SELECTOR, "#dots .far")
     top = float(str(browser.find_element(By.ID, "frame").get_attribute("y")))
     assert float(str(dot.get_attribute("cy"))) == pytest.approx(top)

@@ -12,18 +12,18 @@ import psutil
 import pytest
 import torch
 
-import ppd_runtime.processes
+import ppd_runtime.launch.processes
 from benchmarks.pipeline import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.artifacts import cache_folder
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.trained_heads import HeadInfo
-from ppd_runtime.processes import ProcessLife
+from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.launch.processes import ProcessHandle
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.transport.network import Network
-from ppd_runtime.worker import WorkerSpec
-from ppd_runtime.worker_process import read_spec, start_order
+from ppd_runtime.workers.process import read_spec, start_order
+from ppd_runtime.workers.spec import WorkerSpec
 
 PROMPT = [5, 9, 200, 31]
 
@@ -43,17 +43,17 @@ def expected(folder):
 @pytest.fixture
 def rehearsed(expected):
     """A head that is always right."""
-    return RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
+    return OracleHead(((*PROMPT, *expected),), 1.0, 300)
 
 
 @pytest.fixture(scope="module")
 def rehearsed_at_length(folder):
     """A long text and a head that is always right about it."""
     text = OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=500, ignore_eos=True).token_ids
-    return text, RehearsedHead(((*PROMPT, *text),), 1.0, 300)
+    return text, OracleHead(((*PROMPT, *text),), 1.0, 300)
 
 
-@pytest.mark.parametrize("head", ["shared", RehearsedHead(((1, 2, 3),), 0.5, 300), "trained"])
+@pytest.mark.parametrize("head", ["shared", OracleHead(((1, 2, 3),), 0.5, 300), "trained"])
 @pytest.mark.parametrize("emulate", [None, EmulatedDevice(3.0)])
 def test_a_specification_survives_its_journey(folder, head, emulate):
     info = replace(describe(folder), eos_token_ids=frozenset({3, 1}))
@@ -144,7 +144,7 @@ def test_a_killed_main_process_has_a_successor(folder, rehearsed_at_length):
 
 
 def test_workers_that_are_stopped_are_replaced(folder, rehearsed_at_length, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 3.0)
+    monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 3.0)
     expected, head = rehearsed_at_length
     with PPDRuntime(folder, k=1, launcher="processes", exit_head=head) as runtime:
         for victim in ("sub-1", "main"):
@@ -161,7 +161,7 @@ def test_workers_that_are_stopped_are_replaced(folder, rehearsed_at_length, monk
 
 def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
     """The whole machine was asleep: the answer is late, and comes in a moment."""
-    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 0.5)
+    monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 0.5)
     with PPDRuntime(folder, k=1, launcher="processes") as runtime:
         life = runtime._workers.supervisor._posts[1].life
         _kill("sub-1", by=signal.SIGSTOP)
@@ -179,7 +179,7 @@ def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
 
 
 def test_who_is_stopped_while_it_starts_has_failed(folder, monkeypatch):
-    monkeypatch.setattr(ppd_runtime.processes, "ANSWER_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 1.0)
     stopper = threading.Thread(target=lambda: _until_there("sub-1").send_signal(signal.SIGSTOP))
     stopper.start()
     with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it has been stopped for 1 s"):
@@ -212,7 +212,7 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
 
 
 def test_last_words_are_read_though_their_file_is_gone(tmp_path):
-    life = ProcessLife(1, "no order", tmp_path)
+    life = ProcessHandle(1, "no order", tmp_path)
     try:
         (tmp_path / "errors-1").unlink()
         life.wait(60)
@@ -235,7 +235,7 @@ def _assert_one_clock(result, began: int, ended: int) -> None:
 def _workers() -> list[psutil.Process]:
     """This process' workers that run."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "ppd_runtime.start_worker" in child.cmdline()]
+    return [child for child in running if "ppd_runtime.workers.entry" in child.cmdline()]
 
 
 def _until_there(name: str) -> psutil.Process:

@@ -12,9 +12,9 @@ import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
-import ppd_runtime.orchestration.workers
+import ppd_runtime.launch.ray.workers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 
 PROMPT = [5, 9, 200, 31]
 
@@ -161,7 +161,7 @@ def test_another_ray_than_the_programs(ray_node, folder):
 
 def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
-    head = RehearsedHead(((*PROMPT, *expected),), 1.0, 300)
+    head = OracleHead(((*PROMPT, *expected),), 1.0, 300)
     with PPDRuntime(folder, k=2, exit_head=head, launcher="ray") as runtime:
         for victim in ("PPDSub", "PPDMain"):
             stream = runtime.stream(PROMPT, max_new_tokens=300)
@@ -181,7 +181,7 @@ def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
 
 
 def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.orchestration.workers, "ANSWER_DEADLINE_S", 3.0)
+    monkeypatch.setattr(ppd_runtime.launch.ray.workers, "ANSWER_DEADLINE_S", 3.0)
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
     with PPDRuntime(folder, k=1, launcher="ray") as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=300)
@@ -195,7 +195,7 @@ def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, ca
 
 
 def test_an_actor_that_is_stopped_while_it_starts_has_failed(ray_node, folder, monkeypatch):
-    monkeypatch.setattr(ppd_runtime.orchestration.workers, "ANSWER_DEADLINE_S", 5.0)
+    monkeypatch.setattr(ppd_runtime.launch.ray.workers, "ANSWER_DEADLINE_S", 5.0)
     stopped = []
     stopper = threading.Thread(target=lambda: stopped.append(_stop_as_it_starts("ray::PPDSub.location")))
     stopper.start()
@@ -234,7 +234,7 @@ def test_a_worker_that_cannot_start_says_why(ray_node, folder, tmp_path):
 @pytest.mark.parametrize("never", [True, False])
 def test_what_ray_took_back_before_it_ran_is_told_apart(never):
     error = ActorDiedError(ActorDiedErrorContext(actor_id=bytes(16), error_message="node lost", never_started=never))
-    assert ppd_runtime.orchestration.workers._never_ran(error) == never
+    assert ppd_runtime.launch.ray.workers._never_ran(error) == never
 
 
 def _stop_as_it_starts(title: str) -> psutil.Process:

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ppd_runtime.models.adapter import describe_adapter, load_adapter, new_adapter
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.adapter import describe_adapter, load_adapter, new_adapter
 from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun, AdapterTraining
 
 ModelFolder = Callable[..., Path]

@@ -22,14 +22,14 @@ from benchmarks import (
     startup,
     tracing,
 )
-from benchmarks.__main__ import PLAN
+from benchmarks.__main__ import PLAN, merged
 from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
-from ppd_runtime.launching import on_cores
-from ppd_runtime.models.loading import describe, load_tokenizer
-from ppd_runtime.results import Ledger
-from ppd_runtime.spans import Kind
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 
 MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, siblings, startup, tracing)
@@ -133,7 +133,11 @@ def test_an_emulation_says_so_in_its_table():
     }
     figures |= {"ratio_quartiles": [0.4, 0.5, 0.6], "emulated_layer_ms": 3.0}
     figures |= {
-        "ledger_ms": {"PPD": mean_ledger_ms([Ledger(0.001, 0.002, 0.0, 0.0, 0.0), Ledger(0.003, 0.0, 0.0, 0.0, 0.0)])}
+        "ledger_ms": {
+            "PPD": mean_ledger_ms(
+                [LatencyBreakdown(0.001, 0.002, 0.0, 0.0, 0.0), LatencyBreakdown(0.003, 0.0, 0.0, 0.0, 0.0)]
+            )
+        }
     }
     assert "EMULATED devices of 3 ms a layer" in pipeline.table(figures)
     assert "mean, EMULATED devices" in pipeline.table(figures)
@@ -141,9 +145,29 @@ def test_an_emulation_says_so_in_its_table():
     assert "EMULATED" not in pipeline.table(figures | {"emulated_layer_ms": None})
 
 
-def test_a_machines_name_fits_in_a_files():
-    assert slug({"machine": "AMD EPYC (TM), 2 cores"}) == "amd-epyc-tm-2-cores"
+@pytest.mark.parametrize(
+    ("machine", "kind"),
+    [
+        ("AMD EPYC, 2 cores", "amd-epyc-2-cores"),
+        ("AMD EPYC (TM) 7B13, 2 cores", "amd-epyc-7b13-2-cores"),
+        ("Intel(R) Xeon(R) Processor, 2 cores", "intel-xeon-2-cores"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz, 8 cores", "intel-xeon-8-cores"),
+    ],
+)
+def test_a_reports_name_is_its_machines_kind(machine, kind):
+    assert slug({"machine": machine}) == kind
     assert environment()["machine"].endswith("cores")
+
+
+def test_rows_of_a_sections_commands_stand_under_one_head():
+    speeds = [markdown(["way", "ms"], rows) for rows in ([["eager", 5.0]], [["eager", 7.0], ["compiled", 1.0]])]
+    shares = markdown(["parts", "hops"], [["PPD", 0.1]])
+    assert merged(speeds[:1]) == speeds[0]
+    assert merged([f"{speeds[0]}\n\n{shares}", "FAILED with exit code 2: no", speeds[1]]).split("\n\n") == [
+        markdown(["command", "way", "ms"], [[1, "eager", 5.0], [3, "eager", 7.0], [3, "compiled", 1.0]]),
+        markdown(["command", "parts", "hops"], [[1, "PPD", 0.1]]),
+        "Command 2 FAILED with exit code 2: no",
+    ]
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -168,10 +192,6 @@ def test_a_random_model_is_there_for_a_while():
         describe(folder)
     with model_folder("demo") as name:
         assert name == "demo"
-
-
-def test_where_texts_part():
-    assert [siblings.common_start((1, 2, 3), other) for other in ((1, 2, 3), (1, 5, 3), (0, 2, 3))] == [3, 1, 0]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be kept on a core here")
@@ -215,7 +235,7 @@ def test_a_silent_recorder_changes_no_result():
     recorder.resume()
     recorder.note(Kind.HEAD, 1.0, 2.0, 3)
     recorder.pause()
-    assert recorder.ledger() == Ledger(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert recorder.ledger() == LatencyBreakdown(0.0, 0.0, 0.0, 0.0, 0.0)
     assert recorder.spans(0).spans == ()
 
 

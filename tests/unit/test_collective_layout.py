@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ppd_runtime import PPDRuntime
-from ppd_runtime.orchestration.gpus import own_device
+from ppd_runtime.launch.ray.gpus import own_device
 from ppd_runtime.transport.collective import groups
 from ppd_runtime.transport.sockets import choose_transport
 

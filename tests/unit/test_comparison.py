@@ -18,10 +18,11 @@ from ppd_runtime.measure.comparison.figures import (
 )
 from ppd_runtime.measure.comparison.methods import common_start
 from ppd_runtime.measure.comparison.prompt_groups import read_groups
-from ppd_runtime.measure.comparison.report import ComparisonReport, Conditions, markdown_table
+from ppd_runtime.measure.comparison.report import ComparisonReport, Conditions
 from ppd_runtime.measure.comparison.rows import LeftOut, check_rows, full_settings, parse_rows, presets
-from ppd_runtime.methods import METHODS
-from ppd_runtime.models.loading import describe
+from ppd_runtime.measure.markdown import markdown_table
+from ppd_runtime.methods.registry import METHODS
+from ppd_runtime.models.checkpoint.description import describe
 
 ORDINARY = TextRun(new_tokens=11, latency_s=11.0, first_s=1.0, layers_s=0.9)
 """A second a token, 0.9 of it in layers."""

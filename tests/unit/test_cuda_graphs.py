@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from two_gpus import NewTensors, TwoGpus, on_gpu, two_gpus
 
-from ppd_runtime import worker
-from ppd_runtime.models.cuda_graphs import Recordings, current_device
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer
-from ppd_runtime.models.launched import LaunchedPasses, Part
-from ppd_runtime.models.loading import describe, load_stage
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
+from ppd_runtime.models.compiled.graphs import Recordings, current_device
+from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.transport.local import LocalNetwork
-from ppd_runtime.worker import Worker, WorkerSpec
+from ppd_runtime.workers import worker
+from ppd_runtime.workers.spec import WorkerSpec
+from ppd_runtime.workers.worker import Worker
 
 SIZE = 8
 

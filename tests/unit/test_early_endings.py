@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.calls import Call
-from ppd_runtime.decoding import open_method
-from ppd_runtime.ending import Ending
-from ppd_runtime.generation import TextGenerator
+from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime.client.ending import Ending
+from ppd_runtime.client.request import RequestClient
+from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Message, Token
 from ppd_runtime.pipeline.requests import cut_short
 
@@ -160,14 +159,14 @@ def test_a_cancel_does_not_wait_for_a_main_process_that_knows_or_says_nothing(an
     """What has been delivered is the result; nobody asks for the rest again and again."""
     workers, ending = _NewMain(answers), Ending(None)
     begin = Begin(CLIENT, 1, [5], 100, 0.0, 0, 1.0, 1.0, 0, [], False, True)
-    call, tokens = Call(workers, begin, ending), []
+    call, tokens = RequestClient(workers, begin, ending), []
     for token in call.tokens():
         tokens.append(token.token_id)
         if len(tokens) == 2:
             ending.cancel()
     assert tokens == [7, 8]
-    assert (call.told.finished.num_tokens, call.told.finished.reason) == (2, "cancelled")
-    assert 0 < call.told.finished.latency_s < 10
+    assert (call.reports.finished.num_tokens, call.reports.finished.reason) == (2, "cancelled")
+    assert 0 < call.reports.finished.latency_s < 10
     assert workers.cancels == 1 or not answers
 
 

@@ -9,8 +9,8 @@ from models_for_tests import build_model
 
 from benchmarks.pipeline import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage.stage import Stage
 
 
 @pytest.fixture(scope="module")

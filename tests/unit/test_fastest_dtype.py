@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.fastest_dtype import CLEARLY_FASTER, fastest_dtype, measure_ratio
-from ppd_runtime.models.kept_files import checksum
-from ppd_runtime.models.loading import choose_dtype, describe
+from ppd_runtime.files.checksummed import checksum
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.dtype import CLEARLY_FASTER, choose_dtype, fastest_dtype, measure_ratio
 
 ModelFolder = Callable[..., Path]
 LAYER = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 from chaos import Fate, chaos
 
-import ppd_runtime.calls
-import ppd_runtime.startup
-import ppd_runtime.supervision
-import ppd_runtime.worker
+import ppd_runtime.client.request
+import ppd_runtime.launch.startup
+import ppd_runtime.launch.supervisor
+import ppd_runtime.workers.worker
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 
 LEAST_REQUESTS = 10
 FAULTS = int(os.environ.get("PPD_FAULTS", "5"))
@@ -52,11 +52,11 @@ def ordinary(folder):
 @pytest.fixture
 def hurried(monkeypatch):
     """Who waits for a lost message does not wait long, and nobody loses patience with workers that keep dying."""
-    monkeypatch.setattr(ppd_runtime.calls, "_ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr(ppd_runtime.calls, "_CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr(ppd_runtime.calls, "_LONGEST_PATIENCE_S", 0.2)
-    monkeypatch.setattr(ppd_runtime.calls, "_REPORT_DEADLINE_S", 0.05)
-    monkeypatch.setattr(ppd_runtime.supervision, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(ppd_runtime.client.request, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(ppd_runtime.client.request, "_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(ppd_runtime.client.request, "_LONGEST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(ppd_runtime.client.request, "_REPORT_DEADLINE_S", 0.05)
+    monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("mishaps", MISHAPS)
@@ -66,10 +66,10 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
     print(f"PPD_FAULT_SEED={seed}")  # shown where the test fails
     caplog.set_level(logging.WARNING, "ppd_runtime")
     fate, draw = Fate(seed, **MISHAPS[mishaps]), random.Random(seed)
-    monkeypatch.setattr(ppd_runtime.startup, "LocalWorkers", chaos(fate))
+    monkeypatch.setattr(ppd_runtime.launch.startup, "LocalWorkers", chaos(fate))
     hits = requests = slowest = 0
     expected = ordinary.generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
-    head = RehearsedHead(((*PROMPT, *expected),), 0.8, 300)
+    head = OracleHead(((*PROMPT, *expected),), 0.8, 300)
     with PPDRuntime(
         folder,
         k=k,
@@ -104,7 +104,7 @@ def _out_of_memory(*_):
 
 
 def test_a_sub_process_that_raises_is_named_with_its_own_words(folder, ordinary, hurried, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.worker.SubProcess, "serve", _out_of_memory)
+    monkeypatch.setattr(ppd_runtime.workers.worker.SubProcess, "serve", _out_of_memory)
     with PPDRuntime(folder, k=2, transport="local", dtype="float32", max_restarts=2) as runtime:
         expected = ordinary.generate(PROMPT, max_new_tokens=200, ignore_eos=True).token_ids
         for _ in range(4):
@@ -117,7 +117,7 @@ def test_a_sub_process_that_raises_is_named_with_its_own_words(folder, ordinary,
 
 
 def test_a_main_process_that_raises_again_and_again_is_an_error(folder, hurried, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.worker.MainProcess, "decode", _out_of_memory)
+    monkeypatch.setattr(ppd_runtime.workers.worker.MainProcess, "decode", _out_of_memory)
     with PPDRuntime(folder, k=1, transport="local", max_restarts=2) as runtime:
         words = "the main process failed, after 2 restarts: MemoryError: 3 GiB more than there are"
         with pytest.raises(RuntimeError, match=words):

@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.cli.generate import Acceptance, Method, Stopping
 from ppd_runtime.cli.main import app
-from ppd_runtime.decoding import METHODS
-from ppd_runtime.decoding.stopping import STOPPING_RULES
-from ppd_runtime.decoding.verification import ACCEPTANCE_RULES
+from ppd_runtime.methods.registry import METHODS
+from ppd_runtime.methods.stopping import STOPPING_RULES
+from ppd_runtime.methods.verification import ACCEPTANCE_RULES
 
 
 def generate(*arguments: object) -> Result:

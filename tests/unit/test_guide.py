@@ -98,6 +98,13 @@ def test_commands_and_options_exist(name: str) -> None:
         assert not unknown_in(called.split()[: 3 if called.startswith("ppd train") else 2]), called
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_named_exist(name: str) -> None:
+    named = re.findall(r"`((?:ppd_runtime|tests|benchmarks|docs|cluster|examples)/[\w./-]+)`", text_of(name))
+    named += re.findall(r"`((?:pipeline|models)/[\w./-]+\.\w+)`", text_of(name))
+    assert not [path for path in named if not (ROOT / path).exists() and not (ROOT / "ppd_runtime" / path).exists()]
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_each_page_says_what_to_read_next(name: str) -> None:
     assert re.findall(r"^## .*$", text_of(name), re.MULTILINE)[-1] == "## What to read next"

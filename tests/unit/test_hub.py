@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.loading import describe, load_tokenizer
+from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 
 OLD, NEW = "0" * 39 + "1", "f" * 40
 NAME = "somebody/small"

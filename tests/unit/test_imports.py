@@ -25,5 +25,5 @@ def test_the_collector_is_as_it_was(enabled):
 
 def test_a_worker_starts_with_nothing_heavy_imported():
     slow = "{'torch', 'transformers', 'numpy', 'ray', 'zmq'} & set(sys.modules)"
-    code = f"import sys, ppd_runtime.start_worker; sys.exit(bool({slow}))"
+    code = f"import sys, ppd_runtime.workers.entry; sys.exit(bool({slow}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppd_runtime.decoding.layer_search import LayerSearch, SearchSettings, Surrogate
-from ppd_runtime.models.skipping import LayerSet
+from ppd_runtime.methods.layer_search import LayerSearch, SearchSettings, Surrogate
+from ppd_runtime.models.stage.slicing import LayerSet
 
 LAYERS = 12
 RANDOM = {"bayes_interval": 0}

@@ -12,16 +12,10 @@ from models_for_tests import END_ID, VOCAB_SIZE, build_model, greedy_with_transf
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.loading import (
-    ModelInfo,
-    choose_device,
-    choose_dtype,
-    describe,
-    first_layers_config,
-    load_layers,
-    load_tokenizer,
-    weight_files,
-)
+from ppd_runtime.models.checkpoint.config import first_layers_config, weight_files
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.loading import load_layers
 
 ModelFolder = Callable[..., Path]
 Damage = Callable[[Path], object]

@@ -5,7 +5,7 @@ import time
 import pytest
 from busy_cores import busy, cores
 
-from ppd_runtime.launching import on_cores
+from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.measure.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note
 
 

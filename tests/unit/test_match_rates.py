@@ -31,9 +31,9 @@ from ppd_runtime.measure.match_rates import (
     trained_head_meter,
 )
 from ppd_runtime.measure.prompt_files import read_prompts
-from ppd_runtime.models.exit_heads import SharedHead, TrainedHead
-from ppd_runtime.models.loading import describe, load_tokenizer
-from ppd_runtime.models.trained_heads import KINDS, load_head
+from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
+from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.sampling import Sampler
 
 ModelFolder = Callable[..., Path]

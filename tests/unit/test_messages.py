@@ -33,10 +33,10 @@ from ppd_runtime.pipeline.messages import (
     Message,
     Missing,
     Peers,
-    Posted,
     Report,
     Shutdown,
     Spans,
+    TensorAnnouncement,
     Token,
     Tokens,
     WireError,
@@ -64,7 +64,7 @@ KINDS = (
     Missing,
     Peers,
     LinkNote,
-    Posted,
+    TensorAnnouncement,
     Tokens,
 )
 """In the order of their numbers on the wire."""

@@ -14,11 +14,11 @@ from model_check.search import Counterexample, Search, check_hits, counterexampl
 from model_check.system import DEAD, Move, State, System
 from model_check.toy import ToyModel
 
-from ppd_runtime.calls import Call
-from ppd_runtime.pipeline.main_process import MainProcess
-from ppd_runtime.pipeline.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.sub_process import SubProcess
-from ppd_runtime.worker import Worker
+from ppd_runtime.client.request import RequestClient
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.workers.worker import Worker
 
 EXAMPLES = int(os.environ.get("PPD_WALKS", "0"))
 """Walks of chance, other ones each time; 0: the same few."""
@@ -39,14 +39,14 @@ def _no_path(self: MainProcess, named, token: int) -> bool:
 def _first_sibling(self: SubProcess, position: int, token: int) -> bool:
     tokens, self._trial = self._trial, ()
     if tokens:
-        self.stage.keep_sibling(position, 0) if token in tokens else self.stage.truncate(position)
+        self.stage.keep_candidate(position, 0) if token in tokens else self.stage.truncate(position)
     return token in tokens
 
 
 def _kept_in_vain(self: SubProcess, position: int, token: int) -> bool:
     tokens, self._trial = self._trial, ()
     if tokens:
-        self.stage.keep_sibling(position, tokens.index(token) if token in tokens else 0)
+        self.stage.keep_candidate(position, tokens.index(token) if token in tokens else 0)
     return token in tokens
 
 
@@ -73,11 +73,11 @@ def _waits_for_ever(settle: Callable) -> Callable:
 
     def patient(self: MainProcess, token: int):
         machine = settle(self, token)
-        wish = next(machine)
+        wanted = next(machine)
         while True:
-            wish.patience = wish.patience and None
+            wanted.patience = wanted.patience and None
             try:
-                wish = machine.send((yield wish))
+                wanted = machine.send((yield wanted))
             except StopIteration as end:
                 return end.value
 
@@ -102,11 +102,11 @@ def _again_on_top(self: SubProcess, position: int, tokens: tuple[int, ...]) -> N
     self.stage.truncate = truncate
 
 
-def _any_position(self: Call, message) -> bool:
+def _any_position(self: RequestClient, message) -> bool:
     return True
 
 
-def _whatever_came(self: Call, message) -> None:
+def _whatever_came(self: RequestClient, message) -> None:
     self.told.finished = message
 
 
@@ -119,8 +119,8 @@ def _chain_kept(self: RunAheadSubProcess, position: int, token_ids: list[int]) -
     self._state = None
 
 
-def _any_request(self: Worker, wish, request: int):
-    return self._endpoint.receive(self._time_left(wish))
+def _any_request(self: Worker, wanted, request: int):
+    return self._endpoint.receive(self._time_left(wanted))
 
 
 _MOST_MOVES = 20_000
@@ -143,8 +143,8 @@ MUTANTS = (
     (SubProcess, "_start_candidates", _again_on_top, _FAULT),
     (RunAheadSubProcess, "_go_on_from", _chain_kept, Case("", ahead(3, 0, 1))),
     (RunAheadSubProcess, "_ask", _nobody_asks, _QUICK["run ahead comes back after a fault"]),
-    (Call, "_is_next", _any_position, _FAULT),
-    (Call, "_finish", _whatever_came, _FAULT),
+    (RequestClient, "_is_next", _any_position, _FAULT),
+    (RequestClient, "_finish", _whatever_came, _FAULT),
     (Worker, "_grant", _any_request, _QUICK["one sub, two requests, a fault"]),
 )
 

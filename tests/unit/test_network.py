@@ -11,7 +11,7 @@ from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.transport.network import Keys, Network, check_interface, read_network, socket_path
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
-from ppd_runtime.worker_process import start_order
+from ppd_runtime.workers.process import start_order
 
 LOOPBACK = "127.0.0.1"
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, begin_message, rehearsed
 
+from ppd_runtime.calibration.simulated_cluster import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.virtual import Clock, VirtualExitHead, VirtualSampler, VirtualStage
-from ppd_runtime.models.loading import load_tokenizer
-from ppd_runtime.pipeline.main_process import MainProcess
+from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -25,7 +24,8 @@ from ppd_runtime.pipeline.messages import (
     HeadStart,
     Token,
 )
-from ppd_runtime.pipeline.sub_process import SubProcess
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.text import StopRule
 
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
@@ -186,11 +186,11 @@ def test_a_late_sub_process_gets_another_chance():
     waits, named, reply = [], 0, None
     with contextlib.suppress(StopIteration):
         while True:
-            wish = machine.send(reply)
+            wanted = machine.send(reply)
             position, reply = len(main.history) - 1, None
             if position != named:
                 named, reply = position, Candidate(1, begin.request, position, (position,))
-            elif wish.patience and position not in waits:
+            elif wanted.patience and position not in waits:
                 waits.append(position)
                 if position > 10:
                     reply = HeadStart(1, begin.request, position, (position,), torch.zeros(1, 1, 1))
@@ -233,9 +233,9 @@ def test_candidates_are_ranked_before_the_main_process_asks(right):
     next(machine)
 
     def say(message):
-        wish = machine.send(message)
-        while wish.patience == 0:
-            wish = machine.send(None)
+        wanted = machine.send(message)
+        while wanted.patience == 0:
+            wanted = machine.send(None)
 
     say(ExitState(MAIN, begin.request, 0, state))
     assert head.asked == [1]

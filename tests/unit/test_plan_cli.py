@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.plan import plan
-from ppd_runtime.cost_model.calibration import Calibration, read_calibration
+from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import rank
 from ppd_runtime.cost_model.tradeoff import read_match_rates
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ppd_runtime.calibration.simulate import Setting, draw_winners, simulate
+from ppd_runtime.calibration.simulated_cluster import VirtualNetwork
 from ppd_runtime.cost_model import theory
-from ppd_runtime.cost_model.ahead import BATCH, chances, entry_messages
-from ppd_runtime.cost_model.calibration import Calibration, read_calibration
+from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import (
     ahead_time,
     compute_per_token,
@@ -23,11 +24,10 @@ from ppd_runtime.cost_model.planner import (
     rank,
     token_time,
 )
-from ppd_runtime.cost_model.simulate import Setting, draw_winners, simulate
-from ppd_runtime.cost_model.virtual import VirtualNetwork
-from ppd_runtime.pipeline import run_ahead
+from ppd_runtime.cost_model.run_ahead_model import BATCH, chances, entry_messages
 from ppd_runtime.pipeline.messages import CLIENT, Entries, Message
-from ppd_runtime.pipeline.rest import Rest
+from ppd_runtime.pipeline.paper import run_ahead
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 
 RATES = {(exit_layer, k): 0.6 + 0.05 * k for exit_layer in (6, 8, 11) for k in (1, 3, 5)}
 LAYERS_ONLY = Calibration(layer_ms=0.4)
@@ -87,8 +87,8 @@ def test_running_ahead_takes_what_the_machines_take(
     """Token by token over one pattern: waits after hits and misses, what comes too late, passes in vain."""
     winners = [int(chance < p) for chance in chances()]
     setting = Setting(num_layers, num_layers // 2, 1, 1 + len(winners), theory.Times(1.0, head, exit_head, hop))
-    restless = Rest(trial=10**9)  # the planner knows no rests
-    run, realised = simulate(setting, winners, rest=restless), sum(winners) / len(winners)
+    restless = SpeculationBackoff(trial=10**9)  # the planner knows no rests
+    run, realised = simulate(setting, winners, backoff=restless), sum(winners) / len(winners)
     predicted = plan(num_layers, num_layers // 2, 1, p, Calibration(1.0, head, exit_head, hop))
     assert predicted.runs_ahead
     saved = (p - realised) * num_layers / 2

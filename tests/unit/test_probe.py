@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime.measure.probes import area_under_curve, forecast
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.probe import Probe, describe_probe, load_probe
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.trained.probe import Probe, describe_probe, load_probe
 from ppd_runtime.training.probe import ProbeRecipe, ProbeRun, ProbeTraining
 
 ModelFolder = Callable[..., Path]

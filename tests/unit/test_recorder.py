@@ -6,10 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.recorder import Recorder
-from ppd_runtime.spans import Kind
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind
 
 PROMPT = [5, 9, 200, 31]
 
@@ -68,7 +68,7 @@ def test_ordinary_decodings_ledger_leaves_the_callers_time_out(folder):
 @pytest.mark.parametrize("match_rate", [0.0, 0.5, 1.0])
 def test_a_pipelines_ledger_is_whole(folder, match_rate):
     expected = OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
-    head = RehearsedHead(((*PROMPT, *expected),), match_rate, 300)
+    head = OracleHead(((*PROMPT, *expected),), match_rate, 300)
     device = EmulatedDevice(layer_ms=2.0, head_ms=1.0)
     with PPDRuntime(folder, k=2, transport="local", exit_head=head, emulate=device) as runtime:
         for _ in range(2):

@@ -30,17 +30,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding.drafts import Draft, Proposal
-from ppd_runtime.decoding.kangaroo import Kangaroo
-from ppd_runtime.decoding.layer_search import LayerSearch, SearchSettings
-from ppd_runtime.decoding.layerskip import AdaSpeedSettings, LayerSkip
-from ppd_runtime.decoding.speculation import SpeculativeMethod
-from ppd_runtime.decoding.stopping import Adaptation, Stopping
-from ppd_runtime.decoding.swift import Swift
-from ppd_runtime.decoding.verification import RejectionSampling
-from ppd_runtime.models.adapter import new_adapter
-from ppd_runtime.models.probe import Probe
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.methods.drafts import Draft, Proposal
+from ppd_runtime.methods.kangaroo import Kangaroo
+from ppd_runtime.methods.layer_search import LayerSearch, SearchSettings
+from ppd_runtime.methods.layerskip import AdaSpeedSettings, LayerSkip
+from ppd_runtime.methods.speculation import SpeculativeMethod
+from ppd_runtime.methods.stopping import Adaptation, Stopping
+from ppd_runtime.methods.swift import Swift
+from ppd_runtime.methods.verification import RejectionSampling
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.adapter import new_adapter
+from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.sampling import Draws, Sampler, gumbel_noise
 
 NUM_LAYERS, EXIT_LAYER, HIDDEN_SIZE = 3, 1, 16

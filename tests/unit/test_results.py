@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.results import Ledger, Stats, TokenEvent, run_lengths
+from ppd_runtime.results import Stats, TokenEvent, run_lengths
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 
 def make_stats(**changes: object) -> Stats:
@@ -24,8 +25,8 @@ def make_stats(**changes: object) -> Stats:
         "sub_layer_passes": (20,),
         "sub_coherence_layer_passes": (8,),
         "predicted_ratio": 0.7,
-        "ledger": Ledger(1.0, 0.5, 0.25, 0.125, 0.125),
-        "first_token_ledger": Ledger(0.25, 0.125, 0.0, 0.0625, 0.0625),
+        "ledger": LatencyBreakdown(1.0, 0.5, 0.25, 0.125, 0.125),
+        "first_token_ledger": LatencyBreakdown(0.25, 0.125, 0.0, 0.0625, 0.0625),
     }
     return Stats(**values | changes)
 
@@ -72,7 +73,7 @@ def test_speeds() -> None:
 def test_a_tokens_ledger_leaves_the_first_token_out() -> None:
     stats = make_stats()
     assert stats.ledger.total_s == stats.latency_s
-    assert stats.ledger_per_token == Ledger(0.075, 0.0375, 0.025, 0.00625, 0.00625)
+    assert stats.ledger_per_token == LatencyBreakdown(0.075, 0.0375, 0.025, 0.00625, 0.00625)
     assert stats.ledger_per_token.total_s == pytest.approx(stats.time_per_token_s)
     assert make_stats(new_tokens=1).ledger_per_token == stats.ledger
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ppd_runtime.orchestration.room import Bundle, Node, check_room, strategies
-from ppd_runtime.orchestration.security import check_authentication, check_version
+from ppd_runtime.launch.ray.room import Bundle, Node, check_room, strategies
+from ppd_runtime.launch.ray.security import check_authentication, check_version
 
 BIG, SMALL, GPU = Node("10.0.0.1", 8, 0), Node("10.0.0.2", 2, 0), Node("10.0.0.3", 4, 2)
 CPU, WITH_GPU = Bundle(1, 0), Bundle(1, 1)

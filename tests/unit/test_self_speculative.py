@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppd_runtime import OrdinaryDecoding
+from ppd_runtime import OrdinaryDecoding, decode, open_method
 from ppd_runtime.cost_model.theory import drafting_ratio
-from ppd_runtime.decoding import METHODS, decode, open_method
-from ppd_runtime.generation import TextGenerator
-from ppd_runtime.models.adapter import AdapterInfo, new_adapter, save_adapter
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import describe, load_layers
-from ppd_runtime.models.probe import Probe, ProbeInfo, save_probe
-from ppd_runtime.spans import Kind
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.registry import METHODS
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.models.trained.probe import Probe, ProbeInfo, save_probe
+from ppd_runtime.tracing.spans import Kind
 
 ModelFolder = Callable[..., Path]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ppd_runtime.models import shared_heads
-from ppd_runtime.models.rotary import _FEW_TOKENS, _POSITIONS_AT_ONCE, RotaryTable
-from ppd_runtime.models.shared_heads import SHARED_HEADS, shared_heads_attention
+from ppd_runtime.models.stage import shared_heads
+from ppd_runtime.models.stage.rotary import _FEW_TOKENS, _POSITIONS_AT_ONCE, RotaryTable
+from ppd_runtime.models.stage.shared_heads import SHARED_HEADS, shared_heads_attention
 
 ModelFolder = Callable[..., Path]
 

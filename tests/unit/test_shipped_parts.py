@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.decoding import open_method
-from ppd_runtime.models.adapter import AdapterInfo
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.probe import ProbeInfo
-from ppd_runtime.models.trained_parts import PartInfo, describe_part
+from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.trained.adapter import AdapterInfo
+from ppd_runtime.models.trained.parts import PartInfo, describe_part
+from ppd_runtime.models.trained.probe import ProbeInfo
 
 DEMO = describe("demo")
 PROMPTS = ("import os\n", "class Stack:\n    def push(self, item):\n", "def main(argv):\n    parser = ")

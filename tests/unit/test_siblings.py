@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.models.emulation import EmulatedDevice, EmulatedStage
-from ppd_runtime.models.exit_heads import RehearsedHead
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import MISS, Candidate, HeadStart
 
 TOKENS = (5, 9, 200)
@@ -49,7 +49,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 def test_siblings_see_the_prefix_and_themselves(model_folder: ModelFolder, family: str, length: int) -> None:
     stage = begun(load_stage(model_folder(family)), length)
     expected = one_by_one(stage, length)
-    got = stage.run_siblings(TOKENS, length)
+    got = stage.run_candidates(TOKENS, length)
     assert got.shape == (1, 3, 32)
     assert close(got, expected)
     assert not close(got, expected[:, [1, 2, 0]]), "the tokens' states differ enough to tell them apart"
@@ -61,8 +61,8 @@ def test_the_one_that_is_kept_is_what_is_seen_later(model_folder: ModelFolder, f
     length = 2 * SLIDING_WINDOW
     alone, among = (begun(load_stage(model_folder(family)), length) for _ in range(2))
     alone.run(0, 4, [TOKENS[index]], length)
-    among.run_siblings(TOKENS, length)
-    among.keep_sibling(length, index)
+    among.run_candidates(TOKENS, length)
+    among.keep_candidate(length, index)
     assert [among.length(layer) for layer in range(4)] == [length + 1] * 4
     assert close(among.export_entries(length, length + 1, 4), alone.export_entries(length, length + 1, 4))
     assert close(among.run(0, 4, [77], length + 1), alone.run(0, 4, [77], length + 1))
@@ -71,14 +71,14 @@ def test_the_one_that_is_kept_is_what_is_seen_later(model_folder: ModelFolder, f
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_single_sibling_is_an_ordinary_pass_to_the_last_bit(model_folder: ModelFolder, dtype: str) -> None:
     ordinary, sibling = (begun(load_stage(model_folder("llama"), dtype), 5) for _ in range(2))
-    assert torch.equal(sibling.run_siblings((9,), 5), ordinary.run(0, 4, [9], 5))
-    sibling.keep_sibling(5, 0)
+    assert torch.equal(sibling.run_candidates((9,), 5), ordinary.run(0, 4, [9], 5))
+    sibling.keep_candidate(5, 0)
     assert torch.equal(sibling.run(0, 4, [7], 6), ordinary.run(0, 4, [7], 6))
 
 
 def test_dropped_siblings_leave_nothing(model_folder: ModelFolder) -> None:
     ordinary, stage = (begun(load_stage(model_folder("mistral")), 9) for _ in range(2))
-    stage.run_siblings(TOKENS, 9)
+    stage.run_candidates(TOKENS, 9)
     stage.truncate(9)
     assert torch.equal(stage.run(0, 4, [7], 9), ordinary.run(0, 4, [7], 9))
 
@@ -86,15 +86,15 @@ def test_dropped_siblings_leave_nothing(model_folder: ModelFolder) -> None:
 def test_siblings_need_their_place_and_room(model_folder: ModelFolder) -> None:
     stage = begun(load_stage(model_folder("llama")), 5)
     with pytest.raises(RuntimeError, match="layer 0 holds 5 tokens, the pass starts at position 4"):
-        stage.run_siblings(TOKENS, 4)
+        stage.run_candidates(TOKENS, 4)
     with pytest.raises(IndexError, match="8 tokens cannot hold 9"):
-        stage.run_siblings((*TOKENS, 11), 5)
-    stage.run_siblings(TOKENS, 5)
+        stage.run_candidates((*TOKENS, 11), 5)
+    stage.run_candidates(TOKENS, 5)
 
 
 def test_each_sibling_counts_as_a_pass(model_folder: ModelFolder) -> None:
     stage = begun(load_stage(model_folder("llama")), 5)
-    stage.run_siblings(TOKENS, 5)
+    stage.run_candidates(TOKENS, 5)
     assert stage.layer_passes == 4 + 3 * 4
 
 
@@ -102,7 +102,7 @@ def test_an_emulated_device_takes_one_tokens_time_for_them() -> None:
     model = build_model("llama", num_layers=4)
     stage = begun(EmulatedStage(model, None, EmulatedDevice(layer_ms=100.0)), 5)
     began = time.perf_counter()
-    stage.run_siblings(TOKENS, 5)
+    stage.run_candidates(TOKENS, 5)
     assert 0.4 <= time.perf_counter() - began < 1.0
 
 
@@ -194,7 +194,7 @@ def test_a_runtime_on_threads(model_folder: ModelFolder, k: int, workers: int, t
     ordinary = OrdinaryDecoding(folder, dtype="float32")
     expected = [ordinary.generate(prompt, **ask) for prompt in prompts]
     texts = tuple((*result.prompt_ids, *result.token_ids) for result in expected)
-    head = RehearsedHead(texts, 0.8, ordinary.info.vocab_size)
+    head = OracleHead(texts, 0.8, ordinary.info.vocab_size)
     layout = {"k": k, "workers": workers, "transport": "local", "exit_head": head}
     with PPDRuntime(
         folder, dtype="float32", emulate=EmulatedDevice(2.0), **layout

@@ -12,9 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ppd_runtime.cli.simulate import simulate as command
-from ppd_runtime.cost_model import theory
-from ppd_runtime.cost_model.simulate import (
+from ppd_runtime.calibration.simulate import (
     Setting,
     Simulated,
     draw_winners,
@@ -23,9 +21,11 @@ from ppd_runtime.cost_model.simulate import (
     simulate_runs,
     summarise,
 )
+from ppd_runtime.calibration.simulated_cluster import Clock, VirtualStage
+from ppd_runtime.cli.simulate import simulate as command
+from ppd_runtime.cost_model import theory
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.cost_model.tradeoff import parse_factors
-from ppd_runtime.cost_model.virtual import Clock, VirtualStage
 
 app = typer.Typer()
 app.command()(command)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage.stage import Stage
 
 PROMPT = [40, 7, 291, 65, 133]
 NEW_TOKENS = 12
@@ -275,7 +275,7 @@ def test_layer_passes_are_counted(model_folder: ModelFolder) -> None:
 _PEAK_MEMORY = """
 import json, re, sys, torch
 from pathlib import Path
-from ppd_runtime.models.loading import describe, load_layers
+from ppd_runtime.models.checkpoint.loading import describe, load_layers
 
 def peak():  # not ru_maxrss, which begins at the parent process' size
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
@@ -306,7 +306,7 @@ def test_layers_that_are_left_out_take_no_memory(model_folder: ModelFolder) -> N
 _OWN_MEMORY = """
 import json, re, sys, torch
 from pathlib import Path
-from ppd_runtime.models.loading import describe, load_layers
+from ppd_runtime.models.checkpoint.loading import describe, load_layers
 
 def own():
     return int(re.search(r"RssAnon:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.decoding.stopping import Adaptation, StopDrafting, Stopping
+from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 
 CONFIDENCES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 

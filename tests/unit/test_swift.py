@@ -10,15 +10,14 @@ import torch
 from models_for_tests import SLIDING_WINDOW, load_stage
 from typer.testing import CliRunner
 
-from ppd_runtime import OrdinaryDecoding
+from ppd_runtime import OrdinaryDecoding, decode, open_method
 from ppd_runtime.cli.main import app
-from ppd_runtime.decoding import decode, open_method
-from ppd_runtime.decoding.stopping import Stopping
-from ppd_runtime.decoding.swift import Swift
-from ppd_runtime.models.layer_sets import read_layer_set, write_layer_set
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.skipping import LayerSet, share_run, sparse_piece
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.methods.stopping import Stopping
+from ppd_runtime.methods.swift import Swift
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.stage.slicing import LayerSet, share_run
+from ppd_runtime.models.stage.stage import Stage, sparse_subset
+from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
 
 NUM_LAYERS = 5
 LEFT_OUT = LayerSet((1, 2), (2, 3))
@@ -45,9 +44,9 @@ def test_a_sparse_pass_is_the_models_with_zeroed_projections(model_folder: Model
     zeroed = Stage(model)
     zeroed.begin(2 * len(TEXT))
     zeroed.import_entries(stage.export_entries(0, len(TEXT), NUM_LAYERS).unbind())
-    piece = sparse_piece(stage, LEFT_OUT)
+    piece = sparse_subset(stage, LEFT_OUT)
     for position, tokens in ((len(TEXT), [7]), (len(TEXT) + 1, [8]), (len(TEXT) + 2, [9, 10, 11])):
-        got, expected = stage.run_piece(piece, tokens, position), zeroed.run(0, NUM_LAYERS, tokens, position)
+        got, expected = stage.run_subset(piece, tokens, position), zeroed.run(0, NUM_LAYERS, tokens, position)
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
         end = position + len(tokens)
         held = [end if i not in LEFT_OUT.attention else len(TEXT) for i in range(NUM_LAYERS)]
@@ -63,7 +62,7 @@ def test_its_cost_is_its_share_of_the_parameters(model_folder: ModelFolder) -> N
         1 - (attention + 2 * mlp) / (5 * (attention + mlp))
     )
     passes = begun(stage).layer_passes
-    stage.run_piece(sparse_piece(stage, LEFT_OUT), [7], len(TEXT))
+    stage.run_subset(sparse_subset(stage, LEFT_OUT), [7], len(TEXT))
     assert stage.layer_passes == passes + 4, "layer 2 is not run at all"
 
 
@@ -79,10 +78,10 @@ def test_matchness_is_the_share_foretold_and_leaves_no_trace(model_folder: Model
     found = method.matchness(LEFT_OUT, text)
     assert torch.equal(stage.export_entries(0, len(text) - 1, NUM_LAYERS), before)
     assert [stage.length(i) for i in range(NUM_LAYERS)] == [len(text) - 1] * NUM_LAYERS
-    piece, right = sparse_piece(stage, LEFT_OUT), 0
+    piece, right = sparse_subset(stage, LEFT_OUT), 0
     stage.truncate(len(text) - 1 - window)
     for position in range(len(text) - 1 - window, len(text) - 1):
-        hidden = stage.run_piece(piece, [text[position]], position)
+        hidden = stage.run_subset(piece, [text[position]], position)
         right += int(stage.logits(hidden).argmax()) == text[position + 1]
     assert 0 < found == right / window < 1
 

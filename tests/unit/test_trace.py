@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.image_files import check_image_file
-from ppd_runtime.models.emulation import EmulatedDevice
-from ppd_runtime.models.exit_heads import RehearsedHead
+from ppd_runtime.files.images import check_image_file
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import Spans, WireError, decode, encode
 from ppd_runtime.pipeline.span_messages import MOST_SPANS, pack, unpack
-from ppd_runtime.recorder import Recorder
-from ppd_runtime.spans import Kind, ProcessSpans, Span
-from ppd_runtime.timeline import Timeline, draw_timeline
-from ppd_runtime.trace import Trace
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
+from ppd_runtime.tracing.timeline import Timeline, draw_timeline
+from ppd_runtime.tracing.trace import Trace
 
 PROMPT = [5, 9, 200, 31]
 NUM_TOKENS, NUM_LAYERS = 20, 4
@@ -39,7 +39,7 @@ def expected(folder):
 @pytest.fixture(scope="module", params=[(2, 2), (3, 2), (2, 1)], ids=["half-depth", "late-exit", "run-ahead"])
 def traced(request, folder, expected):
     """A pipeline's second result, with its trace."""
-    head = RehearsedHead(((*PROMPT, *expected.token_ids),), 0.7, 300)
+    head = OracleHead(((*PROMPT, *expected.token_ids),), 0.7, 300)
     exit_layer, k = request.param
     options = {"exit_layer": exit_layer, "exit_head": head, "emulate": EmulatedDevice(layer_ms=3.0)}
     with PPDRuntime(folder, k=k, transport="local", trace=True, **options) as runtime:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from ppd_runtime.cli.tradeoff import tradeoff
 from ppd_runtime.cost_model import plots, theory
-from ppd_runtime.cost_model.tradeoff import predict, whole_file
+from ppd_runtime.cost_model.tradeoff import predict
+from ppd_runtime.files.whole import whole_file
 
 app = typer.Typer()
 app.command()(tradeoff)

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from ppd_runtime import PPDRuntime
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.models.exit_heads import SharedHead, TrainedHead
-from ppd_runtime.models.fingerprint import model_fingerprint
-from ppd_runtime.models.loading import describe
-from ppd_runtime.models.trained_heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
+from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
 from ppd_runtime.sampling import Sampler
-from ppd_runtime.worker import Worker
+from ppd_runtime.workers.worker import Worker
 
 ModelFolder = Callable[..., Path]
 HISTORY = [40, 7, 291, 12]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from models_for_tests import SLIDING_WINDOW, load_stage
 from torch import Tensor
 
-from ppd_runtime.models.stage import Stage
+from ppd_runtime.models.stage.stage import Stage
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 PARENTS = (-1, 0, 0, 1, 2, 1, 3, 6, 7, 8, 9, 10, 4)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding.drafts import Draft
-from ppd_runtime.decoding.verification import ACCEPTANCE_RULES, AcceptanceRule, acceptance_rule
+from ppd_runtime.methods.drafts import Draft
+from ppd_runtime.methods.verification import ACCEPTANCE_RULES, AcceptanceRule, acceptance_rule
 from ppd_runtime.sampling import Sampler
 
 VOCABULARY, PROMPT, LENGTH = 7, (3,), 2

@@ -16,11 +16,10 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, decode, open_method
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding import decode, open_method
-from ppd_runtime.generation import TextGenerator
-from ppd_runtime.prompts import token_ids_of
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.prompts import token_ids_of
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133, 9, 12, 250]

@@ -32,7 +32,7 @@ _WAYS = {
 
 def half_depth(model: str) -> int:
     """The layer in the middle, rounded up."""
-    from ppd_runtime.models.loading import describe
+    from ppd_runtime.models.checkpoint.description import describe
 
     return math.ceil(describe(model).num_layers / 2)
 

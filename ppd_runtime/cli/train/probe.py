@@ -37,8 +37,8 @@ def probe(
     held-out text, beside the draft's own confidence. A training that was stopped goes on with the same command.
     """
     with one_line_errors(probe):
-        from ppd_runtime.decoding.early_exit import check_exit_layer
-        from ppd_runtime.models.loading import describe
+        from ppd_runtime.methods.early_exit import check_exit_layer
+        from ppd_runtime.models.checkpoint.description import describe
         from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
 
         common.set_threads(threads)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ppd_runtime.image_files import new_figure, save_figure
+from ppd_runtime.files.images import new_figure, save_figure
 from ppd_runtime.measure.comparison.report import ComparisonReport
 
 

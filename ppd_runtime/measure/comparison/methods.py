@@ -8,21 +8,21 @@ from typing import Protocol
 import torch
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.decoding.early_exit import EarlyExitDrafting
-from ppd_runtime.generation import TextGenerator
-from ppd_runtime.launching import assign_cores, available_cores, on_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
 from ppd_runtime.measure.against_ordinary import predicted_ratio_after_first
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
 from ppd_runtime.measure.comparison.rows import BASELINE, Row, full_settings
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
 from ppd_runtime.measure.machine_load import CpuTime
-from ppd_runtime.methods import SELF_SPECULATIVE, open_method
-from ppd_runtime.models.stage import Stage
-from ppd_runtime.ordinary import OrdinaryDecoding
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.early_exit import EarlyExitDrafting
+from ppd_runtime.methods.ordinary import OrdinaryDecoding
+from ppd_runtime.methods.registry import SELF_SPECULATIVE, open_method
+from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling import Sampler
-from ppd_runtime.self_speculative import SelfSpeculativeDecoding
 
 Generated = tuple[tuple[int, ...], TextRun]
 """New tokens, and what they took."""

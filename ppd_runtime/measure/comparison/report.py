@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime import __version__
-from ppd_runtime.cost_model.tradeoff import whole_file
+from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
 from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, Row, full_settings
 from ppd_runtime.measure.comparison.run import ComparisonRun
 from ppd_runtime.measure.machine_load import busy_note
+from ppd_runtime.measure.markdown import markdown_table
 
 Columns = Mapping[str, Callable[[MethodFigures], str]]
 """Heads, and what is below them for a method."""
@@ -233,17 +234,6 @@ def write_markdown(report: ComparisonReport, path: Path) -> None:
     """Write the tables; the file appears when it is whole."""
     with whole_file(path) as unfinished:
         unfinished.write_text(report.markdown(), encoding="utf-8")
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts, whatever characters they hold."""
-    lines = [[_escaped(cell) for cell in row] for row in (columns, *rows)]
-    lines.insert(1, ["---"] * len(columns))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _escaped(cell: str) -> str:
-    return " ".join(cell.split()).replace("|", "\\|")
 
 
 def _group_cell(figures: MethodFigures | None) -> str:

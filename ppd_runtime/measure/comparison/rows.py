@@ -8,8 +8,8 @@ from typing import Any
 
 from ppd_runtime.config import SamplingParams, UnknownSettingError
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS
-from ppd_runtime.methods import METHODS, SELF_SPECULATIVE, method_settings, open_method
-from ppd_runtime.models.loading import ModelInfo
+from ppd_runtime.methods.registry import METHODS, SELF_SPECULATIVE, method_settings, open_method
+from ppd_runtime.models.checkpoint.description import ModelInfo
 
 BASELINE = "autoregressive"
 ALL = "all"

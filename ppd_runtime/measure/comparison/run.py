@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ppd_runtime.checks import check_whole
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.cost_model.checks import check_whole
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, Pair, TextRun
 from ppd_runtime.measure.comparison.methods import Methods
 from ppd_runtime.measure.comparison.prompt_groups import GroupedPrompt

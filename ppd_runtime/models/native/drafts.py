@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.kv_cache import ATTENDED_ROWS, PreallocatedLayer
-from ppd_runtime.models.native.layers import Layer, Route, function
+from ppd_runtime.models.native.layers import Layer, LayerProgram, function
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 
 TIMES = 5
 """Of each token of a chain."""
@@ -26,20 +26,20 @@ class DraftRule(NamedTuple):
     """Whether a draft's chance is the product of those up to it."""
 
 
-class Ways(NamedTuple):
+class PassVariants(NamedTuple):
     """Through the same layers."""
 
-    one: Route
+    one: LayerProgram
     """For one token."""
-    several: Route
+    several: LayerProgram
 
 
 class Verification(NamedTuple):
     """What verifies drafts: all layers, or those behind the layers that drafts run through."""
 
-    one: Route
+    one: LayerProgram
     """For one token."""
-    several: Route
+    several: LayerProgram
     head: Layer
     most: int
     """Tokens that there is code for; longer chains are not verified."""
@@ -101,11 +101,11 @@ class ChainDrafting:
 
     def __init__(
         self,
-        route: Route,
+        route: LayerProgram,
         head: Layer,
         vocab_size: int,
         embedding: Tensor,
-        part: Ways | None,
+        part: PassVariants | None,
         verification: Verification | None,
         continues: bool,
     ) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.kept_files import find, keep
-from ppd_runtime.models.kv_cache import PreallocatedLayer, whole_rows
+from ppd_runtime.files.checksummed import find, keep
 from ppd_runtime.models.native.library import load
-from ppd_runtime.models.trees import TokenTree
+from ppd_runtime.models.stage.caches import PreallocatedLayer, whole_rows
+from ppd_runtime.models.stage.trees import TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -47,7 +47,7 @@ _DTYPES = {
 """As PyTorch's C++ numbers them."""
 
 
-class Code:
+class NativeCode:
     """Compiled code out of a file in PyTorch's package format, for one thread at a time.
 
     Raises:
@@ -70,7 +70,7 @@ class Code:
 class Layer:
     """A layer's code with its weights, which are contiguous; a head is one, too."""
 
-    def __init__(self, code: Code, weights: Sequence[Tensor]) -> None:
+    def __init__(self, code: NativeCode, weights: Sequence[Tensor]) -> None:
         self._kept = code, list(weights)
         places = array("q", [weight.data_ptr() for weight in weights])
         shapes = array("q", [number for weight in weights for number in (weight.dim(), *weight.shape)])
@@ -84,13 +84,13 @@ class NativePasses:
     """Passes of one stage, in float32 on CPUs."""
 
     def __init__(self) -> None:
-        self._routes: dict[Hashable, Route] = {}
+        self._routes: dict[Hashable, LayerProgram] = {}
 
-    def load(self, path: Path) -> Code:
+    def load(self, path: Path) -> NativeCode:
         """The code of a file; ValueError where it cannot be loaded."""
-        return Code(path)
+        return NativeCode(path)
 
-    def part(self, code: Code, weights: Sequence[Tensor]) -> Layer:
+    def part(self, code: NativeCode, weights: Sequence[Tensor]) -> Layer:
         """A layer or a head."""
         return Layer(code, weights)
 
@@ -123,15 +123,15 @@ class NativePasses:
         """
         return self.route(key, parts, numbers).run(hidden, caches, tree, hidden.shape)
 
-    def route(self, key: Hashable, parts: Sequence[Layer], numbers: Sequence[int | None]) -> "Route":
+    def route(self, key: Hashable, parts: Sequence[Layer], numbers: Sequence[int | None]) -> "LayerProgram":
         """The way through layers, the same each time for the same `key`; see `run`."""
         route = self._routes.get(key)
         if route is None:
-            route = self._routes[key] = Route(parts, numbers)
+            route = self._routes[key] = LayerProgram(parts, numbers)
         return route
 
 
-class Route:
+class LayerProgram:
     """Layers one after the other, over the caches of one sequence of tokens after the other."""
 
     def __init__(self, parts: Sequence[Layer], numbers: Sequence[int | None]) -> None:

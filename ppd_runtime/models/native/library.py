@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.artifacts import artifact, capabilities
+from ppd_runtime.files.cache_folder import artifact, capabilities
 
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC")

@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
-from ppd_runtime.pipeline.messages import CLIENT, LinkNote, Message, Posted, has_tensor, split
-from ppd_runtime.transport.collective.groups import Fabric, check_backend
+from ppd_runtime.pipeline.messages import CLIENT, LinkNote, Message, TensorAnnouncement, has_tensor, split
+from ppd_runtime.transport.collective.groups import CollectiveBackend, check_backend
 from ppd_runtime.transport.collective.links import Link, read_name
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.zeromq import ZmqEndpoint
@@ -31,7 +31,7 @@ class CollectiveEndpoint:
             check_backend(device)
         self._control = ZmqEndpoint(network, address)
         try:
-            self._fabric = None if address == CLIENT else Fabric(device, network.interface)
+            self._fabric = None if address == CLIENT else CollectiveBackend(device, network.interface)
         except BaseException:
             self._control.close()
             raise
@@ -104,7 +104,7 @@ class CollectiveEndpoint:
         for note in early:
             self._take_note(note)
 
-    def _post(self, link: Link, message: Message) -> Posted | None:
+    def _post(self, link: Link, message: Message) -> TensorAnnouncement | None:
         """A message in two parts, if it has two; the same message to the next address is not taken apart again."""
         if not link.takes or not has_tensor(message):
             return None
@@ -117,7 +117,7 @@ class CollectiveEndpoint:
     def _hold(self, message: Message) -> bool:
         """Whether a message, or what came before it from its sender, waits for a tensor."""
         link = self._links.get(message.sender)
-        if isinstance(message, Posted):
+        if isinstance(message, TensorAnnouncement):
             if link and link.name == message.link:
                 link.hold(message)
             return True  # what is of another life is of no use

@@ -43,7 +43,7 @@ def check_backend(device: str) -> None:
         )
 
 
-class Meeting(_Store):
+class PairStore(_Store):
     """Where the two members of a group leave word for each other before they are connected.
 
     Args:
@@ -88,12 +88,12 @@ class Meeting(_Store):
         for key in keys:
             self.get(key)
 
-    def clone(self) -> "Meeting":
+    def clone(self) -> "PairStore":
         """Itself: it may be used from any thread."""
         return self
 
 
-class Fabric:
+class CollectiveBackend:
     """What a process' groups have in common: its device, and the interface that they bind at (empty: loopback)."""
 
     def __init__(self, device: str, interface: str) -> None:
@@ -116,7 +116,7 @@ class Fabric:
             self._gloo_options._threads = 1  # they serve collectives; sends and receives need none
             self._gloo_options._timeout = timedelta(seconds=_CONNECT_S)
 
-    def connect(self, meeting: Meeting, rank: int) -> "Channel":
+    def connect(self, meeting: PairStore, rank: int) -> "Channel":
         """A channel of the members 0 and 1, once both have come; raises RuntimeError or TimeoutError."""
         return Channel(self, [self._group(dist.PrefixStore(name, meeting), rank) for name in ("up", "down")], rank)
 
@@ -149,7 +149,7 @@ class Channel:
     Transfers of one direction arrive in the order in which they were sent, if each is received with its size.
     """
 
-    def __init__(self, fabric: Fabric, groups: list[Any], rank: int) -> None:
+    def __init__(self, fabric: CollectiveBackend, groups: list[Any], rank: int) -> None:
         self._fabric, self._peer = fabric, 1 - rank
         self._out, self._in = groups if rank == 0 else reversed(groups)
         self._greet(groups)

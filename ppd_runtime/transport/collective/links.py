@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppd_runtime.pipeline.messages import LinkNote, Message, Posted, WireError, decode
-from ppd_runtime.transport.collective.groups import Channel, Fabric, Meeting, Transfer
+from ppd_runtime.pipeline.messages import LinkNote, Message, TensorAnnouncement, WireError, decode
+from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, PairStore, Transfer
 
 logger = logging.getLogger(__name__)
 _UP, _BROKEN, _TAKEN, _WORD = "up", "broken", "taken", "word "
@@ -36,7 +36,7 @@ _MOST_IN_VAIN = 5  # attempts; then the peer is not there, or cannot be reached 
 class _Arriving:
     """A message whose tensor is on its way; `fillers` come before it."""
 
-    posted: Posted
+    posted: TensorAnnouncement
     transfers: list[Transfer]
     deadline: float
 
@@ -53,13 +53,19 @@ class Link:
     """
 
     def __init__(
-        self, lives: str, attempt: int, own: int, peer: int, fabric: Fabric, tell: Callable[[int, Message], None]
+        self,
+        lives: str,
+        attempt: int,
+        own: int,
+        peer: int,
+        fabric: CollectiveBackend,
+        tell: Callable[[int, Message], None],
     ) -> None:
         self.lives, self.attempt, self.name = lives, attempt, f"{lives}-{attempt}"
         self._own, self.peer, self._fabric, self._tell = own, peer, fabric, tell
         self._reopen_at = math.inf
         self.next_attempt = attempt + 1
-        self._meeting = Meeting(lambda key, value: self._note(_WORD + key, value))
+        self._meeting = PairStore(lambda key, value: self._note(_WORD + key, value))
         self._channel: Channel | None = None
         self._peer_is_up = self._broken = False
         self._settled, self._ended = threading.Event(), threading.Event()
@@ -96,7 +102,7 @@ class Link:
         """Whether it can carry one more tensor."""
         return self._peer_is_up and not self._broken and len(self._sent) < self._fabric.most_under_way
 
-    def post(self, message: Message, header: bytes, raw: Tensor) -> Posted | None:
+    def post(self, message: Message, header: bytes, raw: Tensor) -> TensorAnnouncement | None:
         """Begin to send a message's tensor, `raw`, unchanged from now on; what to send in the message's place.
 
         None where the link turns out to be broken, or to have much under way.
@@ -112,7 +118,7 @@ class Link:
             self._break(f"cannot be sent to: {_own_words(error)}")
             return None
         self._slot_out = min(self._slot_out, len(raw))
-        return Posted(self._own, message.request, self.name, self._num_sent - 1, len(raw), header)
+        return TensorAnnouncement(self._own, message.request, self.name, self._num_sent - 1, len(raw), header)
 
     def take_note(self, note: LinkNote) -> None:
         """Hear what the peer has to say about the link."""
@@ -128,7 +134,7 @@ class Link:
 
     def hold(self, message: Message) -> None:
         """Keep a message of the peer until its tensor, and what came before it, is there."""
-        if not isinstance(message, Posted):
+        if not isinstance(message, TensorAnnouncement):
             self._held.append(message)
         elif not self._broken and (arriving := self._receive(message)):
             self._held.append(arriving)
@@ -200,7 +206,7 @@ class Link:
         self._sent.append((self._num_sent, channel.send(raw), raw))
         self._num_sent += 1
 
-    def _receive(self, posted: Posted) -> _Arriving | None:
+    def _receive(self, posted: TensorAnnouncement) -> _Arriving | None:
         """Receive a message's tensor, and then, ahead of need, the next one; None where transfers do not add up."""
         channel = self._channel
         fillers = int(self._ahead is not None and posted.num_bytes != self._slot_in)

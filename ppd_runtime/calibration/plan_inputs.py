@@ -1,0 +1,88 @@
+"""What a plan needs of a model, measured here: match rates of tokens after the first, and a calibration."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ppd_runtime.calibration.calibrate import Calibrator, Conditions
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.cost_model.tradeoff import MatchRates
+from ppd_runtime.launch.supervisor import Progress
+from ppd_runtime.measure.match_rate_report import summarise
+from ppd_runtime.measure.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces
+from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.methods.ordinary import OrdinaryDecoding
+
+
+class Measurement:
+    """A model and the prompts to measure it with.
+
+    Raises:
+        ValueError: for a model, a setting or a file of prompts that cannot be used, before anything is measured.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompts: str | Sequence[str] = "demo",
+        *,
+        limit: int | None = None,
+        sampling: SamplingParams | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int = 1,
+    ) -> None:
+        texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts
+        self.sampling = sampling or SamplingParams()
+        self.ordinary = OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads)
+        self.prompts = self._validator(texts)
+
+    @property
+    def num_layers(self) -> int:
+        """The model's layers."""
+        return self.ordinary.info.num_layers
+
+    def match_rates(self, ks: Sequence[int], progress: Progress = lambda line: None) -> MatchRates:
+        """Rates of every exit layer from half depth on; the first token of a text, which has no candidates, is out."""
+        layers = range((self.num_layers + 1) // 2, self.num_layers)
+        vocab_size = self.ordinary.info.vocab_size
+        setting = MatchRateSetting(self.num_layers, vocab_size, tuple(layers), tuple(ks), self.sampling)
+        meter = MatchRateMeter(self.ordinary, setting)
+        texts = []
+        for number, prompt in enumerate(self.prompts):
+            progress(f"measuring match rates, prompt {number + 1} of {len(self.prompts)}")
+            text = _after_first(meter.measure(prompt, self.sampling.seed + number))
+            texts += [text] if text.places[setting.rankings[0]][0] else []
+        if not texts:
+            raise ValueError("every text ended with its first token: give other prompts")
+        rates = summarise(self.ordinary.info.name, "", setting, texts).runtime_rates
+        table = {(layer, k): rates.rate(layer, k) for layer in setting.exit_layers for k in setting.ks}
+        return MatchRates(f"{len(texts)} prompts, {rates.comparisons} tokens", table, self.num_layers)
+
+    def calibrate(
+        self, max_devices: int, k: int, siblings: Sequence[int] = (), progress: Progress = lambda line: None
+    ) -> Calibration:
+        """The times of this machine's parts of a token, and of passes over so many `siblings`."""
+        with Calibrator(self.ordinary, self.conditions(max_devices, k, siblings), progress) as calibrator:
+            return calibrator.measure()
+
+    def conditions(self, max_devices: int, k: int, siblings: Sequence[int] = ()) -> Conditions:
+        """How to calibrate: the same prompts, sampling and text length."""
+        return Conditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True), siblings)
+
+    def _validator(self, texts: Sequence[str]) -> list[list[int]]:
+        most, new = self.ordinary.info.max_positions, self.sampling.max_new_tokens
+        if new < 2:
+            raise ValueError(f"max_new_tokens={new}: a plan is for tokens after the first, give at least 2")
+        encode: Callable[[str], list[int]] = self.ordinary.tokenizer.encode
+        fitting = [ids for ids in map(encode, texts) if ids and (most is None or len(ids) + new <= most)]
+        if not fitting:
+            raise ValueError(
+                f"none of the {len(texts)} prompts and max_new_tokens={new} fit the model's {most} positions: "
+                "give shorter prompts or ask for fewer tokens"
+            )
+        return fitting
+
+
+def _after_first(text: TextPlaces) -> TextPlaces:
+    return replace(text, places={ranking: [row[1:] for row in rows] for ranking, rows in text.places.items()})

@@ -1,0 +1,189 @@
+"""A plan from what is given and, where something is missing, from what is measured here.
+
+Only measuring needs the model and torch: they are imported when it comes to that.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppd_runtime.checks import check_number, check_whole
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
+from ppd_runtime.cost_model.planner import Ranking, rank
+from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
+from ppd_runtime.measure.machine_load import busy_note
+
+if TYPE_CHECKING:
+    from ppd_runtime.calibration.plan_inputs import Measurement
+
+Progress = Callable[[str], None]
+_USUAL_KS, _MOST_KS = 5, 8
+
+
+@dataclass(frozen=True)
+class Given:
+    """What need not be measured."""
+
+    match_rates: Path | None
+    calibration: Path | None
+    num_layers: int | None
+    ks: Sequence[int] | None
+    """Numbers of candidates to plan with; None is all that there are rates for, or that fit."""
+    times_ms: Mapping[str, float | None]
+    """Times that take the place of measured ones, by their name in a `Calibration`; None gives none."""
+    workers: Sequence[int] | None = None
+    """Numbers of workers to plan with; None is all that fit."""
+    widths: Mapping[int, float] = field(default_factory=dict)
+    """Passes over several candidates, in passes over one, in place of measured ones; see `Calibration.widths`."""
+    run_ahead: bool = True
+    """Whether a lone sub-process runs ahead where it can, as the runtime's does by default."""
+
+    def __post_init__(self) -> None:
+        for k in self.ks or ():
+            check_whole("k", k, 1)
+        for count in self.workers or ():
+            check_whole("workers", count, 1)
+        for name, time in self.times_ms.items():
+            if time is not None:
+                check_number(name, time)
+        if self.times_ms.get("layer_ms") == 0:
+            raise ValueError("layer_ms=0: a plan needs layers that take time; give a number above 0")
+        if self.num_layers is not None:
+            check_whole("num_layers", self.num_layers, 2)
+
+    @property
+    def all_times(self) -> bool:
+        """Whether nothing is left to calibrate."""
+        return self.calibration is not None or None not in self.times_ms.values()
+
+    def shares(self, ks: Iterable[int], max_devices: int) -> list[int]:
+        """How many candidates, 2 or more, a worker may have in what there is to plan with."""
+        fitting = [(k, min(k, max_devices - 1)) for k in ks]
+        layouts = [(k, w) for k, most in fitting for w in self.workers or range(1, most + 1) if w <= most]
+        return sorted({math.ceil(k / count) for k, count in layouts if count < k})
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What to measure where something has to be measured; see `ppd_runtime.calibration.plan_inputs`."""
+
+    model: str
+    prompts: str
+    limit: int | None
+    sampling: SamplingParams
+    dtype: str
+    device: str
+    threads: int
+
+    @cached_property
+    def measurement(self) -> "Measurement":
+        """The model, loaded, with its prompts."""
+        from ppd_runtime.calibration.plan_inputs import Measurement
+
+        return Measurement(
+            self.model,
+            self.prompts,
+            limit=self.limit,
+            sampling=self.sampling,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A ranking and what it was made from."""
+
+    ranking: Ranking
+    calibration: Calibration
+    rates: MatchRates
+    notes: list[str]
+    """What a reader should know of how it was made."""
+
+
+def plan_with(
+    given: Given, max_devices: int, efficiency: float | None, subject: Subject, progress: Progress
+) -> Planned:
+    """Rank what fits within `max_devices`; `efficiency` is tensor parallelism's, see `planner.rank`.
+
+    Raises:
+        ValueError: for what was given and cannot be, before anything is measured.
+    """
+    known = None if given.match_rates is None else read_match_rates(given.match_rates)
+    times = None if given.calibration is None else read_calibration(given.calibration)
+    if times is None and given.all_times:
+        times = Calibration(layer_ms=1.0)
+    num_layers = _num_layers(known, given, subject, measures=times is None)
+    rates, notes = _chosen(known, num_layers, given.ks) if known else (None, [])
+    ks = given.ks or range(1, min(max(_USUAL_KS, max_devices - 1), _MOST_KS) + 1)
+    shares = given.shares({k for _, k in rates.rates} if rates else ks, max_devices)
+    if times is not None:
+        times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
+        _check_widths(given, times, shares)
+    if rates is None:
+        rates = subject.measurement.match_rates(ks, progress)
+    else:
+        notes.append(f"match rates from {rates.source}, which may hold texts' first tokens too")
+    if times is None:
+        times = subject.measurement.calibrate(max_devices, max(k for _, k in rates.rates), shares, progress)
+        times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
+    progress("")
+    ranking = rank(
+        num_layers,
+        times,
+        rates.rates,
+        max_devices,
+        efficiency,
+        given.workers,
+        given.run_ahead,
+        _devices(times, subject),
+        _load_cautions(times),
+    )
+    return Planned(ranking, times, rates, notes)
+
+
+def _devices(times: Calibration, subject: Subject) -> int | None:
+    """Devices of the machine that the times are from; without one, CPU cores here, unless the plan is for GPUs."""
+    if times.devices is not None or subject.device.startswith("cuda"):
+        return times.devices
+    return max(1, (os.cpu_count() or 1) // max(1, subject.threads))
+
+
+def _load_cautions(times: Calibration) -> list[str]:
+    """Whether the times are a busy machine's."""
+    note = None if times.cpu_share is None else busy_note("Measuring", times.cpu_share)
+    return [note] if note else []
+
+
+def _check_widths(given: Given, times: Calibration, shares: Sequence[int]) -> None:
+    """Refuse a wish for fewer workers where nobody knows what their passes take."""
+    if given.workers is not None and shares and not times.widths:
+        asked = ",".join(map(str, given.workers))
+        way_out = f"give --width {shares[-1]}:FACTOR, or leave the times out to have it measured"
+        raise ValueError(f"--workers {asked}: nothing says what a pass over {shares[-1]} candidates takes; {way_out}")
+
+
+def _num_layers(known: MatchRates | None, given: Given, subject: Subject, measures: bool) -> int:
+    """The model's layers; the model is only asked where it is loaded anyway."""
+    if known is not None and not measures:
+        return known.layers(given.num_layers)
+    loaded = subject.measurement.num_layers
+    for source, number in (("--layers", given.num_layers), (given.match_rates, known and known.num_layers)):
+        if number not in (None, loaded):
+            raise ValueError(f"{source} says {number} layers, but model {subject.model!r} has {loaded}: give its own")
+    return loaded
+
+
+def _chosen(known: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tuple[MatchRates, list[str]]:
+    """The rates to plan with, and a note on what was left out."""
+    covered, left_out = known.covered(num_layers)
+    rows = select(covered.rates, None, ks)
+    names = ", ".join(map(str, left_out))
+    notes = [f"left out exit layers {names}: Theorem 4.1 needs at least half depth"] if left_out else []
+    return replace(covered, rates={(exit_layer, k): rate for exit_layer, k, rate in rows}), notes

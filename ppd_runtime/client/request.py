@@ -1,0 +1,231 @@
+"""One request as the client sees it: each token once and in order, whatever becomes of messages and workers."""
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ppd_runtime.client.ending import CANCELLED, Ending
+from ppd_runtime.launch.base import Workers
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    Begin,
+    Cancel,
+    Failed,
+    Finished,
+    Message,
+    Report,
+    Spans,
+    Token,
+    Tokens,
+    WireError,
+)
+from ppd_runtime.pipeline.requests import cut_short
+from ppd_runtime.pipeline.span_messages import unpack
+from ppd_runtime.tracing.spans import ProcessSpans
+
+logger = logging.getLogger(__name__)
+_CHECK_EVERY_S = 0.25
+_ASK_AGAIN_S = 1.0  # after a silence, which each time may be twice as long …
+_LONGEST_PATIENCE_S = 8.0  # … but no longer
+_GAP_S = 0.1  # between two questions about lost tokens
+_SILENCE_DEADLINE_S = 120.0
+_REPORT_DEADLINE_S = 2.0
+_END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that does not answer
+
+
+@dataclass
+class RequestReports:
+    """What the workers have told about a request at its end, by rank."""
+
+    finished: Finished | None = None
+    of_workers: dict[int, Report] = field(default_factory=dict)
+    spans: dict[int, list[Spans]] = field(default_factory=dict)
+
+    def take(self, message: Message) -> None:
+        """Keep counts and spans."""
+        if isinstance(message, Report):
+            self.of_workers[message.sender] = message
+        elif isinstance(message, Spans):
+            self.spans.setdefault(message.sender, []).append(message)
+
+    def in_order(self) -> list[Report]:
+        """The sub-processes' counts."""
+        return [self.of_workers[rank] for rank in sorted(self.of_workers)]
+
+    def processes(self) -> tuple[ProcessSpans, ...]:
+        """The workers' spans; what cannot be read is logged and left out."""
+        processes = []
+        for rank in sorted(self.spans):
+            try:
+                processes.append(unpack(self.spans[rank]))
+            except WireError as error:
+                logger.warning("left worker %d out of the trace: %s", rank, error)
+        return tuple(processes)
+
+
+class RequestClient:
+    """A request to the main process, which is asked again where it falls silent, and by whoever takes its place."""
+
+    def __init__(self, workers: Workers, begin: Begin, ending: Ending | None = None) -> None:
+        self._endpoint, self._supervisor, self._begin = workers.endpoint, workers.supervisor, begin
+        self._ending = ending or Ending(None)
+        self.reports = RequestReports()
+        self.restarts = 0
+        """New main processes that this request has seen."""
+        self.winners: Counter[int] = Counter()
+        """Tokens by `Token.winner`."""
+        self._delivered: list[int] = []
+        self._arrived: deque[Message] = deque()
+        self._cancelled = False
+        self._life, self._began, self._end_at = 0, time.monotonic(), math.inf
+        self._patience = _ASK_AGAIN_S
+        self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
+
+    def tokens(self) -> Iterator[Token]:
+        """Each new token as it comes; fewer where the request's `Ending` says so.
+
+        Raises:
+            RuntimeError: where the main process is lost and has been replaced too often.
+        """
+        self._supervisor.check(self._hear)
+        self._life, self._began = self._supervisor.lives(MAIN), time.monotonic()
+        self._ask()
+        while self.reports.finished is None:
+            message = self._next_message()
+            if isinstance(message, Token | Tokens):
+                yield from self._take_tokens(message)
+            elif isinstance(message, Finished):
+                self._finish(message)
+            else:
+                self.reports.take(message)
+
+    def _take_tokens(self, message: Token | Tokens) -> Iterator[Token]:
+        """Those that have not come yet."""
+        for token in [message] if isinstance(message, Token) else message.singly():
+            if self._is_next(token):
+                self._delivered.append(token.token_id)
+                self.winners[token.winner] += 1
+                self._supervisor.note_success(MAIN)
+                yield token
+
+    def cancel(self) -> None:
+        """Have the main process stop, so that the next request finds it idle."""
+        self._cancelled = True
+        self._ask()
+        while not isinstance(self._next_message(), Finished):
+            pass
+
+    def hear_all(self) -> None:
+        """Wait for the sub-processes' counts: those of lost ones do not come, a silent one is waited for only once."""
+        deadline = time.monotonic() + _REPORT_DEADLINE_S
+        while self._awaited() and (left := deadline - time.monotonic()) > 0:
+            message = self._receive(min(_CHECK_EVERY_S, left))
+            if message is None:
+                self._supervisor.check(self._hear)
+            elif isinstance(message, Failed):
+                self._supervisor.note_words(message.sender, message.error)
+            elif message.request == self._begin.request:
+                self.reports.take(message)
+        for rank in self._awaited():
+            self._supervisor.note_silence(rank)
+        for rank in self.reports.of_workers:
+            self._supervisor.note_success(rank)
+
+    def _awaited(self) -> list[int]:
+        heard = {MAIN, *self.reports.of_workers}
+        return [rank for rank in self._supervisor.expected() if rank not in heard]
+
+    def _is_next(self, message: Token) -> bool:
+        """Whether it is the first token that has not come yet; where it is a later one, one was lost on the way."""
+        wanted = len(self._begin.prompt_ids) + len(self._delivered)
+        if message.position > wanted:
+            self._ask_for_lost()
+        return message.position == wanted
+
+    def _finish(self, message: Finished) -> None:
+        """Where it was cancelled, what has come by now is all: a new main process may know nothing of the request."""
+        if self._cancelled and message.num_tokens != len(self._delivered):
+            message = self._cut_short()
+        if message.num_tokens == len(self._delivered):
+            self.reports.finished = self._with_reason(message)
+        else:
+            self._ask_for_lost()
+
+    def _with_reason(self, message: Finished) -> Finished:
+        reason = self._ending.reason() if message.reason == CANCELLED else None
+        return replace(message, reason=reason or message.reason)
+
+    def _cut_short(self) -> Finished:
+        return cut_short(self._begin.request, len(self._delivered), time.monotonic() - self._began)
+
+    def _end_early(self) -> None:
+        """Tell the main process, once, where the request is to end; what it has sent until then still counts."""
+        if not self._cancelled and self._ending.reason():
+            self._cancelled, self._patience = True, _ASK_AGAIN_S
+            self._end_at = time.monotonic() + _END_DEADLINE_S
+            self._ask()
+
+    def _next_message(self) -> Message:
+        while True:
+            self._end_early()
+            wait = _CHECK_EVERY_S if self._cancelled else min(_CHECK_EVERY_S, self._ending.seconds_left())
+            message, now = self._receive(wait), time.monotonic()
+            if isinstance(message, Failed):
+                self._supervisor.note_words(message.sender, message.error)
+            if now >= self._check_at:
+                self._check(now)
+            if message is None and now >= self._end_at:  # it is stopped, or in a long pass, and will hear later
+                return self._cut_short()
+            if message is not None and not isinstance(message, Failed) and message.request == self._begin.request:
+                if message.sender == MAIN:
+                    self._heard_at, self._patience = now, _ASK_AGAIN_S
+                    self._ask_at = now + self._patience
+                return message
+
+    def _receive(self, timeout: float) -> Message | None:
+        return self._arrived.popleft() if self._arrived else self._endpoint.receive(timeout)
+
+    def _hear(self) -> None:
+        """Take what has arrived; of workers' last words note is taken at once."""
+        while (message := self._endpoint.receive(0)) is not None:
+            if isinstance(message, Failed):
+                self._supervisor.note_words(message.sender, message.error)
+            else:
+                self._arrived.append(message)
+
+    def _check(self, now: float) -> None:
+        """Look after the workers, and ask again where there is a new main process or a long silence."""
+        self._check_at = now + _CHECK_EVERY_S
+        self._supervisor.check(self._hear)
+        if not self._supervisor.is_serving(MAIN):
+            self._heard_at = now  # its start has a deadline of its own
+        elif (life := self._supervisor.lives(MAIN)) != self._life:
+            self._life, self._heard_at = life, now
+            self.restarts += 1
+            self._ask()
+        elif now - self._heard_at > _SILENCE_DEADLINE_S:
+            self._heard_at = now
+            self._supervisor.replace(MAIN, f"it has said nothing for {_SILENCE_DEADLINE_S:.0f} s")
+        elif now >= self._ask_at:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask for what has not come yet, or for the end; the next time is after twice the silence."""
+        question: Message = Cancel(CLIENT, self._begin.request)
+        if not self._cancelled:
+            question = replace(self._begin, delivered=list(self._delivered))
+        self._endpoint.send(MAIN, question)
+        now = time.monotonic()
+        self._heard_at = self._heard_at or now
+        self._ask_at = now + self._patience
+        self._patience = min(2 * self._patience, _LONGEST_PATIENCE_S)
+
+    def _ask_for_lost(self) -> None:
+        now = time.monotonic()
+        if now >= self._gap_at:
+            self._gap_at = now + _GAP_S
+            self._ask()

@@ -1,0 +1,1 @@
+"""Files that appear whole or not at all: results, images, and the user's cache folder."""

@@ -1,0 +1,1 @@
+"""What starts workers and keeps them alive: threads, processes of this host, or Ray."""

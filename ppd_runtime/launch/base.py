@@ -1,0 +1,74 @@
+"""What every way of launching workers has in common."""
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ppd_runtime.launch.supervisor import Supervisor
+from ppd_runtime.pipeline.messages import CLIENT, Peers, Shutdown
+from ppd_runtime.transport import Endpoint
+
+
+@dataclass(frozen=True)
+class RequestCounts:
+    """What a request came to, for whoever watches a cluster; by rank where it is a worker's."""
+
+    tokens: int
+    hits: Mapping[int, int]
+    """By the sub-process whose early start was used."""
+    misses: int
+    stall_s: float
+    latency_s: float
+    layer_passes: Mapping[int, int]
+    restarts: Mapping[int, int]
+    """New lives of each worker since the runtime started."""
+    serving: Collection[int]
+    """Workers that serve."""
+
+
+class Workers(Protocol):
+    """The running workers of one runtime."""
+
+    endpoint: Endpoint
+    """The client's place in their network."""
+
+    supervisor: Supervisor
+    """Knows who lives, and replaces whoever does not."""
+
+    def record(self, counts: RequestCounts) -> None:
+        """Tell whoever watches the workers of a request that has ended."""
+
+    def close(self) -> None:
+        """Stop all workers and release everything that was started for them."""
+
+
+def import_environment() -> dict[str, str]:
+    """Environment variables with which another Python finds this very package."""
+    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+class Introductions:
+    """Tells each process that takes part where the others are, and the others where it is."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._locations: dict[int, str] = {}
+
+    def introduce(self, rank: int, location: str) -> None:
+        """A worker, or one that takes its place, serves at a location from now on."""
+        self._endpoint.introduce(rank, location)
+        self._locations.pop(rank, None)
+        self._endpoint.send(rank, Peers(CLIENT, 0, list(self._locations), list(self._locations.values())))
+        for other in self._locations:
+            self._endpoint.send(other, Peers(CLIENT, 0, [rank], [location]))
+        self._locations[rank] = location
+
+
+def dismiss(supervisor: Supervisor, endpoint: Endpoint) -> None:
+    """Tell everybody who serves to end, and leave their network."""
+    for rank in supervisor.serving():
+        endpoint.send(rank, Shutdown(CLIENT, 0))
+    endpoint.close()

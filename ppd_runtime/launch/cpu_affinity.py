@@ -1,0 +1,85 @@
+"""The CPU cores of workers: how many there are, who has which, and which of them runtimes of one program share."""
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Collection, Iterator
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def assign_cores(num_workers: int, threads: int, taken: Collection[int] = ()) -> list[tuple[int, ...]]:
+    """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all.
+
+    Those that are `taken` are given where there are too few others.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < num_workers * threads:
+        return [()] * num_workers
+    cores.sort(key=lambda core: core in taken)
+    return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
+
+
+@contextlib.contextmanager
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Keep this thread on some CPU cores while the block lasts; none: where it is."""
+    if not (cores and hasattr(os, "sched_setaffinity")):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class CoreShare:
+    """What one runtime's workers use of this host's CPU cores, until it is released or dropped.
+
+    Args:
+        num_workers: processes; each has `threads` cores to itself where there are enough. Those that other runtimes of
+            this program have are given last.
+        threads: CPU threads of a worker.
+        pinned: whether the workers stay on cores at all.
+    """
+
+    def __init__(self, num_workers: int, threads: int, pinned: bool) -> None:
+        self._num_workers, self._threads, self._running = num_workers, threads, False
+        self.cores: list[tuple[int, ...]] = [()] * num_workers
+        """Each worker's own, empty: wherever the system likes."""
+        with _LOCK:
+            taken = {core for other in _SHARES for cores in other.cores for core in cores}
+            if pinned:
+                self.cores = assign_cores(num_workers, threads, taken)
+            _SHARES.add(self)
+
+    def crowding(self) -> str | None:
+        """A sentence for people where there are fewer cores than these workers and those that run already use."""
+        with _LOCK:
+            others = [other for other in _SHARES if other._running and other is not self]
+        used = sum(share._num_workers * share._threads for share in (self, *others))
+        if available_cores() >= used:
+            return None
+        workers = f"{self._num_workers} workers" + (f" with {self._threads} threads each" if self._threads > 1 else "")
+        beside = f", beside {sum(other._num_workers for other in others)} of other runtimes," if others else ""
+        return f"{workers}{beside} share {available_cores()} CPU cores: expect less speed than a core for each gives"
+
+    def begin(self) -> None:
+        """The workers run."""
+        self._running = True
+
+    def release(self) -> None:
+        """They are gone; a second call does nothing."""
+        with _LOCK:
+            _SHARES.discard(self)
+
+
+_LOCK = threading.Lock()
+
+
+_SHARES: "weakref.WeakSet[CoreShare]" = weakref.WeakSet()

@@ -1,0 +1,183 @@
+"""Workers as plain processes of this host, without Ray; messages between them travel over sockets of ours."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, import_environment
+from ppd_runtime.launch.socket_folder import SocketFolder
+from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
+from ppd_runtime.pipeline.messages import CLIENT, MAIN
+from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.sockets import make_networks, open_endpoint
+from ppd_runtime.workers.process import start_order
+from ppd_runtime.workers.spec import WorkerSpec
+
+_STOP_DEADLINE_S = 5.0
+
+
+class ProcessWorkers:
+    """Every worker a process, `python -m ppd_runtime.workers.entry`, in a session of its own.
+
+    A worker ends with its owner, however that ends: it holds the other end of the worker's standard input.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        transport: str,
+        most_restarts: int,
+        progress: Progress,
+        bind_interface: str | None = None,
+    ) -> None:
+        self._specs = {spec.rank: spec for spec in specs}
+        self._folder = SocketFolder()
+        self._closed = False
+        self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce)
+        try:
+            self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
+            self._introductions = Introductions(self.endpoint)
+            self.supervisor.start(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self, rank: int) -> "ProcessHandle":
+        network = replace(self._networks[rank], client=self.endpoint.location)
+        order = start_order(self._specs[rank], network)
+        return ProcessHandle(rank, order, Path(self._folder.path))
+
+    def _introduce(self, rank: int, location: str) -> None:
+        self._introductions.introduce(rank, location)
+
+    def record(self, counts: RequestCounts) -> None:
+        """Nobody watches plain processes."""
+
+    def close(self) -> None:
+        """Stop the processes and remove the folder of sockets."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
+            last.callback(self._folder.remove)
+            last.callback(self.supervisor.stop, _STOP_DEADLINE_S)
+            if hasattr(self, "endpoint"):
+                dismiss(self.supervisor, self.endpoint)
+
+
+class ProcessHandle:
+    """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
+
+    cancelled = False
+
+    def __init__(self, rank: int, order: str, folder: Path) -> None:
+        self.location = ""
+        self._answers = b""
+        self._pinged_at: float | None = None
+        self._answered_at = time.monotonic()
+        name = "main" if rank == MAIN else f"sub-{rank}"
+        path = folder / f"errors-{rank}"
+        with path.open("w") as errors:
+            self._errors = path.open(errors="replace")  # can be read though it is removed
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ppd_runtime.workers.entry", name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=import_environment(),
+                start_new_session=True,  # Ctrl-C is for the owner, who stops its workers
+            )
+        os.set_blocking(self._stdout, False)
+        self._tell(order.encode() + b"\n")
+
+    @property
+    def _stdout(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def is_ready(self) -> bool:
+        """Whether it has said so; raises RuntimeError with what it said, or its last words, where it failed.
+
+        It cannot answer before it has read its order, so one that somebody has stopped counts as failed, too.
+        """
+        if not self._read() and b"\n" not in self._answers:
+            raise RuntimeError(self._last_words())
+        line, newline, rest = self._answers.partition(b"\n")
+        if not newline:
+            self._check_running()
+            return False
+        self._answers, self._answered_at = rest, time.monotonic()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        self.location = answer["location"]
+        return True
+
+    def _check_running(self) -> None:
+        now = time.monotonic()
+        if not os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+            self._answered_at = now
+        elif now - self._answered_at > ANSWER_DEADLINE_S:
+            raise RuntimeError(f"it has been stopped for {ANSWER_DEADLINE_S:.0f} s")
+
+    def end_reason(self) -> str | None:
+        """Its last words, or that it has not answered for long: it may be stopped, or its host out of reach."""
+        if self.process.poll() is not None:
+            return self._last_words()
+        self._read()
+        now = time.monotonic()
+        if self._answers:
+            self._answers, self._answered_at, self._pinged_at = b"", now, None
+        if self._pinged_at is None:
+            if now - self._answered_at >= PING_EVERY_S:
+                self._pinged_at = now
+                self._tell(b"\n")
+        elif now - self._pinged_at > ANSWER_DEADLINE_S and not select.select([self._stdout], [], [], LAST_LOOK_S)[0]:
+            return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
+        return None
+
+    def wait(self, seconds: float) -> None:
+        """Give it so long to end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+    def kill(self) -> None:
+        """End it and collect what is left of it."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                if stream:
+                    stream.close()
+
+    def _tell(self, line: bytes) -> None:
+        """Write to its standard input, which stays open; where it has ended, its answer will say so."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+
+    def _read(self) -> bool:
+        """Take what it has written; False once nothing more will come."""
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self._stdout, 65536):
+                self._answers += piece
+            return False
+        return True
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its output has ended, so it is ending
+            self.process.wait(_STOP_DEADLINE_S)
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return f"signal {-code} ended it"
+        lines = [line for line in self._errors.read().splitlines() if line.strip()]
+        return lines[-1] if lines else f"it ended with exit code {code}"

@@ -1,0 +1,28 @@
+"""What Ray runs for a worker: an actor that answers while it loads its layers, and while it serves.
+
+Nothing heavy is imported before it answers: an actor that does not, once it has, counts as lost.
+"""
+
+import os
+
+import ray
+
+from ppd_runtime.launch.ray.gpus import own_device
+from ppd_runtime.workers.entry import Actor
+
+
+class _HostActor(Actor):
+    """A worker that knows the address of the Ray node it came to, and which of its GPUs is its own."""
+
+    def __init__(self, name: str, order: str) -> None:
+        super().__init__(name, order, ray.util.get_node_ip_address(), own_device(ray.get_gpu_ids(), os.environ))
+
+
+@ray.remote(max_restarts=0)
+class PPDMain(_HostActor):
+    """The main process; the class' name is what `ps` shows."""
+
+
+@ray.remote(max_restarts=0)
+class PPDSub(_HostActor):
+    """A sub-process; the class' name is what `ps` shows."""

@@ -1,0 +1,74 @@
+"""From settings to running workers: what is prepared once for all of them, and who starts them."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.imports import whole_imports
+from ppd_runtime.launch.base import Workers
+from ppd_runtime.launch.choice import address_to_join, check_ray_address, ray_is_initialized
+from ppd_runtime.launch.processes import ProcessWorkers
+from ppd_runtime.launch.supervisor import Progress
+from ppd_runtime.launch.threads import LocalWorkers
+from ppd_runtime.models.opening import compile_ahead, share_weights
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.transport.sockets import choose_transport
+from ppd_runtime.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+
+def check_ray(config: RuntimeConfig) -> None:
+    """Raise ValueError where no Ray answers at the address that was given, or this program is connected to another."""
+    source, address = address_to_join(config)
+    if not ray_is_initialized():
+        if address is not None:
+            check_ray_address(address, source)
+    elif config.ray_address is not None:
+        from ppd_runtime.launch.ray.session import check_same
+
+        check_same(config.ray_address)
+
+
+def transport_here(transport: str, specs: Sequence[WorkerSpec]) -> str:
+    """What is used for a setting where every worker is on this host and knows its device."""
+    devices = {spec.device for spec in specs}
+    return choose_transport(transport, specs[MAIN].device.startswith("cuda"), len(devices) == len(specs))
+
+
+def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> Workers:
+    """Prepare code and weights, and start the workers with a launcher that `choose_launcher` gave."""
+    specs = _prepared(specs, config, launcher, progress)
+    if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
+        kind = str(specs[MAIN].dtype).removeprefix("torch.")
+        logger.warning(
+            "workers=%d with k=%d in %s: a token may differ, see the README", config.num_subs, config.k, kind
+        )
+    if launcher == "threads":
+        return LocalWorkers(specs, config.max_restarts, progress)
+    if launcher == "processes":
+        transport = transport_here(config.transport, specs)
+        return ProcessWorkers(specs, transport, config.max_restarts, progress, bind_interface=config.bind_interface)
+    with whole_imports():
+        from ppd_runtime.launch.ray.workers import RayWorkers  # only this launcher needs Ray
+
+    return RayWorkers(specs, config, progress)
+
+
+def _prepared(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> list[WorkerSpec]:
+    if config.compile:
+        progress("compiling, unless an earlier run has")
+        passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
+        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
+        specs = [
+            replace(spec, code={n: code[n] for n in {1, spec.siblings} | ({PassKind.HEAD} & set(code))})
+            for spec in specs
+        ]
+    if config.one_host or launcher == "processes":
+        progress("converting weights, where that has to be and no earlier run has")
+        share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
+    return specs

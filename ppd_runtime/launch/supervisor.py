@@ -1,0 +1,238 @@
+"""Keeps workers alive: one that ends or no longer answers is replaced, a number of times in a row at the most."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ppd_runtime.pipeline.messages import MAIN
+
+logger = logging.getLogger(__name__)
+START_DEADLINE_S = 300.0
+PING_EVERY_S = 1.0
+ANSWER_DEADLINE_S = 15.0
+"""A worker that has not answered for so long counts as lost."""
+LAST_LOOK_S = 0.5
+"""Before it does: where this process has been stopped, or the whole machine, the answer comes only now."""
+CLOSED = "the runtime is closed: make a new one"
+_LOOK_EVERY_S = 0.02
+_LONGEST_PAUSE_S = 30.0
+
+Progress = Callable[[str], None]
+"""Is told in a line what a start-up waits for."""
+
+
+class WorkerHandle(Protocol):
+    """One life of one worker: a process, an actor or a thread."""
+
+    location: str
+    """Where its peers reach it, once it is ready; empty where its rank says that."""
+    cancelled: bool
+    """Whether it was taken back before it ran at all, which says nothing against the worker."""
+
+    def is_ready(self) -> bool:
+        """Whether it has loaded its layers; raises RuntimeError with its own words where it never will."""
+
+    def end_reason(self) -> str | None:
+        """Why it ended or counts as ended, in its own words where it has any; None while it serves."""
+
+    def wait(self, seconds: float) -> None:
+        """Give it so long to end by itself."""
+
+    def kill(self) -> None:
+        """End it now, however it is."""
+
+
+@dataclass
+class _Post:
+    """A worker's place, through all its lives."""
+
+    life: WorkerHandle | None
+    deadline: float = 0.0
+    """To start, by the monotonic clock."""
+    serving: bool = False
+    begin_at: float = 0.0
+    """When to begin the next life, where there is none."""
+    losses: int = 0
+    """Lives lost in a row."""
+    excused: bool = False
+    """Whether a life that was cancelled has gone uncounted since the last loss that counts."""
+    lives: int = 0
+    """Lives that came to serve."""
+    silent: bool = False
+    """Whether it has let others wait in vain."""
+
+
+class Supervisor:
+    """Begins and watches the lives of a runtime's workers; works only when called, in the caller's thread.
+
+    Args:
+        ranks: the workers, the main process among them.
+        begin_life: starts a worker of a rank, without waiting for it.
+        most_restarts: new lives for a worker in a row, without a sign of success between them.
+        introduce: is told the rank and the location of each life that has come to serve.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        spawn: Callable[[int], WorkerHandle],
+        most_restarts: int,
+        introduce: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._spawn, self._most_restarts, self._introduce = spawn, most_restarts, introduce
+        self._posts = {rank: _Post(None) for rank in ranks}
+        self._words: dict[int, str] = {}
+        self._dismissed = False
+
+    def start(self, progress: Progress) -> None:
+        """Begin everybody's first life and wait until all are ready.
+
+        Raises:
+            RuntimeError: with the words of the one that failed.
+            TimeoutError: naming those that did not start in time.
+        """
+        for rank, post in self._posts.items():
+            self._begin(rank, post)
+        waiting: list[int] = []
+        while starting := [rank for rank, post in self._posts.items() if not post.serving]:
+            names = ", ".join(name_of(rank) for rank in starting)
+            if starting != waiting:
+                progress(f"waiting for {names}")
+                waiting = starting
+            if time.monotonic() > self._posts[starting[0]].deadline:
+                raise TimeoutError(f"{names} did not start within {START_DEADLINE_S:.0f} s")
+            for rank in starting:
+                self._welcome(rank, self._posts[rank])
+            time.sleep(_LOOK_EVERY_S)
+
+    def check(self, hear: Callable[[], None] = lambda: None) -> None:
+        """Look at everybody once and replace whoever is lost; a lost sub-process is logged, it costs time only.
+
+        `hear` is called before a loss is told of: what the lost worker said last may have come, see `note_words`.
+
+        Raises:
+            RuntimeError: where the main process is lost and has been replaced too often, or all have been dismissed.
+        """
+        if self._dismissed or MAIN not in self._posts:
+            raise RuntimeError(CLOSED)
+        for rank, post in list(self._posts.items()):
+            reason = None
+            if post.life is not None:
+                reason = self._loss(rank, post)
+            elif time.monotonic() >= post.begin_at:
+                reason = self._begin_again(rank, post)
+            if reason:
+                hear()
+                self.replace(rank, reason)
+
+    def replace(self, rank: int, reason: str) -> None:
+        """End a worker's life, and begin a new one at the next `check` but where there were too many.
+
+        A life that was cancelled belongs to the loss before, once: who goes with its host may have had a successor sent
+        there while nobody knew that the host was lost.
+        """
+        post = self._posts[rank]
+        post.excused = post.life is not None and post.life.cancelled and not post.excused
+        if post.life is not None:
+            post.life.kill()
+        post.life, post.serving = None, False
+        reason = self._words.pop(rank, reason)
+        post.losses += not post.excused
+        if post.losses <= self._most_restarts:
+            pause = 0 if post.losses <= 1 else min(2.0 ** (post.losses - 2), _LONGEST_PAUSE_S)
+            post.begin_at = time.monotonic() + pause
+            logger.warning("%s is lost, a new one takes its place: %s", name_of(rank), reason)
+            return
+        again = f", after {self._most_restarts} restarts" if self._most_restarts else ""
+        del self._posts[rank]
+        if rank == MAIN:
+            raise RuntimeError(f"the main process failed{again}: {reason}")
+        logger.warning("%s is lost%s, decoding goes on without it: %s", name_of(rank), again, reason)
+
+    def note_words(self, rank: int, words: str) -> None:
+        """Keep what a worker said of its own end; it is the reason that people are told."""
+        self._words[rank] = words
+
+    def note_success(self, rank: int) -> None:
+        """A worker has been of use: what went wrong before is forgiven."""
+        if post := self._posts.get(rank):
+            post.losses, post.silent = 0, False
+
+    def note_silence(self, rank: int) -> None:
+        """A worker has let others wait in vain: nobody needs to wait for it until it has been of use again."""
+        if post := self._posts.get(rank):
+            post.silent = True
+
+    def expected(self) -> list[int]:
+        """The workers that serve and are worth waiting for."""
+        return [rank for rank, post in self._posts.items() if post.serving and not post.silent]
+
+    def lives(self, rank: int) -> int:
+        """How many lives of a worker have come to serve."""
+        post = self._posts.get(rank)
+        return post.lives if post else 0
+
+    def is_serving(self, rank: int) -> bool:
+        """Whether a worker has loaded its layers and lives, as far as is known."""
+        return rank in self._posts and self._posts[rank].serving
+
+    def serving(self) -> list[int]:
+        """The workers that serve."""
+        return [rank for rank, post in self._posts.items() if post.serving]
+
+    def dismiss(self) -> None:
+        """Have the next `check` fail: from now on nobody is replaced. May be called in any thread."""
+        self._dismissed = True
+
+    def stop(self, seconds: float) -> None:
+        """Give those that serve, and have been told to end, so long to do so; then end everybody."""
+        deadline = time.monotonic() + seconds
+        try:
+            for post in self._posts.values():
+                if post.life is not None and post.serving:
+                    post.life.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # whoever has no patience ends them at once
+            for post in self._posts.values():
+                if post.life is not None:
+                    post.life.kill()
+            self._posts.clear()
+
+    def _begin(self, rank: int, post: _Post) -> None:
+        self._words.pop(rank, None)  # the last life's
+        post.life = self._spawn(rank)
+        post.deadline = time.monotonic() + START_DEADLINE_S
+
+    def _begin_again(self, rank: int, post: _Post) -> str | None:
+        """Begin a further life; why it cannot begin, where the system or the model's files refuse."""
+        try:
+            self._begin(rank, post)
+        except (OSError, MemoryError, ValueError) as error:
+            return f"{name_of(rank)} cannot be started: {type(error).__name__}: {error}"
+        return None
+
+    def _welcome(self, rank: int, post: _Post) -> None:
+        try:
+            post.serving = post.life is not None and post.life.is_ready()
+        except RuntimeError as error:
+            raise RuntimeError(f"{name_of(rank)} failed to start: {error}") from error
+        if post.serving:
+            post.lives, post.silent = post.lives + 1, False
+            if self._introduce and post.life:
+                self._introduce(rank, post.life.location)
+
+    def _loss(self, rank: int, post: _Post) -> str | None:
+        if post.serving:
+            return post.life.end_reason() if post.life else None
+        try:
+            self._welcome(rank, post)
+        except RuntimeError as error:
+            return str(error)
+        late = not post.serving and time.monotonic() > post.deadline
+        return f"{name_of(rank)} did not start within {START_DEADLINE_S:.0f} s" if late else None
+
+
+def name_of(rank: int) -> str:
+    """What messages to people call a worker."""
+    return "the main process" if rank == MAIN else f"sub-process {rank}"

@@ -1,0 +1,74 @@
+"""Workers as threads of this process, and what every way of launching has in common."""
+
+import contextlib
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ppd_runtime.launch.base import RequestCounts, dismiss
+from ppd_runtime.launch.supervisor import Progress, Supervisor, name_of
+from ppd_runtime.pipeline.messages import CLIENT
+from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.local import LocalNetwork
+from ppd_runtime.workers.spec import WorkerSpec
+from ppd_runtime.workers.worker import Worker
+
+_STOP_DEADLINE_S = 10.0
+
+
+class LocalWorkers:
+    """Every worker a thread of this process: no Ray, no sockets; for notebooks and tests."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], most_restarts: int, progress: Progress) -> None:
+        self._threads_before = torch.get_num_threads()
+        self._network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
+        self._specs = {spec.rank: spec for spec in specs}
+        self._progress: Progress = progress
+        self.endpoint: Endpoint = self._network.endpoint(CLIENT)
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts)
+        self.supervisor.start(progress)
+
+    def _spawn(self, rank: int) -> "ThreadHandle":
+        self._progress(f"loading {name_of(rank)}")
+        return ThreadHandle(Worker(self._specs[rank]), self._network.endpoint(rank))
+
+    def record(self, counts: RequestCounts) -> None:
+        """Nobody watches threads."""
+
+    def close(self) -> None:
+        """Stop the threads and give the process its number of threads back."""
+        dismiss(self.supervisor, self.endpoint)
+        self.supervisor.stop(_STOP_DEADLINE_S)
+        torch.set_num_threads(self._threads_before)
+
+
+class ThreadHandle:
+    """A worker in a thread; the worker's own message tells why it ended."""
+
+    location, cancelled = "", False
+
+    def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
+        arguments, name = (worker, endpoint), f"ppd-{worker.spec.rank}"
+        self._thread = threading.Thread(target=self._serve, args=arguments, name=name, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _serve(worker: Worker, endpoint: Endpoint) -> None:
+        with contextlib.suppress(Exception):  # the worker has told the client in a message
+            worker.serve(endpoint)
+
+    def is_ready(self) -> bool:
+        """Its layers were loaded before it began."""
+        return True
+
+    def end_reason(self) -> str | None:
+        """That its thread has ended."""
+        return None if self._thread.is_alive() else "its thread has ended"
+
+    def wait(self, seconds: float) -> None:
+        """Give it so long to end."""
+        self._thread.join(seconds)
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside: it ends with the process, if not before."""

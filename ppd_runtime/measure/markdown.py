@@ -1,0 +1,14 @@
+"""Tables in Markdown."""
+
+from collections.abc import Sequence
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts, whatever characters they hold."""
+    lines = [[_escaped(cell) for cell in row] for row in (columns, *rows)]
+    lines.insert(1, ["---"] * len(columns))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")

@@ -1,0 +1,1 @@
+"""Every way of decoding in one process, and what all ways share."""

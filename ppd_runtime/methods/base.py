@@ -1,0 +1,229 @@
+"""`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, one call at a time."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
+from ppd_runtime.config import SamplingParams, sampling_from
+from ppd_runtime.methods.prompts import Prompt, token_ids_of
+from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.text import TextStream
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_TURN_DEADLINE_S = 3600.0
+
+
+class TextGenerator(ABC):
+    """Something that continues a prompt."""
+
+    def __init__(self, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.info, self.tokenizer = info, tokenizer
+        self._turn = threading.Lock()
+        self._turn_holder: int | None = None
+        self._ending: Ending | None = None
+        """Of the request whose turn it is."""
+
+    def close(self) -> None:  # noqa: B027 (most generators hold nothing)
+        """Release what the generator holds; a second call does nothing."""
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The dtype of weights and passes, such as float32; what "auto" came to."""
+
+    @abstractmethod
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+        """Yield each new token, then the totals; `live`: each as soon as it is certain."""
+
+    @abstractmethod
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
+        """Predicted latency as a share of ordinary decoding's."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> GenerationResult:
+        """Continue a prompt, and wait for the end.
+
+        Args:
+            prompt: a text, or token ids: a list, a tensor or array `[tokens]` or `[1, tokens]`, or a tokenizer's
+                `BatchEncoding`.
+            params: how to sample and when to stop; or
+            settings: the same by name, as `SamplingParams` describes them: max_new_tokens, temperature, top_k, top_p,
+                min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop, stop_token_ids,
+                ignore_eos, timeout_s, logits_processors. Of those with several values one may stand alone.
+            add_special_tokens: whether a text gets the tokenizer's special tokens; False for one that a chat template
+                has given them.
+
+        Raises:
+            ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
+        """
+        wanted = sampling_from(params, settings)
+        generation = self.request(prompt, wanted, live=False, add_special_tokens=add_special_tokens)
+        for _ in generation:
+            pass
+        return generation.result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> "Generation":
+        """Like `generate`, but gives each token as soon as it is certain; the result is there after the last."""
+        return self.request(prompt, sampling_from(params, settings), add_special_tokens=add_special_tokens)
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams, live: bool = True, add_special_tokens: bool = True
+    ) -> "Generation":
+        """Check a request; it begins when its first event is asked for. `live`: each token as soon as it is certain."""
+        return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
+
+    def cancel(self) -> None:
+        """End the request that is running, from any thread: it finishes with the reason "cancelled" and what there is.
+
+        Calls that wait for their turn are not touched. Where nothing is running, nothing happens.
+        """
+        if (ending := self._ending) is not None:
+            ending.cancel()
+
+    def _prompt_ids(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
+        token_ids = token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
+        self._check_params(params, len(token_ids))
+        return token_ids
+
+    def _check_params(self, params: SamplingParams, prompt_size: int) -> None:
+        """Raise ValueError for settings that do not fit the model, or a prompt of so many tokens."""
+        for token in params.stop_token_ids:
+            if token >= self.info.vocab_size:
+                last = self.info.vocab_size - 1
+                raise ValueError(f"stop_token_ids={token}: is outside the vocabulary, choose 0 to {last}")
+        if params.num_generated > prompt_size:
+            raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
+        most, wanted = self.info.max_positions, prompt_size + params.max_new_tokens
+        if most is not None and wanted > most:
+            raise ValueError(
+                f"{prompt_size} prompt tokens and max_new_tokens={params.max_new_tokens} make {wanted}, more than "
+                f"the model's {most} positions: shorten the prompt or ask for fewer tokens"
+            )
+
+    def _take_turn(self, timeout_s: float | None) -> None:
+        if self._turn_holder == threading.get_ident():
+            raise RuntimeError("another stream of this runtime is open in this thread: exhaust or close it first")
+        if not self._turn.acquire(timeout=_TURN_DEADLINE_S):
+            raise TimeoutError(f"another call has held this runtime for {_TURN_DEADLINE_S:.0f} s")
+        self._turn_holder = threading.get_ident()
+        self._ending = Ending(timeout_s)
+
+    def _end_turn(self) -> None:
+        self._turn_holder, self._ending = None, None
+        self._turn.release()
+
+
+class Generation(Iterator[TokenEvent]):
+    """A generation in progress: iterate over its events, then read `result`. Closing it early cancels it."""
+
+    def __init__(
+        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
+    ) -> None:
+        self._outcome: list[GenerationResult] = []
+        # The running generator knows nothing of this object: dropped in the middle, it ends at once.
+        self._events = _Request(generator, prompt_ids, params, live).events(self._outcome)
+
+    def __next__(self) -> TokenEvent:
+        return next(self._events)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished generation; raises RuntimeError while events are left."""
+        if not self._outcome:
+            raise RuntimeError("the generation has not finished: iterate over its events first")
+        return self._outcome[0]
+
+    def close(self) -> None:
+        """Cancel the generation, if it has not finished, and give the runtime free for the next call."""
+        self._events.close()
+
+
+class _Request:
+    """What one generation is made from."""
+
+    def __init__(self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool) -> None:
+        self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
+        self._live = live  # where nobody reads along, the text is made at the end
+
+    def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
+        """Generate; the result joins `outcome` behind the last event."""
+        self._generator._take_turn(self._params.timeout_s)
+        steps = in_parts(self._generator, self._prompt_ids, self._params, self._live)
+        try:
+            text = TextStream(self._generator.tokenizer, self._params.stop)
+            events: list[TokenEvent] = []
+            for step in steps:
+                if isinstance(step, Totals):
+                    outcome.append(self._finish(events, step))
+                    return
+                piece = self._piece(text, step) if self._live else ""
+                position = len(self._prompt_ids) + len(events)
+                events.append(TokenEvent(step.token_id, piece, position, step.hit))
+                yield events[-1]
+        finally:
+            try:
+                steps.close()
+            finally:
+                self._generator._end_turn()
+
+    @staticmethod
+    def _piece(text: TextStream, step: Step) -> str:
+        return text.push(step.token_id) + (text.finish() if step.last else "")
+
+    def _whole_text(self, events: list[TokenEvent], reason: str) -> str:
+        if self._live and reason not in (CANCELLED, TIMEOUT):  # of these, the last event may not have been the last
+            return "".join(event.text for event in events)
+        text = TextStream(self._generator.tokenizer, self._params.stop)
+        return "".join([*(text.push(event.token_id) for event in events), text.finish()])
+
+    def _finish(self, events: list[TokenEvent], totals: Totals) -> GenerationResult:
+        return GenerationResult(
+            text=self._whole_text(events, totals.finish_reason),
+            token_ids=tuple(event.token_id for event in events),
+            prompt_ids=tuple(self._prompt_ids),
+            finish_reason=totals.finish_reason,
+            stats=self._stats([event.hit for event in events], totals),
+            trace=totals.trace,
+        )
+
+    def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
+        hits = [hit for hit in verdicts if hit is not None]
+        rate = sum(hits) / len(hits) if hits else None
+        names = [field.name for field in fields(totals) if field.name not in ("finish_reason", "trace", "run_lengths")]
+        return Stats(
+            prompt_tokens=len(self._prompt_ids),
+            new_tokens=len(verdicts),
+            hits=sum(hits),
+            misses=len(hits) - sum(hits),
+            run_lengths=totals.run_lengths or lengths_of_runs(verdicts),
+            predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts), totals),
+            **{name: getattr(totals, name) for name in names},
+        )

@@ -1,0 +1,168 @@
+"""Drafting with the first layers: what LayerSkip, AdaSPEED and Kangaroo share.
+
+The first layers run once for each token, drafted or not: their entries and the exit layer's hidden states are kept, and
+verification runs the later layers alone over them (LayerSkip's cache of keys, values and exit queries).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ppd_runtime.methods.drafts import Draft, Proposal
+from ppd_runtime.methods.fused_drafting import GreedyChains
+from ppd_runtime.methods.speculation import Propose
+from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.parts import shipped_part
+from ppd_runtime.models.trained.probe import Probe, describe_probe, load_probe
+
+
+class EarlyExitDrafting(ABC):
+    """Drafts chains behind layer `exit_layer` (counted from 1) of a stage that holds the whole model.
+
+    Args:
+        stage: the whole model.
+        exit_layer: drafts come from layers 1 to this one.
+        stopping: when to stop drafting.
+        probe: foretells from an exit state whether a draft will be accepted, in place of the draft's probability.
+    """
+
+    def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
+        self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
+        self.stop_drafting = StopDrafting(stopping)
+        stage.compile_for(PassKind.SEVERAL)
+        self._chains = self._make_chains(probe)
+        self._states: Tensor
+        """`[1, tokens, hidden_size]` behind the first layers, of the draft."""
+        self.unread: Tensor | None = None
+        """`[1, tokens, hidden_size]`: exit states that are to be read before those of the next draft, if any."""
+
+    @property
+    def draft_cost(self) -> float:
+        """The exit layer over the model's layers."""
+        return self.exit_layer / self.stage.num_layers
+
+    @property
+    def steered_by(self) -> int:
+        """None: `begin` forgets what was learned."""
+        return 0
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence, and what the threshold learned from it."""
+        self.stage.begin(capacity)
+        self.stop_drafting = StopDrafting(self._stopping)
+
+    def read(self, token_ids: Sequence[int]) -> Tensor:
+        """Run the whole model over a prompt."""
+        states = self.stage.run(0, self.exit_layer, list(token_ids), 0)
+        self.saw(states)
+        return self.stage.run(self.exit_layer, self.stage.num_layers, states, 0)
+
+    def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
+        """A chain; its last token goes through the first layers too, for the token behind it."""
+        draft = Draft(history[-1])
+        if self._chains.possible and propose.takes_highest_logit:
+            rule, unread = self.stop_drafting.rule(most), self.unread
+            chain = self._chains.draft(history[-1], len(history) - 1, rule, unread)
+            self._states = chain.states
+            if chain.tokens:
+                self.unread = None
+            draft.add_chain(chain)
+            return draft
+        text, states = list(history), [self._run_first_layers(history[-1], len(history) - 1)]
+        self.stop_drafting.begin_draft(most)
+        while self.stop_drafting.wants_more():
+            (proposal,) = propose(self.exit_logits(states), text, 1)
+            draft.add(proposal, len(draft.tokens) - 1)
+            draft.steps += 1
+            self.stop_drafting.drafted(self._confidence(proposal, states[-1]))
+            states.append(self._run_first_layers(proposal.token, len(text)))
+            text.append(proposal.token)
+        self._states = torch.cat(states, dim=1) if len(states) > 1 else states[0]
+        return draft
+
+    def verify(self, draft: Draft, position: int) -> Tensor:
+        """Run the later layers, over all tokens of the draft at once."""
+        return self.stage.run(self.exit_layer, self.stage.num_layers, self._states, position)
+
+    def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
+        """Drop the entries of the tokens behind the path's."""
+        self.stage.truncate(len(history) - 1)
+        self.stop_drafting.judged(draft.steps, len(path) - 1)
+
+    @abstractmethod
+    def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
+        """`[vocab_size]` logits for the newest token from the exit states, `[1, 1, hidden_size]` each, of a draft."""
+
+    def _make_chains(self, probe: Probe | None) -> GreedyChains:
+        return GreedyChains(self.stage, self.exit_layer, probe=probe)
+
+    def saw(self, states: Tensor) -> None:  # noqa: B027 (most have no use for them)
+        """The exit states of a prompt, `[1, tokens, hidden_size]`, were run."""
+
+    def _confidence(self, proposal: Proposal, state: Tensor) -> float:
+        return proposal.confidence if self._probe is None else float(self._probe(state[0, -1]))
+
+    def _run_first_layers(self, token: int, position: int) -> Tensor:
+        return self.stage.run(0, self.exit_layer, [token], position)
+
+
+@dataclass(frozen=True)
+class EarlyExitSettings:
+    """What these methods can be told: where to exit, and when to stop drafting (AdaSPEED's rules, for all of them)."""
+
+    exit_layer: int | None = None
+    """Drafts come from layers 1 to this one; None is a trained part's, or a third of the depth."""
+    stopping: str = "constant"
+    """constant, confidence (Draft & Verify's), product (AdaSPEED's) or probe (of a trained probe's predictions)."""
+    num_speculations: int = 3
+    """Tokens in a draft at the most."""
+    threshold: float = 0.8
+    """gamma_0: drafting ends behind the token at which the confidence falls below it."""
+    adaptive: bool = False
+    """Whether the threshold follows the acceptance rate."""
+    adaptation: Adaptation = field(default_factory=Adaptation)
+    """How it does."""
+    probe: str | Path | None = None
+    """A folder that `ppd train probe` wrote; None is the demo model's own, for that model."""
+
+    @property
+    def rule(self) -> Stopping:
+        """The stopping rule; ValueError for one that there is not."""
+        adaptation = self.adaptation if self.adaptive else None
+        return Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)
+
+    def prepare_probe(self, info: ModelInfo) -> tuple[int | None, Callable[[Stage], Probe | None]]:
+        """The exit layer that is asked for, by a probe or else here, and what loads the probe where the rule needs one.
+
+        Raises:
+            ValueError: where there is no such probe, or it is for another model or layer.
+        """
+        if self.stopping != "probe":
+            if self.probe is not None:
+                raise ValueError(f"probe={str(self.probe)!r} has no use with stopping={self.stopping!r}: choose probe")
+            return self.exit_layer, lambda stage: None
+        folder = self.probe or shipped_part(info, "probe", "stopping='probe'", "ppd train probe")
+        probe = describe_probe(folder, info)
+        if self.exit_layer is not None:
+            probe.check_layers([self.exit_layer])
+        return probe.exit_layer, lambda stage: load_probe(probe, stage.model)
+
+
+def check_exit_layer(exit_layer: int | None, num_layers: int) -> int:
+    """The exit layer, a third of the depth where None is asked for; ValueError where the model has no such exit."""
+    if num_layers < 2:
+        raise ValueError(f"the model has {num_layers} layer: an early exit needs at least 2")
+    if exit_layer is None:
+        return max(1, num_layers // 3)
+    if isinstance(exit_layer, bool) or not isinstance(exit_layer, int):
+        raise ValueError(f"exit_layer={exit_layer!r}: give a whole number")
+    if not 1 <= exit_layer < num_layers:
+        raise ValueError(f"exit_layer={exit_layer}: with {num_layers} layers choose 1 to {num_layers - 1}")
+    return exit_layer

@@ -1,0 +1,111 @@
+"""What ways of decoding share that run in this process: threads, the clock, the ledger and the trace of a request."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
+
+import torch
+
+from ppd_runtime.client.ending import Ending
+from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.text import StopRule
+from ppd_runtime.tracing.trace import Trace
+
+_RANK = 0  # as a main process has
+
+
+class OneProcessDecoding(TextGenerator):
+    """Decoding with one stage that holds the whole model; who inherits loads it, with `load_whole`.
+
+    Args:
+        info: the model.
+        config: dtype, device, threads and whether passes over few tokens run in compiled code.
+        trace: record what is done when; results have a `trace` then.
+        emulate: a slower device whose times to keep to.
+    """
+
+    stage: Stage
+
+    def __init__(
+        self, info: ModelInfo, config: RuntimeConfig, trace: bool, emulate: EmulatedDevice | None = None
+    ) -> None:
+        super().__init__(info, load_tokenizer(info))
+        self.config = config
+        self._traced, self._emulate = trace, emulate
+
+    def load_whole(self, compiled_for: Sequence[int] = (1,)) -> Stage:
+        """The whole model; with `compile`, with code for passes as `compile_ahead` has them."""
+        info, config = self.info, self.config
+        place = choose_device(config.device)
+        number = choose_dtype(config.dtype, place, info, config.threads_per_worker, compiled=config.compile)
+        code = compile_ahead(info, number, place, compiled_for) if config.compile else None
+        return load_stage(info, info.num_layers, number, place, code, self._emulate)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._described()})"
+
+    def _described(self) -> str:
+        return f"{self.info.name!r}, {self.info.num_layers} layers, {self.stage.device}, {self.dtype}"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights and passes, such as float32; what "auto" came to."""
+        return str(self.stage.model.dtype).removeprefix("torch.")
+
+    @abstractmethod
+    def _tokens(
+        self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
+    ) -> Iterator[tuple[int, bool | None, str | None]]:
+        """Yield each new token, whether its draft was right, and with the last one why it is the last."""
+
+    def _counted(self, totals: Totals) -> Totals:
+        """The totals with what the method counted in this request."""
+        return totals
+
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.config.threads_per_worker)
+        try:
+            yield from self._timed_steps(prompt_ids, params)
+        finally:
+            torch.set_num_threads(threads_before)
+
+    def _timed_steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
+        recorder, passes, ending = self.stage.recorder, self.stage.layer_passes, cast("Ending", self._ending)
+        ending.start_clock()
+        spent, first, first_ledger, reason = 0.0, 0.0, None, None
+        stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)
+        tokens = self._tokens(prompt_ids, params, stop)
+        recorder.begin(self._traced)
+        while reason is None:
+            began = time.perf_counter()
+            recorder.resume()
+            token, right, reason = next(tokens)
+            recorder.pause()
+            reason = reason or ending.reason()
+            spent += time.perf_counter() - began  # the caller's own time between two tokens does not count
+            first, first_ledger = first or spent, first_ledger or recorder.ledger()
+            yield Step(token, right, last=reason is not None)
+        totals = Totals(
+            finish_reason=reason,
+            latency_s=spent,
+            time_to_first_token_s=first,
+            stall_s=0.0,
+            ledger=recorder.ledger(),
+            first_token_ledger=first_ledger or recorder.ledger(),
+            main_layer_passes=self.stage.layer_passes - passes,
+            trace=self._trace(),
+        )
+        yield self._counted(totals)
+
+    def _trace(self) -> Trace | None:
+        recorded = self.stage.recorder.spans(_RANK)
+        return Trace(self.info.num_layers, None, emulation_note(self._emulate), (recorded,)) if recorded else None

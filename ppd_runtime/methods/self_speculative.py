@@ -1,0 +1,99 @@
+"""`SelfSpeculativeDecoding`: LayerSkip, AdaSPEED, SWIFT and Kangaroo with the same `generate` and `stream`."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
+from ppd_runtime.cost_model.theory import drafting_ratio
+from ppd_runtime.methods.in_process import OneProcessDecoding
+from ppd_runtime.methods.speculation import MethodSettings, Progress, speculate
+from ppd_runtime.methods.steps import Totals
+from ppd_runtime.methods.verification import ACCEPTANCE_RULES, acceptance_rule
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.results import Speculation
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.text import StopRule
+
+
+class SelfSpeculativeDecoding(OneProcessDecoding):
+    """Drafts with part of a model and verifies with the whole of it, in this process.
+
+    Args:
+        method: which method and how, such as `LayerSkipSettings()`.
+        model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
+        acceptance: shared-noise (the tokens are ordinary decoding's, sampled ones too) or rejection (speculative
+            sampling as in the papers: as exact a sampler, but other tokens than ordinary decoding's).
+        dtype: float32, bfloat16, float16 (or PyTorch's own, such as torch.bfloat16), or auto.
+        device: cpu, cuda or auto.
+        threads: CPU threads for matrix products; set for the whole process while a generation runs.
+        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk.
+        trace: record what is done when; results have a `trace` then.
+        stage: the whole model, loaded already, to share with others, one at a time; dtype, device and compile are as
+            it was loaded with. None loads one.
+
+    Raises:
+        ValueError: for settings that the model cannot be run with, before its weights are read.
+    """
+
+    def __init__(
+        self,
+        method: MethodSettings,
+        model: str | Path = "demo",
+        *,
+        acceptance: str = "shared-noise",
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        threads: int = 1,
+        compile: bool = False,
+        trace: bool = False,
+        stage: Stage | None = None,
+    ) -> None:
+        if acceptance not in ACCEPTANCE_RULES:
+            raise ValueError(f"acceptance={acceptance!r}: choose one of {', '.join(ACCEPTANCE_RULES)}")
+        config = RuntimeConfig(
+            model_name(model),
+            dtype=dtype_name(dtype),
+            device=device,
+            threads_per_worker=threads,
+            compile=compile,
+        )
+        info = describe(config.model)
+        start = method.prepare(info)
+        super().__init__(info, config, trace)
+        self._acceptance, self._progress = acceptance, Progress()
+        self._name = type(method).__name__.removesuffix("Settings").lower()
+        self.stage = stage or self.load_whole((1, PassKind.SEVERAL))
+        self.method = start(self.stage)
+
+    def _described(self) -> str:
+        return f"{self._name}, {super()._described()}"
+
+    def _tokens(
+        self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
+    ) -> Iterator[tuple[int, bool | None, str | None]]:
+        self._progress = Progress()
+        size = len(prompt_ids)
+        rule = acceptance_rule(self._acceptance, Sampler(params, size), size, self.method.steered_by)
+        return speculate(self.method, self.stage, rule, prompt_ids, params.max_new_tokens, stop, self._progress)
+
+    def _counted(self, totals: Totals) -> Totals:
+        found = self._progress.outcome(self.method.draft_cost)
+        return replace(totals, speculation=found, run_lengths=tuple(self._progress.lengths))
+
+    def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
+        assert totals.speculation is not None
+        return _predicted_ratio(totals.speculation, num_new_tokens)
+
+
+def _predicted_ratio(found: Speculation, num_new_tokens: int) -> float:
+    """SWIFT's equation 6 for all tokens but the prompt's pass' own, which costs what it does in ordinary decoding."""
+    verifications = len(found.drafted)
+    if not verifications or num_new_tokens == 1:
+        return 1.0
+    length, steps = (num_new_tokens - 1) / verifications, sum(found.drafted) / verifications
+    return drafting_ratio(max(length, 1.0), steps, found.draft_cost)

@@ -1,0 +1,131 @@
+"""A generation step by step, as a way of decoding makes it; in two parts where the library reads a long text anew."""
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from ppd_runtime.client.ending import Ending
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.results import Speculation, run_lengths
+from ppd_runtime.text import StopRule
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tracing.trace import Trace
+
+
+@dataclass(frozen=True)
+class Step:
+    """A new token, whether an early candidate was right about it (None: nothing to say), and whether it is the last."""
+
+    token_id: int
+    hit: bool | None
+    last: bool
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a way of decoding counted and timed; see `Stats` for the meaning and units."""
+
+    finish_reason: str
+    latency_s: float
+    time_to_first_token_s: float
+    stall_s: float
+    ledger: LatencyBreakdown
+    first_token_ledger: LatencyBreakdown
+    main_layer_passes: int
+    main_recomputed_layer_passes: int = 0
+    sub_layer_passes: tuple[int, ...] = ()
+    sub_coherence_layer_passes: tuple[int, ...] = ()
+    trace: Trace | None = None
+    speculation: Speculation | None = None
+    run_lengths: tuple[int, ...] | None = None
+    """None: as hits and misses have it."""
+
+    def and_then(self, later: "Totals") -> "Totals":
+        """Of both parts of a request."""
+        return Totals(
+            finish_reason=later.finish_reason,
+            latency_s=self.latency_s + later.latency_s,
+            time_to_first_token_s=self.time_to_first_token_s,
+            stall_s=self.stall_s + later.stall_s,
+            ledger=self.ledger.plus(later.ledger),
+            first_token_ledger=self.first_token_ledger,
+            main_layer_passes=self.main_layer_passes + later.main_layer_passes,
+            main_recomputed_layer_passes=self.main_recomputed_layer_passes + later.main_recomputed_layer_passes,
+            sub_layer_passes=_sums(self.sub_layer_passes, later.sub_layer_passes),
+            sub_coherence_layer_passes=_sums(self.sub_coherence_layer_passes, later.sub_coherence_layer_passes),
+            trace=self.trace and later.trace and self.trace.and_then(later.trace),
+            speculation=self.speculation and later.speculation and self.speculation.and_then(later.speculation),
+            run_lengths=self.run_lengths and later.run_lengths and (*self.run_lengths, *later.run_lengths),
+        )
+
+
+class Decoder(Protocol):
+    """What makes the steps of a request, or of a part of one."""
+
+    info: ModelInfo
+    tokenizer: PreTrainedTokenizerBase
+    _ending: Ending | None
+
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+        """Yield each new token, then the totals; `live`: each as soon as it is certain."""
+
+
+def in_parts(
+    decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: bool
+) -> Generator[Step | Totals, None, None]:
+    """The steps of a request, then its totals.
+
+    Where transformers' `generate` drops its cache and reads the text anew (`ModelInfo.recomputed_at`), so does this:
+    the text up to there is the prompt of a second part, in every layout and method alike.
+    """
+    parts = parts_of(len(prompt_ids), params.max_new_tokens, decoder.info.recomputed_at)
+    if len(parts) == 1:
+        yield from decoder._steps(prompt_ids, params, live)
+        return
+    stop = StopRule(params, decoder.info.eos_token_ids, decoder.tokenizer, prompt_ids)
+    text = list(prompt_ids)
+    before: Totals | None = None
+    reason: str | None = None
+    for most in parts:
+        generated = params.num_generated + len(text) - len(prompt_ids)
+        part = replace(params, max_new_tokens=most, num_generated=generated)
+        verdicts: list[bool | None] = []
+        with closing(decoder._steps(list(text), part, live)) as steps:
+            for step in steps:
+                if isinstance(step, Totals):
+                    totals = replace(step, run_lengths=step.run_lengths or lengths_of_runs(verdicts))
+                    before = before.and_then(totals) if before else totals
+                else:
+                    text.append(step.token_id)
+                    verdicts.append(step.hit)
+                    reason = stop.finish_reason(step.token_id)
+                    cut_short = step.last and len(verdicts) < most  # cancelled, or out of time
+                    yield replace(step, last=reason is not None or cut_short)
+        if reason or before is None or before.finish_reason != "length":
+            break
+        if why := decoder._ending and decoder._ending.reason():  # before a whole text is read anew
+            before = replace(before, finish_reason=why)
+            break
+    if before:
+        yield before
+
+
+def lengths_of_runs(verdicts: Sequence[bool | None]) -> tuple[int, ...]:
+    """Tokens between two misses, from each token's `Step.hit`; where nothing was guessed each token is a run."""
+    hits = [hit for hit in verdicts if hit is not None]
+    return run_lengths(hits) if hits else (1,) * len(verdicts)
+
+
+def parts_of(prompt_size: int, max_new_tokens: int, recomputed_at: int | None) -> list[int]:
+    """New tokens of each part of a request: two where its text grows past `recomputed_at` tokens, else one."""
+    first = (recomputed_at or 0) - prompt_size
+    return [first, max_new_tokens - first] if 0 < first < max_new_tokens else [max_new_tokens]
+
+
+def _sums(ours: Sequence[int], theirs: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(ours, theirs, fillvalue=0))

@@ -1,0 +1,103 @@
+"""Whether a model can be cut into stages, found out from its code and its configuration without its weights."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from ppd_runtime.models.checkpoint.config import skeleton_of
+from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.stage.behaviour import (
+    attention_masks,
+    cache_windows,
+    check_cut_layers,
+    embedding_scale,
+    recomputed_at,
+)
+from ppd_runtime.models.stage.caches import PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, some_layers
+
+
+def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
+    """A skeleton of the model, with a layer of each kind; ValueError for one that cannot be cut into stages."""
+    refuse = f"model {model!r} ({config.model_type}): "
+    needed = "a decoder with `model.layers`, `model.norm` and `lm_head` is needed, such as Llama, Mistral or Qwen"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{refuse}an encoder-decoder cannot be pipelined here; {needed}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "num_hidden_layers"):
+        raise ValueError(f"{refuse}not a causal language model; {needed}")
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{refuse}its weights are quantised; give the model in float32, bfloat16 or float16")
+    try:
+        windows = cache_windows(config)
+        skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, windows))
+    except Exception as error:  # every architecture checks its settings in its own way
+        raise ValueError(f"{refuse}cannot be built from its config.json: {one_line(error)}") from error
+    base = getattr(skeleton, "model", None)
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not layers:
+        raise ValueError(f"{refuse}{needed}")
+    if not hasattr(base, "norm") or not hasattr(skeleton, "lm_head"):
+        raise ValueError(f"{refuse}{needed}")
+    if _constants(layers[0]) != _constants(deeper.model.layers[0]):
+        raise ValueError(f"{refuse}what a layer computes depends on how many there are, so they cannot be cut")
+    try:
+        scale = embedding_scale(deeper)
+        _check_layers(deeper, windows, scale)
+    except Exception as error:  # every architecture asks for its own inputs
+        raise ValueError(f"{refuse}its layers cannot run one by one: {one_line(error)}; {needed}") from error
+    return deeper
+
+
+def tokens_until_recomputed(model: str, skeleton: PreTrainedModel, most_tokens: int) -> int | None:
+    try:
+        return recomputed_at(skeleton, most_tokens)
+    except Exception as error:  # every architecture prepares its inputs in its own way
+        kind, reason = skeleton.config.model_type, one_line(error)
+        raise ValueError(f"model {model!r} ({kind}): does not say how it goes on with a text: {reason}") from error
+
+
+def depth_of_all_kinds(config: PretrainedConfig, windows: Sequence[int | None]) -> int:
+    """Layers up to the first one of the last kind; 2 at least, if there are so many."""
+    names = getattr(config, "layer_types", None) or [""] * len(windows)
+    kinds = list(zip(names, windows, strict=False))
+    return min(len(windows), max(2, *(1 + kinds.index(kind) for kind in set(kinds))))
+
+
+def _check_layers(skeleton: PreTrainedModel, windows: Sequence[int | None], scale: str | None) -> None:
+    """Refuse layers that a token's pass cannot run one by one, from hidden states and a cache alone."""
+    layers = skeleton.model.layers
+    position = 1 + max(window or 1 for window in windows)
+    cache = DynamicCache(config=skeleton.config)
+    for layer in cache.layers:
+        entries = torch.zeros(1, 1, position, 1, device="cpu")
+        layer.update(entries, entries)
+    kinds = getattr(skeleton.config, "layer_types", None) or ["one kind"] * len(layers)
+    for kind, mask in zip(kinds, attention_masks(skeleton, cache, 1, position), strict=True):
+        if mask is not None and not mask.all():
+            raise ValueError(f"in layers of {kind} a token attends to less than their caches hold")
+    check_cut_layers(skeleton, lambda decoder, number: some_layers(decoder, [number]))
+    states = torch.zeros(1, 1, skeleton.config.hidden_size, device="meta", dtype=skeleton.dtype)
+    for number, layer in enumerate(layers):
+        view = SomeLayersCache([PreallocatedLayer(1, windows[number])], [number])
+        piece = decoder_of(skeleton, {number: layer}, scale)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # without numbers experts cannot be chosen
+            piece(inputs_embeds=states, past_key_values=view, use_cache=True)
+    FinalHead(skeleton).module(inputs_embeds=states, use_cache=False)
+
+
+def _constants(layer: nn.Module) -> dict[tuple[str, str], float]:
+    """The numbers that a layer's modules were built with."""
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+    }

@@ -1,0 +1,91 @@
+"""A model's configuration: read from its folder, cut to its first layers, built without weights."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from ppd_runtime.models.checkpoint.hub import one_line
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
+    """The configuration of the same model cut off after layer `last`."""
+    config = copy.deepcopy(config)
+    full = config.num_hidden_layers
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == full and "layer" in name:
+            setattr(config, name, value[:last])
+    config.num_hidden_layers = last
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, in a fixed order; empty where there are none."""
+    index = folder / _INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"model {str(folder)!r}: {index.name} has no weight_map")
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    return [folder / _SINGLE] if (folder / _SINGLE).exists() else []
+
+
+def model_config(folder: Path) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else transformers asks whoever sits there
+
+
+def checked_config(model: str, folder: Path) -> PretrainedConfig:
+    if _needs_own_code(folder):
+        raise ValueError(
+            f"model {model!r}: its config.json asks for code of its own (auto_map), which is never run; "
+            "give a model whose architecture transformers itself has"
+        )
+    try:
+        return model_config(folder)
+    except Exception as error:  # a config's own checks raise many kinds
+        raise ValueError(f"model {model!r}: no usable config.json in {folder}: {one_line(error)}") from error
+
+
+def _needs_own_code(folder: Path) -> bool:
+    try:
+        fields = read_json(folder / "config.json")
+    except ValueError:
+        return False
+    return "auto_map" in fields and fields.get("model_type") not in CONFIG_MAPPING
+
+
+def skeleton_of(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The first layers without their weights."""
+    with torch.device("meta"):
+        cut = first_layers_config(config, num_layers)
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(cut, **({"dtype": dtype} if dtype else {}))
+
+
+def eos_token_ids_of(folder: Path, config: PretrainedConfig) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    ids = generation.get("eos_token_id", config.eos_token_id)
+    if ids is None:
+        return frozenset()
+    return frozenset(ids) if isinstance(ids, list) else frozenset([ids])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {str(path.parent)!r}: {path.name} cannot be read: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model {str(path.parent)!r}: {path.name} holds no JSON object")
+    return content

@@ -1,0 +1,83 @@
+"""What has to be known of a model before any of its weights is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+
+from ppd_runtime.models.checkpoint.architecture import check_architecture, depth_of_all_kinds, tokens_until_recomputed
+from ppd_runtime.models.checkpoint.config import (
+    checked_config,
+    eos_token_ids_of,
+    model_config,
+    skeleton_of,
+    weight_files,
+)
+from ppd_runtime.models.checkpoint.hub import find_model, one_line
+from ppd_runtime.models.stage.behaviour import (
+    cache_windows,
+)
+from ppd_runtime.models.stage.slicing import check_sub_layers
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What has to be known of a model before any of its weights is read."""
+
+    name: str
+    """As it was given; of a hub's model with the commit, `name@commit`."""
+    folder: Path
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+    eos_token_ids: frozenset[int]
+    recomputed_at: int | None = None
+    """Tokens of a text at which transformers' `generate` drops its cache and reads the text anew; None: never."""
+
+
+def describe(model: str, needs_weights: bool = True) -> ModelInfo:
+    """Find a model and check that it can be run here, without reading its weights.
+
+    Args:
+        model: a local folder, a hub name, one with a revision (`name@commit`), or "demo".
+        needs_weights: False where its shape and tokenizer are enough.
+
+    Raises:
+        ValueError: no such model, no safetensors weights, or an architecture that cannot be cut into stages.
+    """
+    name, folder = find_model(model)
+    config = checked_config(model, folder)
+    skeleton = check_architecture(model, config)
+    if needs_weights and not weight_files(folder):
+        raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
+    return ModelInfo(
+        name=name,
+        folder=folder,
+        num_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        max_positions=(most := getattr(config, "max_position_embeddings", None)),
+        recomputed_at=tokens_until_recomputed(model, skeleton, most) if most else None,
+        eos_token_ids=eos_token_ids_of(folder, config),
+    )
+
+
+def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; raises ValueError where the folder has none."""
+    try:
+        return AutoTokenizer.from_pretrained(info.folder, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises plain ones
+        raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {one_line(error)}") from error
+
+
+def check_leaving_out(info: ModelInfo, user: str) -> None:
+    """Raise ValueError where attentions and MLPs of the model cannot be left out, as `user` would; reads no weights."""
+    config = model_config(info.folder)
+    try:
+        check_sub_layers(skeleton_of(config, depth_of_all_kinds(config, cache_windows(config))))
+    except ValueError as error:
+        raise ValueError(
+            f"{user} cannot run model {info.name!r} ({config.model_type}): {error}; choose another method"
+        ) from error

@@ -1,0 +1,155 @@
+"""Which dtype is fastest for one-token passes on this machine's CPU: measured once for a model's shapes, then kept."""
+
+import json
+import logging
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ppd_runtime.files.cache_folder import cache_folder, capabilities, ingredients_name, with_way_out
+from ppd_runtime.files.checksummed import find, keep
+from ppd_runtime.models.checkpoint.config import (
+    model_config,
+    skeleton_of,
+)
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.native import library as native
+
+logger = logging.getLogger(__name__)
+CLEARLY_FASTER = 1.2
+"""float32 stays unless the other dtype's products are so many times as fast."""
+_MOST_WEIGHTS = 32 * 2**20  # 192 MiB in both dtypes
+_MOST_SECONDS, _MOST_ROUNDS, _LEAST_ROUNDS = 0.12, 25, 3
+Shape = tuple[int, int]
+"""Outputs and inputs of a linear layer."""
+
+
+def fastest_dtype(layer: nn.Module, num_layers: int, stored: torch.dtype, threads: int) -> torch.dtype:
+    """float32, or the half precision that a model is `stored` in where that is clearly faster for one token.
+
+    The first process that asks measures, all others read what it found: two starts never differ. Where it cannot be
+    kept it is float32.
+
+    Args:
+        layer: one of the model's `num_layers`; only its linear layers' shapes count, it may be on the meta device.
+        stored: the dtype of the model's files.
+        threads: CPU threads for a matrix product.
+    """
+    shapes = [(m.out_features, m.in_features) for m in layer.modules() if isinstance(m, nn.Linear)]
+    if stored not in (torch.bfloat16, torch.float16) or not shapes:
+        return torch.float32
+    try:
+        ratio = _kept_ratio(shapes, num_layers, stored, threads)
+    except (OSError, ValueError) as error:
+        logger.warning("dtype auto: float32, because no finding can be kept: %s", with_way_out(error))
+        return torch.float32
+    logger.info("dtype auto: %s products with one token are %.2f times as fast as float32's", stored, ratio)
+    return stored if ratio > CLEARLY_FASTER else torch.float32
+
+
+def measure_ratio(shapes: Sequence[Shape], num_layers: int, stored: torch.dtype, threads: int) -> float:
+    """Time of one-token products of all `shapes` in float32 over that in `stored`.
+
+    A round goes through the weights of as many layers as the model has, or as 192 MiB hold: caches flatter it as much
+    as the model. Takes some 0.2 s.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _ratio(*(_weights(shapes, num_layers, dtype) for dtype in (torch.float32, stored)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _kept_ratio(shapes: Sequence[Shape], num_layers: int, stored: torch.dtype, threads: int) -> float:
+    about = {
+        "machine": [platform.machine(), *capabilities(torch.device("cpu"))],
+        "torch": torch.__version__,
+        "shapes": shapes,
+        "layers": num_layers,
+        "dtype": str(stored),
+        "threads": threads,
+    }
+    folder, name = cache_folder(), f"dtype-{ingredients_name(about)}"
+    path = find(folder, name, ".json")
+    if not path:
+        path = _keep(folder, name, about | {"float32_over_dtype": measure_ratio(shapes, num_layers, stored, threads)})
+    try:
+        return float(json.loads(path.read_text())["float32_over_dtype"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
+
+
+def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:
+    """Write what was found, unless another process was quicker: then its finding stays."""
+    with tempfile.TemporaryDirectory(prefix="ppd-finding-") as making:
+        made = Path(making, "finding.json")
+        made.write_text(json.dumps(finding, indent=2) + "\n")
+        return keep(made, folder, name, ".json")
+
+
+def _weights(shapes: Sequence[Shape], num_layers: int, dtype: torch.dtype) -> list[Tensor]:
+    """Weights of as many layers as there is room for; of a layer that is too large as many outputs."""
+    size = sum(outputs * inputs for outputs, inputs in shapes)
+    share = min(1.0, _MOST_WEIGHTS / size)
+    repeats = max(1, min(num_layers, _MOST_WEIGHTS // size))
+    return [
+        torch.full((max(1, int(outputs * share)), inputs), 0.01, dtype=dtype)
+        for _ in range(repeats)
+        for outputs, inputs in shapes
+    ]
+
+
+@torch.inference_mode()
+def _ratio(plain: list[Tensor], half: list[Tensor]) -> float:
+    """Of the shortest rounds, taken in turn: whatever else runs here only ever adds time."""
+    began = time.perf_counter()
+    rounds: list[tuple[float, float]] = []
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - began < _MOST_SECONDS):
+        rounds.append((_round_seconds(plain), _round_seconds(half)))
+    return min(seconds for seconds, _ in rounds) / min(seconds for _, seconds in rounds)
+
+
+def _round_seconds(weights: list[Tensor]) -> float:
+    vectors = [torch.ones(1, 1, weight.shape[1], dtype=weight.dtype) for weight in weights]
+    began = time.perf_counter()
+    for weight, vector in zip(weights, vectors, strict=True):
+        linear(vector, weight)
+    return time.perf_counter() - began
+
+
+def choose_device(device: str) -> str:
+    """The device that "auto" stands for: a GPU where PyTorch sees one; raises ValueError for a GPU it does not see."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: PyTorch sees no GPU here; choose cpu or auto")
+    return device
+
+
+def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, compiled: bool = False) -> torch.dtype:
+    """The dtype that "auto" stands for: the model's own on GPUs; on CPUs `fastest_dtype`, which is kept on disk.
+
+    Not measured at each start: two starts on a busy machine could differ, and with them the tokens. A model stored in
+    bfloat16 is compiled in float32 where products are our own, which read as little then.
+    """
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    config = model_config(info.folder)
+    chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    if device == "cpu":
+        layer = skeleton_of(config, 1).model.layers[0]
+        own_products = compiled and native.is_available(torch.device(device), torch.float32)
+        matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # experts are stacked, and not ours
+        if own_products and matrices and config.dtype == torch.bfloat16:
+            chosen = torch.float32
+        else:
+            chosen = fastest_dtype(layer, info.num_layers, config.dtype, threads)
+    logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
+    return chosen

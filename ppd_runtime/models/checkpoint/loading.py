@@ -1,0 +1,174 @@
+"""A folder, hub name or "demo" → its description, its tokenizer, and a model with only the layers asked for."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from ppd_runtime.models.checkpoint.config import (
+    first_layers_config,
+    model_config,
+    skeleton_of,
+    weight_files,
+)
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
+from ppd_runtime.models.stage.behaviour import (
+    embedding_scale,
+)
+from ppd_runtime.models.stage.slicing import decoder_of
+
+logger = logging.getLogger(__name__)
+_MOST_IN_LARGE_PAGES = 2**30
+"""Bytes of weights up to which compiled code gets a copy that Linux maps in large pages, however they are stored."""
+
+
+def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A causal language model with the embedding, layers 1 to `last` of the original, the final norm and the head.
+
+    Only these tensors are read from the files, mapped into memory; on CPUs in another dtype from a copy of the files
+    that is kept, so that all processes of a host share them. With `last` below the model's depth this is what a
+    sub-process needs: its first layers, and norm and head for the exit.
+    """
+    config = first_layers_config(model_config(info.folder), last)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    tensors = _read_tensors(info, last, dtype if device == "cpu" else None)
+    with no_progress_bar(), errors_only():
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    for complaint, names in (
+        ("lack", sorted(report["missing_keys"])),
+        ("have another shape than config.json says for", sorted(key for key, *_ in report["mismatched_keys"])),
+    ):
+        if names:
+            raise ValueError(f"model {info.name!r}: its files {complaint} {names[0]} ({len(names)} tensors in all)")
+    model = model.to(device).eval()
+    _check_cuts(info, model)
+    return model
+
+
+def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
+    """A model of the same shape with freshly drawn weights, in float32."""
+    config = model_config(info.folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=torch.float32)
+    model = model.to(device).eval()
+    _check_cuts(info, model)
+    return model
+
+
+def weight_copies(info: ModelInfo, dtype: torch.dtype) -> dict[Path, Path]:
+    """Of the model's files in another dtype than they have."""
+    may_round = partial(_rounds_everything, info, dtype)
+    return kept_copies(weight_files(info.folder), dtype, partial(_names, info), may_round=may_round)
+
+
+def _rounds_everything(info: ModelInfo, dtype: torch.dtype) -> bool:
+    """Whether the library loads each of the model's tensors in `dtype`; some architectures keep a few in float32."""
+    skeleton = skeleton_of(model_config(info.folder), info.num_layers, dtype)
+    kept = (getattr(skeleton, f"_keep_in_fp32_modules{kind}", "a name of other versions") for kind in ("", "_strict"))
+    return not any(kept) and all(t.dtype == dtype for t in skeleton.state_dict().values() if t.is_floating_point())
+
+
+def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:
+    """Of files that are in bfloat16 anyway, for compiled code to read in large pages."""
+    files, order = weight_files(info.folder), partial(_names, info)
+    return kept_copies(files, torch.bfloat16, order, _MOST_IN_LARGE_PAGES, even_as_stored=True)
+
+
+def bfloat16_weights(info: ModelInfo, last: int) -> dict[str, Tensor]:
+    """The first layers' tensors in bfloat16 as all processes share them, where they are stored that way."""
+    copies = bfloat16_copies(info)
+    tensors = [pair for path in weight_files(info.folder) for pair in _first_layers(path, copies.get(path), last)]
+    return {name: tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
+
+
+def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
+    """Refuse a decoder whose pass does more than embed, run layers and norm: a cut would lose or repeat that."""
+    probe = torch.linspace(-1, 1, model.config.hidden_size, device=model.device, dtype=model.dtype).view(1, 1, -1)
+    bare = decoder_of(model, {}, embedding_scale(model))
+    bare.norm = model.model.norm
+    with torch.inference_mode():
+        normed = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
+        if not torch.equal(normed, model.model.norm(probe)):
+            raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
+
+
+def _read_tensors(info: ModelInfo, last: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of the first layers; in `dtype` where copies are kept, else as they are stored."""
+    tensors = dict[str, Tensor]()
+    copies = weight_copies(info, dtype) if dtype else {}
+    for path in weight_files(info.folder):
+        try:
+            tensors |= _first_layers(path, copies.get(path), last)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
+    return tensors
+
+
+def _names(info: ModelInfo) -> list[str]:
+    """The model's tensors in the order in which a pass reads them."""
+    return list(skeleton_of(model_config(info.folder), info.num_layers).state_dict())
+
+
+def _first_layers(path: Path, copy: Path | None, last: int) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors up to layer `last`, mapped into memory: the copy's where there is one."""
+    if copy:
+        try:
+            mapped = dict(map_tensors(copy))
+        except (OSError, ValueError) as error:
+            logger.warning("reading %s itself, for its copy cannot be: %s", path, one_line(error))
+        else:
+            yield from ((name, tensor) for name, tensor in mapped.items() if _layer_number(name) < last)
+            return
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+            if _layer_number(name) < last:
+                yield name, file.get_tensor(name)
+
+
+@contextlib.contextmanager
+def errors_only() -> Iterator[None]:
+    """None of transformers' advice, such as its table of missing tensors, which `load_layers` says in one line."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """A stage loads in a moment, and k + 1 bars at once help nobody; the caller's own setting comes back."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _layer_number(tensor_name: str) -> int:
+    """The layer a tensor belongs to, -1 for the embedding, norm and head."""
+    parts = tensor_name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1

@@ -1,0 +1,269 @@
+"""Copies of models' weights in the user's cache folder, which all processes of a host map into their memory: in another
+dtype than a model's files have, and so that Linux can map them in large pages.
+
+A copy is a safetensors file like any other, filled up to whole pages; its tensors stand at the beginnings of the
+processor's cache lines where their sizes allow that. Each start reads it once to see that it is whole (`kept_files`).
+"""
+
+import contextlib
+import json
+import logging
+import math
+import mmap
+import os
+import platform
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
+from ppd_runtime.files.checksummed import (
+    BLOCK,
+    CHECKED,
+    UNFINISHED,
+    find,
+    find_alone,
+    note_whole,
+    of_blocks,
+    only_one,
+    unfinished,
+)
+
+logger = logging.getLogger(__name__)
+SMALLEST_BYTES = 2**24
+"""Of a model's copies: smaller ones are not kept, each process may have its own."""
+SETTLED_S = 2.0
+"""Files that were written more recently are not copied: another write could bear the same time."""
+_UNUSED_S = 14 * 24 * 3600.0
+_ORPHANED_S = 600.0
+"""Copies that nobody has asked for in this time, or in that where the model has gone or changed, go when another is
+made; so does what a killed maker left."""
+_FORMAT = 1
+_SUFFIX = ".safetensors"
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_LENGTH, _LINE, _LARGE_PAGE = 8, 64, 2**21
+_MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
+_Stored = dict[str, tuple[torch.dtype | None, list[int]]]
+"""Dtype and shape by name; None is any other than a floating-point number."""
+
+
+def kept_copies(
+    files: Sequence[Path],
+    dtype: torch.dtype,
+    order: Callable[[], Iterable[str]] = tuple,
+    most_bytes: float = math.inf,
+    even_as_stored: bool = False,
+    may_round: Callable[[], bool] = lambda: False,
+) -> dict[Path, Path]:
+    """Copies of a model's safetensors files with all numbers in `dtype`, by original; made where nobody has made them.
+
+    None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES` or larger
+    than `most_bytes`, `dtype` cannot hold every number, a file cannot be read, there is no room, or no folder to keep
+    them in. A damaged copy is made anew.
+
+    Args:
+        order: gives the tensors' names in the order in which they are read: one after the other they come faster.
+        even_as_stored: copies are of use even where the files have that dtype themselves.
+        may_round: whether numbers that `dtype` cannot hold may be rounded to it, whichever tensor they are in.
+    """
+    try:
+        versions = {path: _version(path) for path in files}
+        stored = {path: _stored(path) for path in files}
+    except (OSError, SafetensorError):
+        return {}  # whoever reads them says more
+    kinds = {kind for of_file in stored.values() for kind, _ in of_file.values()}
+    num_bytes = sum(_num_bytes(of_file, dtype) for of_file in stored.values())
+    if not (kinds | {dtype} <= set(_NAMES) and SMALLEST_BYTES <= num_bytes <= most_bytes):
+        return {}
+    if not (even_as_stored if kinds == {dtype} else dtype == torch.float32 or may_round()):
+        return {}
+    try:
+        folder = cache_folder()
+        names = {path: _name(path, versions[path], dtype) for path in files}
+        copies = {path: copy for path in files if (copy := find(folder, names[path], _SUFFIX))}
+        missing = [path for path in files if path not in copies]
+        if not _settled(missing):
+            return {}
+        _check_room(sum(_num_bytes(stored[path], dtype) for path in missing))
+        for path in missing:
+            copies[path] = _made(path, versions[path], dtype, order, folder, names[path])
+    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
+        reason = with_way_out(error)
+        logger.warning("each process reads %s for itself, for no copy can be kept: %s", files[0].parent, reason)
+        return {}
+    return copies
+
+
+def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """A kept copy's tensors by name, in memory that all processes share until they write to it.
+
+    Raises:
+        ValueError: for a file that is none.
+        OSError: where it cannot be mapped.
+    """
+    with path.open("rb") as file:
+        if not (size := os.fstat(file.fileno()).st_size):
+            raise ValueError(f"{path} is damaged: it is empty")
+        memory = mmap.mmap(file.fileno(), 0, **_MAP) if _MAP else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)  # before anything is read, so that it is read that way
+    try:
+        data_at = _LENGTH + int.from_bytes(memory[:_LENGTH], "little")
+        header = json.loads(memory[_LENGTH:data_at])
+        header.pop("__metadata__", None)
+        if data_at + max((field["data_offsets"][1] for field in header.values()), default=0) != size:
+            raise ValueError(f"it has {size} bytes")
+        tensors = {name: _tensor(memory, data_at, field) for name, field in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    yield from tensors.items()
+
+
+def in_large_pages(tensor: Tensor) -> bool:
+    """Whether most of the mapped file that a tensor lies in, as far as it has been read, is in pages of 2 MB."""
+    place, counts = tensor.data_ptr(), dict[str, int]()
+    try:
+        lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    inside = False
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            first, _, end = name.partition("-")
+            inside = int(first, 16) <= place < int(end, 16)
+        elif inside and name in ("Rss:", "FilePmdMapped:"):
+            counts[name] = int(rest.split()[0])
+    return counts.get("FilePmdMapped:", 0) > counts.get("Rss:", 0) / 2
+
+
+def _stored(path: Path) -> _Stored:
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no mapping)
+        return {name: (_DTYPES.get(part.get_dtype()), list(part.get_shape())) for name, part in slices.items()}
+
+
+def _num_bytes(stored: _Stored, dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for _, shape in stored.values()) * dtype.itemsize
+
+
+def _version(path: Path) -> list[int]:
+    with path.open("rb") as file:  # a network's file systems look again when a file is opened
+        about = os.fstat(file.fileno())
+    return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+
+
+def _name(path: Path, version: list[int], dtype: torch.dtype) -> str:
+    return ingredients_name({"of": str(path.resolve()), "version": version, "dtype": str(dtype), "format": _FORMAT})
+
+
+def _settled(files: Iterable[Path]) -> bool:
+    return all(abs(time.time() - path.stat().st_mtime) > SETTLED_S for path in files)
+
+
+def _check_room(num_bytes: int) -> None:
+    """Remove what nobody uses; raise ValueError where the copies would take more than half of what is free."""
+    if not num_bytes:
+        return
+    for old in [path for path in cache_folder().iterdir() if path.name.endswith((_SUFFIX, UNFINISHED, CHECKED))]:
+        with contextlib.suppress(OSError):  # somebody else's turn
+            kept_s = _UNUSED_S if old.suffix == _SUFFIX and _is_of_use(old) else _ORPHANED_S
+            if time.time() - old.stat().st_mtime > kept_s:
+                old.unlink()  # whoever has mapped it keeps it
+    free = shutil.disk_usage(cache_folder()).free
+    if free < 2 * num_bytes:
+        raise ValueError(f"{_size(num_bytes)} would leave too little of the {_size(free)} that are free")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
+
+
+def _is_of_use(copy: Path) -> bool:
+    """Whether what a copy was made of is still there and still the same, as far as this host can say."""
+    try:
+        with safe_open(copy, "pt") as file:
+            about = file.metadata() or {}
+        return about.get("host") != platform.node() or about["version"] == str(_version(Path(about["made_of"])))
+    except FileNotFoundError:
+        return False
+    except (OSError, KeyError, SafetensorError):
+        return True
+
+
+def _made(
+    path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], folder: Path, name: str
+) -> Path:
+    """The copy, made by this process or by one that was quicker."""
+    with only_one(folder, name):
+        return find_alone(folder, name, _SUFFIX) or _make(path, version, dtype, order, folder / name)
+
+
+def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], stem: Path) -> Path:
+    logger.info("keeping a copy of %s in %s", path, dtype)
+    with unfinished(stem.with_name(f"{stem.name}{_SUFFIX}")) as new:
+        with safe_open(path, "pt") as file, new.open("wb") as out:
+            sums = []
+            for block in _blocks(_content(file, dtype, order, path, version)):
+                out.write(block)  # Linux keeps it in memory in as large pages as it is written
+                sums.append(zlib.crc32(block))
+            out.flush()
+            os.fsync(out.fileno())  # else a crash leaves a file that is half empty
+        if _version(path) != version:
+            raise ValueError(f"{path} has changed meanwhile")
+        copy = stem.with_name(f"{stem.name}-{of_blocks(sums)}{_SUFFIX}")
+        new.replace(copy)
+    note_whole(copy)
+    return copy
+
+
+def _content(
+    file: Any, dtype: torch.dtype, order: Callable[[], Iterable[str]], path: Path, version: list[int]
+) -> Iterator[bytes | memoryview]:
+    shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
+    yield _header(shapes, dtype, path, version)
+    for name in shapes:
+        tensor = file.get_tensor(name).to(dtype).contiguous()
+        yield memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
+    """The pieces joined and cut into blocks; the last one may be shorter."""
+    pending = bytearray()
+    for piece in pieces:
+        pending += piece
+        while len(pending) >= BLOCK:
+            yield pending[:BLOCK]
+            del pending[:BLOCK]
+    if pending:
+        yield pending
+
+
+def _header(shapes: dict[str, list[int]], dtype: torch.dtype, path: Path, version: list[int]) -> bytes:
+    about = {"made_of": str(path.resolve()), "version": str(version), "host": platform.node()}
+    fields: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(fields).encode()
+    page, behind = (_LINE, 0) if end % _LINE else (_LARGE_PAGE, end)
+    text += b" " * (-(_LENGTH + len(text) + behind) % page)  # the file's end would not be in a large page
+    return len(text).to_bytes(_LENGTH, "little") + text
+
+
+def _tensor(memory: mmap.mmap, data_at: int, field: dict[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[field["dtype"]], field["shape"]
+    if not (count := math.prod(shape)):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=data_at + field["data_offsets"][0]).view(shape)

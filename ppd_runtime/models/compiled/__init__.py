@@ -1,0 +1,1 @@
+"""Layers compiled ahead of time, and passes through them."""

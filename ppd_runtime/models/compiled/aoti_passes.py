@@ -1,0 +1,119 @@
+"""Passes through compiled layers, each layer launched from Python; on GPUs recorded once and replayed as one."""
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppd_runtime.models.compiled.graphs import Recordings
+from ppd_runtime.models.stage.caches import PreallocatedLayer
+from ppd_runtime.models.stage.trees import TokenTree
+
+
+class Part(NamedTuple):
+    """A layer's code with its weights; a head is one, too."""
+
+    code: "AotiCode"
+    weights: list[Tensor]
+
+
+class AotiCode:
+    """Compiled code out of a file in PyTorch's package format.
+
+    Raises:
+        ValueError: where it cannot be loaded.
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        from torch._C._aoti import AOTIModelPackageLoader  # without what torch._inductor takes seconds to import
+
+        index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+        can_be_recorded = device.type == "cuda"  # without locks of its own, which a recording cannot hold
+        try:
+            loader = AOTIModelPackageLoader(str(path), "model", can_be_recorded, 1, -1 if index is None else index)
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made anew") from error
+        self.run: Any = loader.run
+        self.metadata: dict[str, str] = loader.get_metadata()
+
+
+class LaunchedPasses:
+    """Passes of one stage on a device; see `native.layers.NativePasses`, which does the same in one call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._recordings = Recordings() if device.type == "cuda" else None
+
+    def load(self, path: Path) -> AotiCode:
+        """The code of a file; ValueError where it cannot be loaded."""
+        return AotiCode(path, self._device)
+
+    def part(self, code: AotiCode, weights: Sequence[Tensor]) -> Part:
+        """A layer or a head."""
+        return Part(code, list(weights))
+
+    def forget(self) -> None:
+        """Nothing is kept of a sequence but recordings, which hold its memory anyway."""
+
+    @torch.inference_mode()
+    def head(self, part: Part, hidden: Tensor, shape: Sequence[int]) -> Tensor:
+        """Logits of hidden states `[1, tokens, hidden_size]`, in the shape that is asked for."""
+        return part.code.run([hidden.contiguous(), *part.weights])[0].view(shape)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        key: Hashable,
+        parts: Sequence[Part],
+        numbers: Sequence[int | None],
+        hidden: Tensor,
+        caches: Sequence[PreallocatedLayer],
+        tree: TokenTree | None = None,
+    ) -> Tensor:
+        """As `NativePasses.run`."""
+        tokens = hidden.shape[1]
+        attending = [None if number is None else caches[number] for number in numbers]
+        position = next(cache.length for cache in attending if cache)
+        rows = [cache.next_rows(tokens) if cache else () for cache in attending]
+        windows = [cache.sliding_window if cache else None for cache in attending]
+
+        def launch(hidden: Tensor, position: Tensor) -> Tensor:
+            if tree is None:
+                return _launch(parts, rows, hidden, position)
+            return _launch_several(parts, rows, windows, tree, hidden, position)
+
+        comes_again = tree is None or tree.is_chain or set(tree.parents) == {-1}
+        if self._recordings and comes_again:  # a recording reads what the tree holds
+            tensors = [tensor for pair in rows for tensor in pair]
+            places = tuple(tensor.data_ptr() for tensor in tensors)
+            key = (key, tree, tensors[0].shape[0], places)
+            written = [tensor[position : position + tokens] for tensor in tensors]
+            return self._recordings.run(key, hidden, position, launch, written)
+        return launch(hidden, self._position.fill_(position))
+
+
+def _launch(parts: Sequence[Part], rows: Sequence[tuple[Tensor, ...]], hidden: Tensor, position: Tensor) -> Tensor:
+    for part, of_layer in zip(parts, rows, strict=True):
+        attends = (position, *of_layer) if of_layer else ()
+        (hidden,) = part.code.run([hidden, *attends, *part.weights])
+    return hidden
+
+
+def _launch_several(
+    parts: Sequence[Part],
+    rows: Sequence[tuple[Tensor, ...]],
+    windows: Sequence[int | None],
+    tree: TokenTree,
+    hidden: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """The tree's roots stand at `position`."""
+    places = (tree.depths + position)[None]
+    masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype) for w in set(windows)}
+    for part, of_layer, window in zip(parts, rows, windows, strict=True):
+        (hidden,) = part.code.run([hidden, position, *of_layer, places, masks[window], *part.weights])
+    return hidden

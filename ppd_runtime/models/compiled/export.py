@@ -1,0 +1,495 @@
+"""Compiling layers ahead of time: the library's own layers, exported for passes over few tokens, kept on disk.
+
+A layer is compiled once for each kind of layer, with its weights as inputs: the layers of a kind share the code, so
+their bits cannot depend on where a stage is cut, and files hold no weights. How many rows of the caches a pass attends
+to is an input too: the next multiple of `ATTENDED_ROWS`, a function of the position alone.
+"""
+
+import contextlib
+import copy
+import hashlib
+import inspect
+import json
+import logging
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ppd_runtime.files.cache_folder import artifact, capabilities
+from ppd_runtime.models.native import attention, products
+from ppd_runtime.models.native import library as native
+from ppd_runtime.models.native.attention import few_tokens_attention
+from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage import behaviour, caches, slicing
+from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.shared_heads import SHARED_HEADS
+from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, without
+
+logger = logging.getLogger(__name__)
+MOST_SEVERAL = 15
+"""Tokens of a pass for which compiled code is of use; the library runs longer ones."""
+READ_BY_PRODUCTS = "read_by_products"
+"""What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
+_GROUPED_ATTENTION, _FEW_TOKENS_ATTENTION = "ppd_grouped_sdpa", "ppd_few_tokens"
+_MOST_ROWS = 2**24
+_IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
+_NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
+_INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
+_PASSES: dict[int, str] = {
+    PassKind.SEVERAL: "several tokens",
+    PassKind.WITHOUT_ATTENTION: "one token without attention",
+    PassKind.WITHOUT_MLP: "one token without MLP",
+}
+
+
+def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, passes: int = 1) -> list[Path]:
+    """The file of compiled code for each layer of a model, for passes over so many tokens, or over what stands for a
+    number of them, such as `PassKind.SEVERAL`; layers of one kind have one file.
+
+    Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
+
+    Raises:
+        ValueError: where the model cannot be compiled, or not on this machine.
+    """
+    with torch.device("meta"):
+        skeleton = _model(config, dtype)
+
+    scale = embedding_scale(skeleton)
+
+    def piece(index: int) -> nn.Module:
+        return layer_for(_model(config, dtype), index, passes, scale)
+
+    windows = enumerate(cache_windows(config))
+    return [_compiled_file(skeleton, i, window, partial(piece, i), device, passes) for i, window in windows]
+
+
+def compile_part(part: PreTrainedModel, passes: int) -> Path:
+    """As `compile_layers`, for a model of one layer that is there already, such as an adapter."""
+    twin, (window,) = copy.deepcopy(layer_for(part, 0, passes)), cache_windows(part.config)
+    return _compiled_file(part, 0, window, lambda: twin, part.device, passes)
+
+
+def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Path | None:
+    """The file of compiled code for a model's final norm and head, over any few tokens; None where the library's own
+    is used, since there are no products of our own.
+
+    Raises:
+        ValueError: as `compile_layers`.
+    """
+    if not native.is_available(device, dtype):
+        return None
+    with torch.device("meta"):
+        skeleton = _model(config, dtype)
+    return _compiled_head(skeleton, lambda: FinalHead(_model(config, dtype)).module, device)
+
+
+def compile_part_head(part: PreTrainedModel) -> Path | None:
+    """As `compile_head`, for a model that is there already."""
+    if not native.is_available(part.device, part.dtype):
+        return None
+    twin = copy.deepcopy(FinalHead(part).module)
+    return _compiled_head(part, lambda: twin, part.device)
+
+
+def layer_for(model: PreTrainedModel, index: int, passes: int, scale: str | None = None) -> nn.Module:
+    """The model's decoder with what passes of a kind run of one layer; `scale` as `decoder_of` has it."""
+    layer = model.model.layers[index]
+    left_out = {"attention": passes == PassKind.WITHOUT_ATTENTION, "mlp": passes == PassKind.WITHOUT_MLP}
+    piece = {index: without(layer, **left_out) if any(left_out.values()) else layer}
+    return decoder_of(model, piece, scale)
+
+
+def weights_of(piece: nn.Module) -> dict[str, Tensor]:
+    """All that a piece of one layer computes with, by name; the embedding is not part of it."""
+    return {name: tensor.detach() for name, tensor in _tensors(piece)}
+
+
+def _tensors(piece: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in chain(piece.named_parameters(), piece.named_buffers()):
+        if not name.startswith("embed_tokens."):
+            yield name, tensor
+
+
+class FewTokensHead(nn.Module):
+    """Final norm, head and what the model adds to it, as they are exported."""
+
+    def __init__(self, piece: nn.Module) -> None:
+        super().__init__()
+        self._piece = [piece]  # in a list: its weights are no constants
+
+    def forward(self, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """`[1, tokens, vocab_size]` logits of hidden states `[1, tokens, hidden_size]`."""
+        feed = {"inputs_embeds": hidden, "use_cache": False}
+        return torch.func.functional_call(self._piece[0], weights, (), feed).logits
+
+
+class OneTokenLayer(nn.Module):
+    """One layer of the library's decoder over preallocated caches, as it is exported for one token."""
+
+    def __init__(self, piece: nn.Module, index: int, window: int | None) -> None:
+        super().__init__()
+        self._piece, self._index, self._window = [piece], index, window  # in a list: its weights are no constants
+
+    def forward(
+        self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, weights: dict[str, Tensor]
+    ) -> Tensor:
+        """`[1, 1, hidden_size]` behind the layer; caches are `[rows, heads, dim]`, the position is `[1]`."""
+        rows = torch.arange(keys.shape[0], device=hidden.device)
+        hides = rows > position if self._window is None else (rows > position) | (rows <= position - self._window)
+        mask = torch.where(hides, torch.finfo(hidden.dtype).min, 0.0).to(hidden.dtype).view(1, 1, 1, -1)
+        others = {"position_ids": position[None], "attention_mask": mask}
+        return self._behind(hidden, position, (keys, values), weights, others)
+
+    def _behind(
+        self,
+        hidden: Tensor,
+        own_rows: Tensor,
+        rows: tuple[Tensor, Tensor],
+        weights: dict[str, Tensor],
+        others: Mapping[str, Tensor],
+    ) -> Tensor:
+        cache: Cache = SomeLayersCache([_FewTokensCache(*rows, own_rows, self._window)], [self._index])
+        feed = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache, **others}
+        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
+
+
+class SeveralTokensLayer(OneTokenLayer):
+    """The same for several tokens, whose places and mask come from outside."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        position: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        places: Tensor,
+        mask: Tensor,
+        weights: dict[str, Tensor],
+    ) -> Tensor:
+        """As before, `[1, tokens, hidden_size]`; `places` are `[1, tokens]`, the additive mask is
+        `[1, 1, tokens, rows]`, and the tokens' entries go into the rows from `position` on.
+        """
+        own_rows = position + torch.arange(hidden.shape[1], device=hidden.device)
+        others = {"position_ids": places, "attention_mask": mask}
+        return self._behind(hidden, own_rows, (keys, values), weights, others)
+
+
+class AttentionlessLayer(nn.Module):
+    """A layer without attention, which has no caches."""
+
+    def __init__(self, piece: nn.Module) -> None:
+        super().__init__()
+        self._piece = [piece]
+
+    def forward(self, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """`[1, 1, hidden_size]` behind the layer."""
+        feed = {"inputs_embeds": hidden, "use_cache": False}
+        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
+
+
+class _FewTokensCache(CacheLayerMixin):
+    """Writes entries in place into rows known only when it runs; all rows are there to be attended to."""
+
+    is_compileable = True
+
+    def __init__(self, keys: Tensor, values: Tensor, own_rows: Tensor, window: int | None) -> None:
+        super().__init__()
+        self.keys, self.values, self._own_rows = keys, values, own_rows
+        self.is_sliding = window is not None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write `[1, heads, tokens, dim]` each; all rows as `[1, heads, rows, dim]`, for the mask to choose from."""
+        for rows, states in ((self.keys, key_states), (self.values, value_states)):
+            rows.index_copy_(0, self._own_rows, states[0].transpose(0, 1))
+        return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All rows, from the first."""
+        return self.keys.shape[0], 0
+
+    def get_seq_length(self) -> Tensor:
+        """The position, a tensor as in the library's own static cache."""
+        return self._own_rows[0]
+
+    def get_max_length(self) -> int:
+        """Rows that there are."""
+        return self.keys.shape[0]
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention without copies of the key/value heads that queries share.
+
+    Its own does the same for one token (`pack_gqa`), but not in code that is being exported. `query` is
+    `[1, heads, tokens, dim]`, the mask `[1, 1, tokens, rows]`.
+    """
+    if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    _, heads, tokens, dim = query.shape
+    if not isinstance(tokens, int):  # any number of them: such a regrouping cannot be exported
+        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2), None
+    groups = query.reshape(1, key.shape[1], -1, dim)
+    if tokens > 1 and attention_mask is not None:
+        attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
+    output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(1, heads, tokens, -1).transpose(1, 2), None
+
+
+def own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The same in code of our own, where there is a plain mask, of one head."""
+    unusual = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if unusual or attention_mask is None or attention_mask.shape[:3] != (1, 1, query.shape[2]):
+        return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    if attention_mask.dtype == torch.bool:
+        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return few_tokens_attention.in_graphs()(query, key, value, attention_mask, scale), None
+
+
+def _compiled_file(
+    model: PreTrainedModel,
+    index: int,
+    window: int | None,
+    make: Callable[[], nn.Module],
+    device: torch.device,
+    passes: int,
+) -> Path:
+    known = _kind(model, index, passes) | {"window": window, "passes": passes}
+    ingredients = _versions(type(model), model.dtype, device) | known
+    return artifact(ingredients, partial(_compile, make, index, window, model.dtype, device, passes))
+
+
+def _compiled_head(model: PreTrainedModel, make: Callable[[], nn.Module], device: torch.device) -> Path:
+    piece = FinalHead(model).module
+    ingredients = _versions(type(model), model.dtype, device) | {
+        "config": {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT},
+        "constants": sorted(_constants(piece)),
+        "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
+        "passes": PassKind.HEAD,
+    }
+    return artifact(ingredients, partial(_compile, make, 0, None, model.dtype, device, PassKind.HEAD))
+
+
+def _compile(
+    make: Callable[[], nn.Module],
+    index: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    passes: int,
+    path: Path,
+) -> None:
+    native.cpp_compiler()  # or one clear line
+    tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
+    what = "the head" if passes == PassKind.HEAD else f"layer {index}, for passes over {tokens},"
+    logger.info("compiling %s", what.rstrip(","))
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = _export(make, index, window, dtype, device, passes)
+            options: dict[str, Any] = dict(_INDUCTOR)  # a copy: it is written to
+            if native.is_available(device, dtype):
+                shims = {operator.in_graphs(): [operator.shim] for operator in (product, few_tokens_attention)}
+                options["aot_inductor.custom_ops_to_c_shims"] = shims
+                options["aot_inductor.metadata"] = {READ_BY_PRODUCTS: json.dumps(_read_by_products(make(), program))}
+            with _files_of_its_own():
+                torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+    except Exception as error:  # exporting and compiling raise whatever an architecture provokes
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"compile: {what} of this model cannot be: {reason}") from error
+
+
+@contextlib.contextmanager
+def _files_of_its_own() -> Iterator[None]:
+    """Have PyTorch's compiler write into a folder that goes away.
+
+    In the user's own folder a file has the same name whoever makes it: a package would have in it what another process
+    was just writing anew. Which instructions the CPU has is found out there before, to be found there the next time.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes seconds to import, only compiling needs it
+
+    pick_vec_isa()
+    with tempfile.TemporaryDirectory(prefix="ppd-compile-") as folder:
+        folders = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
+        before = {name: os.environ.get(name) for name in folders}
+        os.environ.update(folders)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _export(
+    make: Callable[[], nn.Module],
+    index: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    passes: int,
+) -> torch.export.ExportedProgram:
+    """The pass of a layer as a graph; everything is made of fake tensors."""
+    with FakeTensorMode(), torch.device(device):
+        piece = make()
+        own = native.is_available(device, dtype)
+        _choose_attention(piece, _FEW_TOKENS_ATTENTION if own else _GROUPED_ATTENTION)
+        weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
+        layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes)
+    with _FewRows() if own else contextlib.nullcontext():
+        return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
+
+
+def _example(
+    piece: nn.Module, weights: dict[str, Tensor], index: int, window: int | None, dtype: torch.dtype, passes: int
+) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
+    """What is exported, inputs for it, and which of their sizes vary."""
+    of_weights = dict.fromkeys(weights)
+    config: Any = piece.config
+    if passes == PassKind.HEAD:
+        few = {1: torch.export.Dim("tokens", min=1, max=MOST_ROWS)}
+        return FewTokensHead(piece), (torch.zeros(1, 3, config.hidden_size, dtype=dtype), weights), (few, of_weights)
+    tokens = 3 if passes == PassKind.SEVERAL else max(passes, 1)
+    hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype)
+    if passes == PassKind.WITHOUT_ATTENTION:
+        return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
+    position = torch.zeros(1, dtype=torch.int64)
+    keys, values = _example_rows(piece, weights, index, hidden)
+    rows = {0: torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)}
+    inputs = (hidden, position, keys, values)
+    if tokens == 1:
+        return OneTokenLayer(piece, index, window), (*inputs, weights), (None, None, rows, rows, of_weights)
+    places, mask = torch.zeros(1, tokens, dtype=torch.int64), torch.zeros(1, 1, tokens, keys.shape[0], dtype=dtype)
+    own = {1: torch.export.Dim("tokens", min=2, max=MOST_SEVERAL)} if passes == PassKind.SEVERAL else {}
+    of_mask = {axis + 1: size for axis, size in own.items()} | {3: rows[0]}
+    varying = (own, None, rows, rows, own, of_mask, of_weights)
+    return SeveralTokensLayer(piece, index, window), (*inputs, places, mask, weights), varying
+
+
+class _FewRows(TorchFunctionMode):
+    """Has linear layers make their products as `few_rows_linear` does."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is nn.functional.linear:
+            function = partial(few_rows_linear, multiply=product.in_graphs())
+        return function(*args, **(kwargs or {}))
+
+
+def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -> list[str]:
+    """The weights of linear layers that nothing else in the graph reads."""
+    inputs, names = [node for node in program.graph.nodes if node.op == "placeholder"], list(weights_of(piece))
+    readers = dict(zip(names, inputs[-len(names) :], strict=True))  # the weights are the last inputs
+    return [
+        name
+        for name in sorted(product_weights(piece) & set(names))
+        if all(user.target is product.in_graphs() for user in readers[name].users)
+    ]
+
+
+def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the shapes that the layer writes."""
+    cache = PreallocatedLayer(2 * ATTENDED_ROWS, None)
+    feed = {"inputs_embeds": hidden, "past_key_values": SomeLayersCache([cache], [index]), "use_cache": True}
+    torch.func.functional_call(piece, weights, (), feed)
+    cache.length = ATTENDED_ROWS
+    for module in piece.modules():  # long-RoPE's second table is made in a pass, and is not to be this pass' own
+        vars(module).pop("long_inv_freq", None)
+    return cache.next_rows()
+
+
+def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without weights worth keeping; `config` stays as it is."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype).eval()
+
+
+def _choose_attention(piece: nn.Module, name: str) -> None:
+    for module in piece.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) in ("sdpa", SHARED_HEADS):
+            AttentionInterface.register(_GROUPED_ATTENTION, grouped_attention)
+            AttentionInterface.register(_FEW_TOKENS_ATTENTION, own_attention)
+            AttentionMaskInterface.register(name, sdpa_mask)
+            config._attn_implementation = name
+
+
+def _kind(model: PreTrainedModel, index: int, passes: int) -> dict[str, Any]:
+    """All that tells what a layer computes, apart from the numbers in its weights."""
+    piece = layer_for(model, index, passes)
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
+    of_layer = {k: v[index] for k, v in config.items() if "layer" in k and isinstance(v, list)}
+    return {
+        "config": config | of_layer,
+        "constants": sorted(_constants(piece)),
+        "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
+    }
+
+
+def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
+    for path, module in piece.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float | str) and name not in _NOT_OF_THE_LAYER:
+                yield path, name, repr(value)
+
+
+def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    sources = [__file__, behaviour.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
+    sources += [native.__file__, attention.__file__, products.__file__]
+    return {
+        "dtype": str(dtype),
+        "machine": [device.type, platform.machine(), *capabilities(device)],
+        "native": native.is_available(device, dtype),
+        "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
+        "versions": [torch.__version__, transformers.__version__, platform.python_version()],
+        "inductor": _INDUCTOR,
+    }

@@ -1,0 +1,266 @@
+"""Passes over few tokens in compiled code: one token's, several tokens' (a chain, a tree, or siblings, which all stand
+at one position), and one token's through layers with a sub-layer left out; each has code of its own.
+
+Code is made by `compiling`, a file for each kind of layer and pass.
+"""
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppd_runtime.files.checksummed import is_whole
+from ppd_runtime.models.checkpoint.weight_cache import in_large_pages
+from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
+from ppd_runtime.models.compiled.export import (
+    MOST_SEVERAL,
+    READ_BY_PRODUCTS,
+    compile_head,
+    compile_layers,
+    compile_part,
+    compile_part_head,
+    layer_for,
+    weights_of,
+)
+from ppd_runtime.models.native.drafts import ChainDrafting, PassVariants, Verification
+from ppd_runtime.models.native.layers import NativePasses, calls_python
+from ppd_runtime.models.native.library import is_available, load
+from ppd_runtime.models.native.products import (
+    MOST_IN_OWN_PAGES,
+    MOST_ROWS,
+    LargePages,
+    in_half_the_memory,
+    same_numbers,
+)
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.caches import PreallocatedLayer
+from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset
+from ppd_runtime.models.stage.trees import TokenTree
+
+
+class CompiledHead:
+    """Final norm and head in compiled code; passes over many tokens, such as a prompt's, are the library's."""
+
+    def __init__(
+        self, part: Any, run: Callable[[Any, Tensor, Sequence[int]], Tensor], vocab_size: int, library: FinalHead
+    ) -> None:
+        self.part, self.vocab_size, self._run, self._library = part, vocab_size, run, library
+
+    def __call__(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`, or in the shape `shape`."""
+        shape = shape or (*hidden.shape[:-1], self.vocab_size)
+        if hidden.shape[0] != 1 or hidden.shape[1] > MOST_ROWS or hidden.dtype != torch.float32:
+            with torch.inference_mode():
+                return self._library(hidden).view(shape)
+        return self._run(self.part, hidden, shape)
+
+
+class CompiledLayers:
+    """The layers of a model, each for one token or several, in the code that `compile_layers` gave; perhaps its head.
+
+    Args:
+        model: whose layers they are.
+        files: a file for each layer, by the number of tokens that a pass is over, or by what stands for one.
+        halves: weights in bfloat16, by name, which other processes share.
+        code_of: makes the model's files for a kind of passes, or for its head, where no earlier run has made them.
+
+    Raises:
+        ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        files: Mapping[int, Sequence[Path]],
+        halves: Mapping[str, Tensor] | None = None,
+        code_of: "Callable[[PreTrainedModel, int], Sequence[Path]] | None" = None,
+    ) -> None:
+        self._model, self._code_of = model, code_of or _code_of
+        files = {kind: self._whole(kind, paths) for kind, paths in files.items()}
+        self._passes: Any = _passes(model, {path for paths in files.values() for path in paths})
+        self._loaded: dict[Path, Any] = {}
+        named = dict(model.named_parameters()) if halves else {}
+        self._shared = {named[name].data_ptr(): half for name, half in (halves or {}).items() if name in named}
+        self._halves: dict[Hashable, Tensor] = {}
+        self._sharing: bool | None = None
+        self._layers: dict[int, list[Any]] = {}
+        self.head: CompiledHead | None = None
+        """The final norm and the head, where they are compiled."""
+        for kind, paths in files.items():
+            self._load(kind, paths)
+
+    def add(self, *passes: int) -> None:
+        """Have code for these passes too, such as `PassKind.SEVERAL`; makes what no earlier run has made."""
+        for kind in set(passes) - set(self._layers):
+            self._load(kind, self._code_of(self._model, kind))
+
+    def _whole(self, kind: int, paths: Sequence[Path]) -> Sequence[Path]:
+        """The files, or others where one of them has been damaged or removed since it was made: a worker that starts
+        again may be told of one from long ago.
+        """
+        return paths if all(map(is_whole, set(paths))) else self._code_of(self._model, kind)
+
+    def _load(self, kind: int, paths: Sequence[Path]) -> None:
+        for path in set(paths) - set(self._loaded):
+            self._loaded[path] = self._passes.load(path)
+        if kind == PassKind.HEAD:
+            (path,), final = paths, FinalHead(self._model)
+            part, size = self._part(self._loaded[path], final.module), self._model.lm_head.weight.shape[0]
+            self.head = CompiledHead(part, self._passes.head, size, final)
+            return
+        self._layers[kind] = [
+            self._part(self._loaded[path], layer_for(self._model, i, kind))
+            for i, path in enumerate(paths[: self._model.config.num_hidden_layers])
+        ]
+
+    def _part(self, code: Any, piece: nn.Module) -> Any:
+        """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
+        halves = set(json.loads(code.metadata.get(READ_BY_PRODUCTS, "[]")))
+        weights = weights_of(piece).items()
+        return self._passes.part(code, [self._halved(w) if name in halves else w.contiguous() for name, w in weights])
+
+    @cached_property
+    def _pages(self) -> LargePages:
+        return LargePages(sum(2 * weight.numel() for weight in self._model.parameters()))
+
+    def _halved(self, weight: Tensor) -> Tensor:
+        place = (weight.data_ptr(), weight.shape, weight.stride())
+        if place not in self._halves:
+            shared = self._shared.get(weight.data_ptr())
+            alike = shared is not None and shared.stride() == weight.stride() and same_numbers(shared, weight)
+            if shared is not None and alike and self._shares(shared):
+                self._halves[place] = shared
+            else:
+                half = in_half_the_memory(weight)
+                self._halves[place] = weight.contiguous() if half is None else self._pages.copy(half)
+        return self._halves[place]
+
+    def _shares(self, half: Tensor) -> bool:
+        """Whether to compute with what all processes share: not where the weights are few and their pages small."""
+        if self._sharing is None:
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._shared.values())
+            self._sharing = num_bytes > MOST_IN_OWN_PAGES or in_large_pages(half)
+        return self._sharing
+
+    @staticmethod
+    def of_part(part: PreTrainedModel) -> "CompiledLayers":
+        """A model of one layer behind another model, such as an adapter, for one token and for several."""
+        files = {kind: _code_of_part(part, kind) for kind in (1, PassKind.SEVERAL, PassKind.HEAD)}
+        return CompiledLayers(part, {kind: paths for kind, paths in files.items() if paths}, code_of=_code_of_part)
+
+    def forget(self) -> None:
+        """Let go of the last sequence's caches."""
+        self._passes.forget()
+
+    def runs_tree(self, tokens: int) -> bool:
+        """Whether there is code for a chain or a tree of so many, or so many siblings."""
+        return tokens in self._layers or (tokens <= MOST_SEVERAL and PassKind.SEVERAL in self._layers)
+
+    def runs_subset(self, piece: LayerSubset) -> bool:
+        """Whether there is code for one token's pass through a piece."""
+        return all(kind in self._layers for kind in _kinds(piece))
+
+    def run(self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
+        """Run one token, `[1, 1, hidden_size]`, through layers `first` to `last` (half-open); append to their caches.
+
+        `caches` are all layers' caches; those of the range have been written before.
+        """
+        return self._passes.run(*self._range(first, last), hidden, caches)
+
+    def run_subset(self, piece: LayerSubset, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
+        """Run one token, `[1, 1, hidden_size]`, through the layers of a piece; append to the attending ones' caches."""
+        return self._passes.run(*self._some(piece), hidden, caches)
+
+    def chain_drafting(
+        self, layers: int | LayerSubset, behind: "CompiledLayers | None", embedding: Tensor
+    ) -> ChainDrafting | None:
+        """Greedy chains through a piece, or through the first so many layers, the last token too; behind them perhaps a
+        part; and their verification, where there is code for that. None where there is none for the drafts.
+
+        `embedding` is `[vocab_size, hidden_size]`.
+        """
+        head, part = (behind or self).head, behind._ways(0) if behind else None
+        if not isinstance(self._passes, NativePasses) or not head or (behind and not part):
+            return None
+        if embedding.dtype != torch.float32 or not embedding.is_contiguous() or len(embedding) < head.vocab_size:
+            return None
+        if isinstance(layers, int):
+            way = self._range(0, layers) if 1 in self._layers else None
+        else:
+            way = self._some(layers) if self.runs_subset(layers) else None
+        if way is None:
+            return None
+        route, continues = self._passes.route(*way), isinstance(layers, int)
+        verifying, verification = self._ways(layers if isinstance(layers, int) else 0), None
+        if verifying and self.head and self.head.vocab_size == head.vocab_size:
+            verification = Verification(*verifying, self.head.part, min(MOST_SEVERAL, MOST_ROWS))
+        return ChainDrafting(route, head.part, head.vocab_size, embedding, part, verification, continues)
+
+    def _ways(self, first: int) -> PassVariants | None:
+        """Through the layers from `first` on; None where there is not just the code for one token and for several, or
+        where it is launched from Python."""
+        kinds = {kind for kind in self._layers if kind >= 0}
+        if not isinstance(self._passes, NativePasses) or kinds != {1, PassKind.SEVERAL}:
+            return None
+        one, several = (
+            self._passes.route(*self._range(first, len(self._layers[1]), kind)) for kind in (1, PassKind.SEVERAL)
+        )
+        return PassVariants(one, several)
+
+    def _range(self, first: int, last: int, kind: int = 1) -> tuple[Hashable, list[Any], Sequence[int | None]]:
+        """Layers `first` to `last`, as passes take them: a key, the layers, and their caches' numbers."""
+        return (kind, first, last), self._layers[kind][first:last], range(first, last)
+
+    def _some(self, piece: LayerSubset) -> tuple[Hashable, list[Any], Sequence[int | None]]:
+        """The layers of a piece, as `_range`."""
+        kinds = _kinds(piece)
+        layers = [self._layers[kind][i] for kind, i in zip(kinds, piece.numbers, strict=True)]
+        return (piece.numbers, tuple(kinds)), layers, [i if i in piece.attending else None for i in piece.numbers]
+
+    def run_tree(
+        self, first: int, last: int, hidden: Tensor, tree: TokenTree, caches: Sequence[PreallocatedLayer]
+    ) -> Tensor:
+        """Run a tree's tokens, `[1, tokens, hidden_size]`, through layers `first` to `last`; append to their caches.
+
+        `caches` are as in `run`.
+        """
+        kind = hidden.shape[1] if hidden.shape[1] in self._layers else PassKind.SEVERAL
+        return self._passes.run(*self._range(first, last, kind), hidden, caches, tree)
+
+
+def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | LaunchedPasses:
+    if not is_available(model.device, model.dtype):
+        return LaunchedPasses(model.device)
+    load()  # the code is going to ask for it
+    return LaunchedPasses(model.device) if any(map(calls_python, files)) else NativePasses()
+
+
+def _code_of(model: PreTrainedModel, kind: int) -> Sequence[Path]:
+    """A model's files for a kind of passes, or for its head where that is compiled."""
+    if kind != PassKind.HEAD:
+        return compile_layers(model.config, model.dtype, model.device, kind)
+    head = compile_head(model.config, model.dtype, model.device)
+    return [head] if head else []
+
+
+def _code_of_part(part: PreTrainedModel, kind: int) -> Sequence[Path]:
+    """The same for a model of one layer behind another model."""
+    head = compile_part_head(part) if kind == PassKind.HEAD else compile_part(part, kind)
+    return [head] if head else []
+
+
+def _kinds(piece: LayerSubset) -> list[int]:
+    """What of each layer one token's pass through a piece runs."""
+    return [
+        PassKind.WITHOUT_ATTENTION
+        if i not in piece.attending
+        else PassKind.WITHOUT_MLP
+        if i in piece.without_mlp
+        else 1
+        for i in piece.numbers
+    ]

@@ -1,0 +1,63 @@
+"""A stage out of a model's files, weights and compiled code; and what is made of them before workers start."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ppd_runtime.models.checkpoint.config import (
+    model_config,
+)
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.loading import bfloat16_copies, bfloat16_weights, load_layers, weight_copies
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage.stage import Stage
+
+
+def load_stage(
+    info: ModelInfo,
+    last: int,
+    dtype: torch.dtype,
+    device: str,
+    code: Mapping[int, Sequence[Path]] | None = None,
+    emulate: EmulatedDevice | None = None,
+) -> Stage:
+    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
+    model = load_layers(info, last, dtype, device)
+    compiled = None
+    if code:
+        from ppd_runtime.models.compiled.passes import CompiledLayers  # only compiled code needs all that it imports
+
+        shares_halves = dtype == torch.float32 and device == "cpu"
+        compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares_halves else {})
+    return EmulatedStage(model, compiled, emulate) if emulate else Stage(model, compiled)
+
+
+def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:
+    """Make the copies of weights that `load_stage` maps into memory, before processes with deadlines do so."""
+    if device == "cpu":
+        weight_copies(info, dtype)
+        if compiled and dtype == torch.float32:
+            bfloat16_copies(info)
+
+
+def compile_ahead(
+    info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (1,)
+) -> dict[int, tuple[Path, ...]]:
+    """Each layer's file of compiled code for each kind of passes, and the head's alone where that is compiled; makes
+    those that no earlier run has made.
+
+    Args:
+        passes: numbers that are, or stand for, a `PassKind`.
+
+    Raises:
+        ValueError: where the model cannot be compiled, or not on this machine.
+    """
+    # only compiled code needs all that it imports
+    from ppd_runtime.models.compiled.export import compile_head, compile_layers
+
+    config, place = model_config(info.folder), torch.device(device)
+    code = {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in passes}
+    head = compile_head(config, dtype, place)
+    return code | {PassKind.HEAD: (head,)} if head else code

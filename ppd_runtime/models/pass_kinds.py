@@ -1,0 +1,18 @@
+"""Which passes through a layer there is compiled code for."""
+
+from enum import IntEnum
+
+
+class PassKind(IntEnum):
+    """What a file of compiled code runs. A number of 2 or more stands for a pass over just so many siblings."""
+
+    ONE = 1
+    """One token."""
+    SEVERAL = 0
+    """Two or more tokens, each behind another one of them or behind the text."""
+    WITHOUT_ATTENTION = -2
+    """One token through a layer with its attention left out."""
+    WITHOUT_MLP = -3
+    """One token through a layer with its MLP left out."""
+    HEAD = -4
+    """The final norm and the head, over any few tokens."""

@@ -1,0 +1,100 @@
+"""A stage that takes as long as it would on a slower device of its own: for more devices than this machine has.
+
+It computes its real result, then sleeps until a given time per layer has passed. What is measured then is protocol and
+scheduling, with real messages and real candidates; figures from it are an emulation's and have to say so.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.passes import CompiledPasses
+from ppd_runtime.models.stage.slicing import LayerSubset
+from ppd_runtime.models.stage.stage import Stage
+
+_SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
+_PR_SET_TIMERSLACK = 29
+_MOST_PRIORITY = 40
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """Least times of a pass, in milliseconds; a pass over several tokens takes no longer than one over one."""
+
+    layer_ms: float
+    head_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("layer_ms", self.layer_ms), ("head_ms", self.head_ms)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value}: an emulated device's times are finite and not negative")
+
+
+def emulation_note(device: EmulatedDevice | None) -> str:
+    """What has to stand beside times that were taken on such a device; empty where there was none."""
+    return "" if device is None else f"EMULATED devices of {device.layer_ms:g} ms a layer"
+
+
+class EmulatedStage(Stage):
+    """A stage whose passes take at least as long as on the emulated device."""
+
+    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None, device: EmulatedDevice) -> None:
+        super().__init__(model, compiled)
+        self.layers_at_once = -(-self.num_layers // 3)
+        self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
+        _wake_in_time()
+
+    def chain_drafting(self, layers: int | LayerSubset, behind: Stage | None = None) -> None:
+        """None: what is run in one call takes the time that it takes here."""
+
+    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        began = time.perf_counter()
+        hidden = super()._run(first, last, inputs, position)
+        _wait_until(began + (last - first) * self._layer_s)
+        return hidden
+
+    def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
+        began = time.perf_counter()
+        hidden = super()._run_tree(token_ids, parents, position)
+        _wait_until(began + self.num_layers * self._layer_s)
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        began = time.perf_counter()
+        logits = super()._logits(hidden)
+        _wait_until(began + self._head_s)
+        return logits
+
+
+def come_first(rank: int) -> None:
+    """Have this worker's process run before those of higher ranks, where all have been given real-time priorities.
+
+    On devices of their own none would wait for another. Where they share cores, the one that waits should be the one
+    whose work is least likely to be used. Not for threads of one process: they wait for each other's locks.
+    """
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(max(1, _MOST_PRIORITY - rank)))
+
+
+def _wait_until(moment: float) -> None:
+    """Sleep until shortly before the moment, then watch the clock."""
+    left = moment - time.perf_counter()
+    if left > _SPIN_S:
+        time.sleep(left - _SPIN_S)
+    while time.perf_counter() < moment:
+        pass
+
+
+def _wake_in_time() -> None:
+    """Ask Linux not to put this thread's wake-ups off, as it otherwise may by 50 microseconds."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -1,0 +1,57 @@
+"""What a stage needs of compiled layers; `models.compiled.passes.CompiledLayers` is the real thing."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.caches import PreallocatedLayer
+from ppd_runtime.models.stage.slicing import LayerSubset
+from ppd_runtime.models.stage.trees import TokenTree
+
+
+class Head(Protocol):
+    """The final norm and the head in compiled code."""
+
+    vocab_size: int
+
+    def __call__(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """Logits of `[1, tokens, hidden_size]`, in the shape `shape`."""
+
+
+class CompiledPasses(Protocol):
+    """Layers of a model that run passes over few tokens; each method is explained where it is implemented."""
+
+    @property
+    def head(self) -> Head | None:
+        """The final norm and the head, where they are compiled."""
+
+    def add(self, *passes: int) -> None:
+        """Have code for these kinds of passes too."""
+
+    def of_part(self, part: PreTrainedModel) -> "CompiledPasses":
+        """Those of a model of one layer behind another model."""
+
+    def forget(self) -> None:
+        """Let go of the last sequence's caches."""
+
+    def runs_tree(self, tokens: int) -> bool:
+        """Whether there is code for a chain or a tree of so many tokens."""
+
+    def runs_subset(self, subset: LayerSubset) -> bool:
+        """Whether there is code for one token's pass through a piece."""
+
+    def run(self, first: int, last: int, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
+        """One token through layers `first` to `last`."""
+
+    def run_subset(self, subset: LayerSubset, hidden: Tensor, caches: Sequence[PreallocatedLayer]) -> Tensor:
+        """One token through the layers of a piece."""
+
+    def run_tree(
+        self, first: int, last: int, hidden: Tensor, tree: TokenTree, caches: Sequence[PreallocatedLayer]
+    ) -> Tensor:
+        """A tree's tokens through layers `first` to `last`."""
+
+    def chain_drafting(self, layers: int | LayerSubset, behind: Any, embedding: Tensor) -> Any:
+        """What drafts greedy chains in one call; None where there is no code for it."""

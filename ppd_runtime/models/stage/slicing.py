@@ -1,0 +1,200 @@
+"""Decoder layers with a sub-layer left out: what remains is the library's own layer, residual stream and norms."""
+
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ppd_runtime.models.stage.behaviour import embedding_scale, shallow_copy
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Sub-layers to leave out, by the numbers of their layers, which count from 0, in ascending order."""
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+
+class _NoAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+class _NoMLP(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+def without(layer: nn.Module, *, attention: bool = False, mlp: bool = False) -> nn.Module:
+    """The layer with its attention, its MLP, or both adding nothing; weights are shared.
+
+    Without attention it neither reads nor writes key/value entries.
+    """
+    twin = shallow_copy(layer)
+    if attention:
+        twin.self_attn = _NoAttention()
+    if mlp:
+        twin.mlp = _NoMLP()
+    return twin
+
+
+def check_sub_layers(skeleton: PreTrainedModel) -> None:
+    """Raise ValueError where a layer is not an attention and an MLP that can be left out one by one.
+
+    `skeleton` may be on the meta device.
+    """
+    states = torch.zeros(1, 1, skeleton.config.hidden_size, device=skeleton.device, dtype=skeleton.dtype)
+    scale = embedding_scale(skeleton)
+    for number, layer in enumerate(skeleton.model.layers):
+        for left_out in ("attention", "mlp"):
+            if not hasattr(layer, {"attention": "self_attn", "mlp": "mlp"}[left_out]):
+                raise ValueError(f"layer {number + 1} has no {left_out} of its own to leave out")
+            piece = decoder_of(skeleton, {number: without(layer, **{left_out: True})}, scale)
+            try:
+                with torch.inference_mode(), contextlib.suppress(NotImplementedError, RuntimeError):
+                    piece(inputs_embeds=states, use_cache=False)  # without numbers experts cannot be chosen
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"layer {number + 1} does not run without its {left_out} ({error})") from error
+
+
+def share_run(model: PreTrainedModel, left_out: LayerSet) -> float:
+    """Parameters of the attentions and MLPs that stay, as a share of all of them."""
+    sizes = [(_size(layer.self_attn), _size(layer.mlp)) for layer in model.model.layers]
+    whole = sum(attention + mlp for attention, mlp in sizes)
+    missing = sum(sizes[i][0] for i in left_out.attention) + sum(sizes[i][1] for i in left_out.mlp)
+    return 1 - missing / whole
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class FinalHead:
+    """The end of a model: final norm, head, and whatever the model adds to it, such as a soft cap or a scale.
+
+    Args:
+        model: whose end it is; weights are shared.
+        lm_head: takes the place of the model's own map from normed states to the vocabulary.
+    """
+
+    def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
+        self._model = model
+        self._norm: nn.Module = model.model.norm
+        self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
+        self._library = shallow_copy(model)
+        self._library.model = _NormOnly(self._norm)
+        self._library.lm_head = self._lm_head
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
+        return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
+
+    @property
+    def module(self) -> nn.Module:
+        """The library's model with nothing before the final norm: takes `inputs_embeds`, gives `logits`."""
+        return self._library
+
+    def _plain_logits(self, hidden: Tensor) -> Tensor:
+        return self._lm_head(self._norm(hidden))
+
+    def _library_logits(self, hidden: Tensor) -> Tensor:
+        return self._library(inputs_embeds=hidden, use_cache=False).logits
+
+    @cached_property
+    @torch.no_grad()
+    def _is_plain(self) -> bool:
+        """Whether the model does nothing to its logits after the head."""
+        model = self._model
+        probe = torch.linspace(-8, 8, model.config.hidden_size, device=model.device, dtype=model.dtype)
+        hidden = probe.view(1, 1, -1)
+        return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
+
+
+class LayerSubset(NamedTuple):
+    """Some layers of a model, as a stage runs them."""
+
+    decoder: nn.Module
+    numbers: tuple[int, ...]
+    """Its layers."""
+    attending: tuple[int, ...]
+    """Those whose entries it reads and writes; the others are without attention."""
+    without_mlp: tuple[int, ...] = ()
+    """Those without MLP."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return len(self.numbers)
+
+
+def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
+    """The model's decoder with only the layers `first` to `last` (half-open) and no final norm; it shares weights.
+
+    With `first` 0 it takes tokens or their embeddings, else hidden states.
+    """
+    scale = embedding_scale(model) if first else None
+    return decoder_of(model, {i: model.model.layers[i] for i in range(first, last)}, scale)
+
+
+def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module], scale: str | None = None) -> nn.Module:
+    """The model's decoder with only these layers, or stand-ins for them, by their numbers, and no final norm.
+
+    `scale` is the model's `embedding_scale`, which it leaves out where it is given hidden states.
+    """
+    decoder = some_layers(model.model, list(layers))
+    decoder.layers = nn.ModuleList(layers.values())
+    decoder.norm = nn.Identity()
+    if scale:
+        setattr(decoder, scale, 1.0)
+    return decoder
+
+
+def some_layers(decoder: nn.Module, numbers: Sequence[int]) -> nn.Module:
+    """The decoder with the layers of these numbers, and with what else it has one of for each layer."""
+    config = cast("PretrainedConfig", decoder.config)
+    twin, size = shallow_copy(decoder), config.num_hidden_layers
+    for name, child in decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == size:
+            setattr(twin, name, nn.ModuleList(child[number] for number in numbers))
+    twin.config = _some_layers_config(config, numbers)
+    return twin
+
+
+class _NormOnly(nn.Module):
+    """Stands in for the decoder where only the final norm is left to do."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+
+
+def with_mask_of(masks: Mapping[int, Tensor], number: int, layer: nn.Module) -> nn.Module:
+    """The layer, which in each pass takes its mask from `masks`, if there are any, in place of the decoder's."""
+    twin, forward = shallow_copy(layer), layer.forward
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        if number in masks:
+            kwargs["attention_mask"] = masks[number]
+        return forward(*args, **kwargs)
+
+    twin.forward = masked
+    return twin
+
+
+def _some_layers_config(config: PretrainedConfig, numbers: Sequence[int]) -> PretrainedConfig:
+    config = copy.copy(config)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[number] for number in numbers]
+    config.num_hidden_layers = len(numbers)
+    return config

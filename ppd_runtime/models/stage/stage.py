@@ -1,0 +1,379 @@
+"""A contiguous layer range of a Hugging Face decoder that any process can run piece by piece.
+
+The library's own forward pass runs each piece, over a shallow copy of the model that holds only the piece's layers:
+masks, rotary tables, windows and soft caps stay the library's business.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.behaviour import attention_masks, cache_windows, embedding_scale
+from ppd_runtime.models.stage.caches import SomeLayersCache, StageCache
+from ppd_runtime.models.stage.passes import CompiledPasses
+from ppd_runtime.models.stage.rotary import RotaryTable
+from ppd_runtime.models.stage.shared_heads import share_heads
+from ppd_runtime.models.stage.slicing import (
+    FinalHead,
+    LayerSet,
+    LayerSubset,
+    decoder_of,
+    layer_range,
+    with_mask_of,
+    without,
+)
+from ppd_runtime.models.stage.trees import TokenTree, chain_of, token_tree
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind
+
+_MOST_JOINED = 16  # rows of the embedding: to look up more at once takes less time
+_SEVERAL_ROWS = 3  # stand for any number of rows, where the library is asked what it does for several
+_MOST_VIEWS = 4096  # of single tokens' rows of the embedding, kept: to make one takes two operators
+
+
+class Stage:
+    """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
+
+    Hidden states are `[1, tokens, hidden_size]`; positions count from 0; layer ranges are half-open and count from 0.
+
+    Args:
+        model: its layers are the stage's.
+        compiled: runs every one-token pass but the first one of a sequence, siblings, and chains where it has code for
+            them; the others, prompts, are run by the library over the same caches.
+    """
+
+    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None = None) -> None:
+        share_heads(model)
+        self.model, self._compiled = model, compiled
+        self.device = model.device
+        """Where the weights are; the library goes through all of a model's modules each time it is asked."""
+        self._on_cuda = self.device.type == "cuda"
+        self.num_layers: int = model.config.num_hidden_layers
+        self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
+        """Layers best run in one call: a call of the library's has a price of its own, a compiled one a smaller one."""
+        self.layer_passes = 0
+        """One-sequence layer passes run so far: a pass through one layer counts one, over siblings one for each."""
+        self.layer_seconds = 0.0
+        """Recent time of one layer for one token."""
+        self.recorder = Recorder()
+        self._ranges: dict[tuple[int, int], LayerSubset] = {}
+        self._views: dict[tuple[int, ...], SomeLayersCache] = {}
+        rotary = getattr(model.model, "rotary_emb", None)
+        most_positions = getattr(model.config, "max_position_embeddings", None)
+        self._rotary = None if rotary is None else RotaryTable(rotary, most_positions)
+        self._positions = torch.arange(0, device=model.device)[None]
+        self._compiled_head = compiled.head if compiled else None
+        self.head = self._compiled_head or FinalHead(model)
+        embedding = model.model.embed_tokens
+        self._entrance, self._scale = layer_range(model, 0, 0), embedding_scale(model)
+        plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not self._scale
+        look_up = lru_cache(_MOST_VIEWS)(lambda token: embedding.weight.detach()[token].view(1, 1, -1))
+        self._embed_one = look_up if plain else None
+        self._windows = cache_windows(model.config)
+        self._masks: dict[int, Tensor] = {}  # what the pass under way hides from each layer, where that is ours to say
+        self._says_masks = {tokens: not self._library_masks_fit(tokens) for tokens in (1, _SEVERAL_ROWS)}
+        self.cache = StageCache(self._windows, 0)
+
+    def compile_for(self, *passes: int) -> None:
+        """Where passes are compiled, have code for these too, such as `SEVERAL`; the first time takes a while."""
+        if self._compiled:
+            self._compiled.add(*passes)
+
+    def behind(self, part: PreTrainedModel) -> "Stage":
+        """A stage for a model of one layer behind this one, compiled if this one is, that notes its times here."""
+        stage = Stage(part, self._compiled and self._compiled.of_part(part))
+        stage.recorder = self.recorder
+        return stage
+
+    def chain_drafting(self, layers: "int | LayerSubset", behind: "Stage | None" = None) -> Any:
+        """What drafts greedy chains in one call, through the first so many layers or a piece, perhaps through a stage
+        `behind` them, and a head, and verifies them where it can; None where passes are not compiled so.
+        """
+        part = behind._compiled if behind else None
+        if not self._compiled or self._embed_one is None or (behind and not part):
+            return None
+        return self._compiled.chain_drafting(layers, part, self.model.model.embed_tokens.weight.detach())
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence and make room for one of at most `capacity` tokens."""
+        self.cache = StageCache(self._windows, capacity)
+        self._views.clear()
+        if self._compiled:
+            self._compiled.forget()
+        if capacity > self._positions.shape[1]:
+            self._positions = torch.arange(capacity, device=self.device)[None]
+
+    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """Run layers `first` to `last` (half-open) and append to their caches; the hidden states behind them.
+
+        `inputs` are token ids where `first` is 0, else hidden states; the first of them stands at `position`, which
+        must be the number of entries that these layers hold. An empty range gives back its inputs.
+        """
+        if first == last and isinstance(inputs, Tensor):
+            return self._here(inputs)
+        began = time.perf_counter()
+        hidden = self._run(first, last, inputs, position)
+        self._wait_for_device()
+        ended = time.perf_counter()
+        if hidden.shape[1] == 1 or not self.layer_seconds:
+            self._note_time((ended - began) / (last - first))
+        self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
+        self.layer_passes += last - first
+        return hidden
+
+    def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
+        """Run all layers over tokens that all stand at `position`: a tree of roots, see `run_tree`."""
+        return self.run_tree(token_ids, [-1] * len(token_ids), position)
+
+    def run_tree(self, token_ids: Sequence[int], parents: Sequence[int], position: int) -> Tensor:
+        """Run all layers over a tree: each token sees what came before `position`, those it stands behind, and itself.
+
+        `parents` has each token's parent among them, which comes before it; -1 for a root, which stands at `position`.
+        The hidden states behind the layers, `[1, tokens, hidden_size]`. Their entries lie behind the first `position`
+        tokens' until `keep_path` or `truncate`; the capacity must hold them all. A chain is an ordinary pass. Others
+        give the numbers that each path alone gives, but not the same bits: a product with several rows may sum in
+        another order.
+        """
+        if list(parents) == list(range(-1, len(parents) - 1)):
+            return self.run(0, self.num_layers, list(token_ids), position)
+        began = time.perf_counter()
+        hidden = self._run_tree(list(token_ids), parents, position)
+        self._wait_for_device()
+        self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
+        self.layer_passes += len(token_ids) * self.num_layers
+        return hidden
+
+    def run_subset(self, subset: "LayerSubset", token_ids: list[int], position: int) -> Tensor:
+        """Run the layers of a piece over tokens that start at `position`; the hidden states behind them.
+
+        They append to the caches of the piece's attending layers, which must hold `position` tokens each.
+        """
+        began = time.perf_counter()
+        hidden = self._run_subset(subset, token_ids, position)
+        self._wait_for_device()
+        self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
+        self.layer_passes += subset.num_layers
+        return hidden
+
+    def most_together(self, position: int) -> int | None:
+        """How many tokens from `position` on a pass may have, for each to be what a pass of its own gives; None: any
+        number. Long-RoPE models embed positions by the longest one of a pass."""
+        return self._rotary.most_together(position) if self._rotary else None
+
+    def length(self, layer: int) -> int:
+        """Tokens whose entries `layer` holds."""
+        return self.cache.layers[layer].length
+
+    def truncate(self, length: int) -> None:
+        """Keep the entries of the first `length` tokens, drop the newer ones."""
+        self.cache.truncate(length)
+
+    def keep_candidate(self, position: int, index: int) -> None:
+        """Of the siblings that were run at `position`, keep the entries of one alone, and drop the others."""
+        self.keep_path(position, [index])
+
+    @torch.inference_mode()
+    def keep_path(self, position: int, nodes: Sequence[int]) -> None:
+        """Of a tree that was run at `position`, keep the entries of a path from a root, and drop the others."""
+        began = time.perf_counter()
+        self.cache.keep_path(position, nodes)
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, self.num_layers)
+
+    @torch.inference_mode()
+    def export_entries(self, first: int, end: int, last: int) -> Tensor:
+        """A copy of the entries of tokens `first` to `end` in layers 0 to `last`: `[tokens, last, 2, heads, dim]`."""
+        began = time.perf_counter()
+        entries = self.cache.export_entries(first, end, last)
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), first, -1, 0, last)
+        return entries
+
+    @torch.inference_mode()
+    def import_entries(self, entries: Sequence[Tensor]) -> None:
+        """Append consecutive tokens' entries to the first layers, each as `export_entries` gives it."""
+        began, position = time.perf_counter(), self.length(0)
+        self.cache.import_entries([entry.to(self.device) for entry in entries])
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, len(entries[0]))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
+        began = time.perf_counter()
+        logits = self._logits(hidden)
+        self.recorder.note(Kind.HEAD, began, time.perf_counter())
+        return logits
+
+    def token_logits(self, hidden: Tensor) -> Tensor:
+        """`[tokens, vocab_size]` float32 logits for each token of `[1, tokens, hidden_size]`, as `logits` of one."""
+        began = time.perf_counter()
+        logits = self._head_over(hidden, hidden.shape[1])
+        self.recorder.note(Kind.HEAD, began, time.perf_counter())
+        return logits
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head_over(hidden if hidden.shape[1] == 1 else hidden[:, -1:])
+
+    def _head_over(self, hidden: Tensor, *tokens: int) -> Tensor:
+        """`[*tokens, vocab_size]` float32 logits."""
+        hidden, compiled = self._here(hidden), self._compiled_head
+        if compiled:
+            return compiled(hidden, (*tokens, compiled.vocab_size))
+        with torch.inference_mode():
+            return self.head(hidden).view(*tokens, -1).float()
+
+    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+        self.check_position(first, position)
+        tokens = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
+        if self._compiled and position and (tokens == 1 or self._compiled.runs_tree(tokens)):
+            hidden = self._here(inputs) if isinstance(inputs, Tensor) else self._embed(inputs)
+            if tokens == 1:
+                return self._compiled.run(first, last, hidden, self.cache.layers)
+            return self._compiled.run_tree(first, last, hidden, chain_of(tokens, self.device), self.cache.layers)
+        return self._run_library(first, last, inputs, position)
+
+    def _here(self, states: Tensor) -> Tensor:
+        """On the stage's device; on CPUs they are, and between two passes asking takes ten microseconds."""
+        return states.to(self.device) if self._on_cuda else states
+
+    def _embed(self, token_ids: list[int]) -> Tensor:
+        if (look_up := self._embed_one) and len(token_ids) <= _MOST_JOINED and min(token_ids) >= 0:
+            rows = [look_up(token) for token in token_ids]
+            return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids], device=self.device)
+            return self._looked_up(ids) if self._only_looks_up else self._entered(ids)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        decoder = self.model.model
+        return decoder.embed_tokens(ids) * getattr(decoder, self._scale) if self._scale else decoder.embed_tokens(ids)
+
+    def _entered(self, ids: Tensor) -> Tensor:
+        """What the first layer is given for token ids, `[1, tokens]`, by the decoder's own code."""
+        return self._entrance(input_ids=ids, use_cache=False).last_hidden_state
+
+    @cached_property
+    def _only_looks_up(self) -> bool:
+        """Whether a look-up, and the embedding's scale, are all that happens to a token before the first layer."""
+        few = torch.arange(min(8, self.model.config.vocab_size), device=self.device)[None]
+        return torch.equal(self._looked_up(few), self._entered(few))
+
+    @torch.inference_mode()
+    def _run_subset(self, subset: "LayerSubset", token_ids: list[int], position: int) -> Tensor:
+        self.check_position(subset.attending[0], position)
+        if self._compiled and len(token_ids) == 1 and position and self._compiled.runs_subset(subset):
+            return self._compiled.run_subset(subset, self._embed(token_ids), self.cache.layers)
+        return self._call(subset, token_ids, position)
+
+    @torch.inference_mode()
+    def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
+        self.check_position(0, position)
+        tree = token_tree(tuple(parents), self.device)
+        if self._compiled and position and self._compiled.runs_tree(len(token_ids)):
+            return self._compiled.run_tree(0, self.num_layers, self._embed(token_ids), tree, self.cache.layers)
+        places = self._positions[:, position + tree.depths]
+        return self._run_library(0, self.num_layers, token_ids, position, places, tree)
+
+    def check_position(self, layer: int, position: int) -> None:
+        """Raise RuntimeError where a layer holds other than `position` tokens."""
+        length = self.cache.layers[layer].length
+        if length != position:
+            raise RuntimeError(f"layer {layer} holds {length} tokens, the pass starts at position {position}")
+
+    def _wait_for_device(self) -> None:
+        if self._on_cuda:  # whoever sends or judges the result waits for it anyway
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @torch.inference_mode()
+    def _run_library(
+        self,
+        first: int,
+        last: int,
+        inputs: list[int] | Tensor,
+        position: int,
+        places: Tensor | None = None,
+        tree: TokenTree | None = None,
+    ) -> Tensor:
+        if (first, last) not in self._ranges:
+            layers = dict(enumerate(self.model.model.layers))
+            numbers = tuple(range(first, last))
+            self._ranges[first, last] = self.subset({i: layers[i] for i in numbers}, numbers)
+        return self._call(self._ranges[first, last], inputs, position, places, tree)
+
+    def _call(
+        self,
+        subset: "LayerSubset",
+        inputs: list[int] | Tensor,
+        position: int,
+        places: Tensor | None = None,
+        tree: TokenTree | None = None,
+    ) -> Tensor:
+        """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which stand at `places`."""
+        states = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
+        if subset.attending not in self._views:
+            self._views[subset.attending] = self.cache.view(subset.attending)
+        size = states.shape[1]
+        places = self._positions[:, position : position + size] if places is None else places
+        feed = {"inputs_embeds": states, "position_ids": places}
+        if tree is None and position and self._says_masks[1 if size == 1 else _SEVERAL_ROWS]:
+            tree = chain_of(size, self.device)
+        if tree is None:
+            return self._output(subset, feed)
+        caches = {number: self.cache.layers[number] for number in subset.attending}
+        self._masks.update(tree.masks(caches, self.model.dtype))
+        try:
+            return self._output(subset, feed | {"attention_mask": self._masks[subset.attending[0]]})
+        finally:
+            self._masks.clear()
+
+    def _output(self, subset: "LayerSubset", feed: Mapping[str, Any]) -> Tensor:
+        view = self._views[subset.attending]
+        return subset.decoder(**feed, past_key_values=view, use_cache=True).last_hidden_state
+
+    @torch.inference_mode()
+    def _library_masks_fit(self, tokens: int) -> bool:
+        """Whether, in a pass of so many tokens, the library shows each of them what a pass of its own would.
+
+        Not where its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
+        """
+        chain = chain_of(tokens, torch.device("cpu"))
+        for position in {1 + max(window or 1, 1) for window in self._windows}:
+            cache = StageCache(self._windows, 0)
+            for layer in cache.layers:
+                layer.length = position
+            layers = dict(enumerate(cache.layers))
+            found = attention_masks(self.model, cache.view(range(self.num_layers)), tokens, position)
+            for mask, ours in zip(found, chain.masks(layers, torch.float32).values(), strict=True):
+                seen = torch.ones_like(ours, dtype=torch.bool) if mask is None else mask.cpu()
+                if not torch.equal(seen, ours == 0):
+                    return False
+        return True
+
+    def subset(
+        self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()
+    ) -> "LayerSubset":
+        """Some layers by their numbers, or stand-ins for them; see `LayerSubset`."""
+        hidden_from = {number: with_mask_of(self._masks, number, layer) for number, layer in layers.items()}
+        decoder = decoder_of(self.model, hidden_from, self._scale)
+        if self._rotary is not None:
+            decoder.rotary_emb = self._rotary
+        return LayerSubset(decoder, tuple(layers), attending, without_mlp)
+
+    def _note_time(self, seconds: float) -> None:
+        self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
+
+
+def sparse_subset(stage: Stage, left_out: LayerSet) -> LayerSubset:
+    """A stage's model without some sub-layers, over the stage's own caches; at least one attention must stay.
+
+    Of a layer without attention and MLP nothing is left: it is not run.
+    """
+    layers = {}
+    for number, layer in enumerate(stage.model.model.layers):
+        attention, mlp = number in left_out.attention, number in left_out.mlp
+        if not (attention and mlp):
+            layers[number] = without(layer, attention=attention, mlp=mlp) if attention or mlp else layer
+    attending = tuple(number for number in layers if number not in left_out.attention)
+    return stage.subset(layers, attending, tuple(number for number in layers if number in left_out.mlp))

@@ -1,0 +1,85 @@
+"""Exit predictors: who names the k candidates for the next token from a hidden state behind the exit layer."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.heads import HeadNetwork
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind
+
+SHARED = "shared"
+"""Names the model's own final norm and head where an exit head is chosen."""
+
+
+class ExitHead(Protocol):
+    """Names candidates, best first; every sub-process asks its own copy and takes the candidate of its rank."""
+
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """k different tokens that may follow `history`; `hidden` is `[1, 1, hidden_size]`, of its newest token."""
+        ...
+
+
+class SharedHead:
+    """The model's own final norm and head, as the paper's untrained rows use them, ranked with the shared noise."""
+
+    def __init__(self, stage: Stage, sampler: Sampler) -> None:
+        self._stage, self._sampler = stage, sampler
+
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """The k tokens that full depth would be likeliest to choose if it ended here."""
+        return self._sampler.rank(self._stage.logits(hidden), history, k)
+
+
+class TrainedHead:
+    """A head trained for the exit layer, as the paper's trained rows use it, ranked with the shared noise."""
+
+    def __init__(self, network: HeadNetwork, sampler: Sampler, recorder: Recorder | None = None) -> None:
+        self._network, self._sampler, self._recorder = network, sampler, recorder or Recorder()
+        self._device = next(network.parameters()).device
+
+    @torch.inference_mode()
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """The k tokens that full depth is likeliest to choose, as far as the head knows."""
+        began = time.perf_counter()
+        logits = self._network(hidden[:, -1:].to(self._device))[0, -1].float()
+        self._recorder.note(Kind.HEAD, began, time.perf_counter())
+        return self._sampler.rank(logits, history, k)
+
+
+@dataclass(frozen=True)
+class OracleHead:
+    """Is told the right texts beforehand and names the right token with a set probability: for tests and benchmarks.
+
+    Whether it is right at a position, and at which rank, is a function of (seed, position) alone.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt with its continuation."""
+    match_rate: float
+    vocab_size: int
+    seed: int = 0
+
+    def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """The right token among wrong ones, or k wrong ones."""
+        position = len(history)
+        right = self._right_token(history)
+        rng = np.random.default_rng((self.seed, position))
+        named = [(right + 1 + i) % self.vocab_size for i in range(k)]
+        if rng.random() < self.match_rate:
+            named[int(rng.integers(k))] = right
+        return named
+
+    def _right_token(self, history: Sequence[int]) -> int:
+        known = tuple(history)
+        for text in self.texts:
+            if len(text) > len(known) and text[: len(known)] == known:
+                return text[len(known)]
+        return 0

@@ -1,0 +1,92 @@
+"""Exit heads trained for one layer of one model: two kinds of network, and the folders that hold them."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
+
+LM_HEAD, AFFINE = "lm-head", "affine"
+KINDS = (LM_HEAD, AFFINE)
+
+
+class LmHead(nn.Module):
+    """A classifier of the exit layer's own behind the model's frozen final norm (the paper's "Y" rows, section 5).
+
+    It starts as the model's; what the model does to its logits afterwards, it does to these too.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm_head = copy.deepcopy(model.lm_head).requires_grad_(True)
+        self._final = FinalHead(model, self.lm_head)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
+        return self._final(hidden)
+
+
+class AffineHead(nn.Module):
+    """h → h + W h + b into the final layer's space, then the model's own frozen norm and head; W and b start at 0."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        size = model.config.hidden_size
+        self.step = nn.Linear(size, size, device=model.device)
+        nn.init.zeros_(self.step.weight)
+        nn.init.zeros_(self.step.bias)
+        self._final = FinalHead(model)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
+        return self._final(hidden + self.step(hidden))
+
+
+HeadNetwork = LmHead | AffineHead
+
+
+def new_head(kind: str, model: PreTrainedModel) -> HeadNetwork:
+    """A head of one of `KINDS` that does not differ from the shared head yet; its parameters are what is trained."""
+    return LmHead(model) if kind == LM_HEAD else AffineHead(model)
+
+
+@dataclass(frozen=True)
+class HeadInfo(PartInfo):
+    """What an exit head was trained for; `describe_head` reads it from the head's folder."""
+
+    NAME: ClassVar[str] = "exit_head"
+    NOUN: ClassVar[str] = "head"
+    COMMAND: ClassVar[str] = "ppd train exit-head"
+    INSTEAD: ClassVar[str] = "'shared' or "
+
+    kind: str
+    """One of `KINDS`."""
+
+    def check_card(self) -> None:
+        """Raise ValueError for a kind that this version does not know."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind {self.kind!r} is unknown to this version")
+
+
+def save_head(folder: Path, head: HeadNetwork, known: HeadInfo, training: Mapping[str, Any]) -> HeadInfo:
+    """Write a head's folder; see `save_part`."""
+    return save_part(folder, head.state_dict(), known, training)
+
+
+def describe_head(folder: str | Path, info: ModelInfo) -> HeadInfo:
+    """Read what a folder's head was trained for and check that it was this model; see `describe_part`."""
+    return describe_part(HeadInfo, folder, info)
+
+
+def load_head(head: HeadInfo, model: PreTrainedModel) -> HeadNetwork:
+    """The head as a network around the norm and head of `model`, with its dtype, on its device."""
+    network = new_head(head.kind, model)
+    network.load_state_dict(head.tensors())
+    return network.to(model.device, model.dtype).requires_grad_(False).eval()

@@ -1,0 +1,290 @@
+"""The main process: full-depth decoding that goes on from a sub-process' early start where one is right.
+
+Algorithm 2 of the paper, main side. What the sub-processes say can only shorten the way to a token, never change
+it: the token is always full depth's.
+"""
+
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    MISS,
+    NOT_ASKED,
+    Begin,
+    Cancel,
+    Candidate,
+    CatchUp,
+    End,
+    Entries,
+    ExitState,
+    HeadStart,
+    Message,
+    Missing,
+    Token,
+)
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.text import StopRule
+
+_MOST_ABSENCES = 3  # a sub-process that was waited for in vain so often …
+_SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is in time again
+_MOST_CAUGHT_UP = 64  # tokens whose entries go, between two tokens of the text, to a sub-process that lacks them
+
+
+@dataclass
+class _Heard:
+    """What the sub-processes have said about one position, by rank."""
+
+    candidates: dict[int, Candidate] = field(default_factory=dict)
+    head_starts: dict[int, HeadStart] = field(default_factory=dict)
+
+
+class MainProcess:
+    """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks.
+
+    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While `backoff` says so
+    they are told nothing, and the tokens are ordinary decoding's in every respect.
+
+    One that takes the place of a lost main process begins behind the tokens that the client has got. It runs them one
+    by one, as ordinary decoding does, so that its caches hold the same bits.
+    """
+
+    def __init__(
+        self,
+        stage: StageLike,
+        exit_layer: int,
+        subs: Sequence[int],
+        send: Send,
+        begin: Begin,
+        shares_exit_states: bool = True,
+        backoff: SpeculationBackoff | None = None,
+    ) -> None:
+        self.stage, self.exit_layer, self.subs, self.send, self.begin = stage, exit_layer, tuple(subs), send, begin
+        self.shares_exit_states, self.backoff = shares_exit_states, backoff or SpeculationBackoff()
+        self.head_start = stage.num_layers - exit_layer
+        self.history = list(begin.prompt_ids)
+        self.told: list[Token] = []
+        """What the client has been sent, in case it asks for it again."""
+        self.finish_reason = ""
+        self.layer_passes = 0
+        """Layer passes on the path of the tokens."""
+        self.recomputed_layer_passes = 0
+        """Layer passes for entries that no sub-process delivered in time."""
+        self._heard: defaultdict[int, _Heard] = defaultdict(_Heard)  # by position
+        self._entries: dict[int, Tensor] = {}
+        self._absences = dict.fromkeys(self.subs, 0)
+        self._told = len(self.history)  # tokens of the history that the sub-processes know
+        self._heard_of = False  # whether any sub-process has said something since the last token
+        self._missing: dict[int, int] = {}  # the first position that a sub-process lacks, by rank
+        self._cancelled = False
+
+    def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
+        """Decode to the end, sending each token to the sub-processes and the client as soon as it is certain."""
+        self.stage.begin(len(self.history) + self.begin.max_new_tokens)
+        self.send(self.subs, self.begin)
+        self.backoff.begin()
+        inputs = yield from self._replay(stop)
+        last = None if self.finish_reason else (yield from self._go_on(inputs, sampler, stop))
+        self.send(self.subs, End(MAIN, self.begin.request))
+        if last is not None:
+            self._tell_client(last, NOT_ASKED)
+
+    def repeat(self, delivered: int) -> None:
+        """Send the client again what follows the first `delivered` tokens behind the prompt."""
+        for message in self.told[max(delivered - len(self.begin.delivered), 0) :]:
+            self.send((CLIENT,), message)
+
+    def _replay(self, stop: StopRule) -> Generator[WaitFor, Message | None, list[int]]:
+        """Run the prompt's continuation that the client has got already, all but its newest token, which is given back.
+
+        Where there is none, that is the prompt.
+        """
+        inputs, delivered = list(self.history), self.begin.delivered
+        reasons = [stop.finish_reason(token) for token in delivered]
+        if reasons and reasons[-1]:
+            self.history += delivered
+            self.finish_reason = reasons[-1]
+            return inputs
+        for token in delivered:
+            self._pass(0, inputs, ask=False)
+            self.history.append(token)
+            inputs = [token]
+            yield from self._take_all()
+        self._told = len(self.history)
+        return inputs
+
+    def _go_on(
+        self, inputs: list[int] | Tensor, sampler: Sampler, stop: StopRule
+    ) -> Generator[WaitFor, Message | None, int]:
+        """Decode to the end; the last token."""
+        first_layer, asked = 0, False
+        while True:
+            hidden = self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
+            token = sampler.choose(self.stage.logits(hidden), self.history)
+            self.history.append(token)
+            self.finish_reason = stop.finish_reason(token) or ""
+            if self.finish_reason:
+                return token
+            early = yield from self._settle(token)
+            if self._cancelled:
+                self.finish_reason = "cancelled"
+                return token
+            winner, state = (early.sender, _state_of(token, early)) if early else (MISS, None)
+            asked = state is not None and self.head_start == self.exit_layer and not stop.last_allowed
+            asked = asked and self.shares_exit_states
+            self._tell_subs(token, winner, state if asked else None)
+            self._tell_client(token, winner)
+            self._answer_missing()
+            if state is not None:
+                first_layer, inputs = self.head_start, state
+            else:
+                yield from self._fill_gaps()
+                first_layer, inputs = 0, [token]
+
+    def _pass(self, first_layer: int, inputs: list[int] | Tensor, ask: bool) -> Tensor:
+        """The rest of one pass, from `first_layer` to full depth; the exit layer's state goes out on the way."""
+        size = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
+        newest = len(self.history) - 1
+        start = newest + 1 - size
+        self.layer_passes += self.stage.num_layers - first_layer
+        if ask and self.shares_exit_states and not self.backoff.now:
+            inputs = self.stage.run(first_layer, self.exit_layer, inputs, start)
+            first_layer = self.exit_layer
+            self.send(self.subs, ExitState(MAIN, self.begin.request, newest, inputs[:, -1:]))
+        return self.stage.run(first_layer, self.stage.num_layers, inputs, start)
+
+    def _tell_client(self, token: int, winner: int) -> None:
+        self.told.append(Token(MAIN, self.begin.request, len(self.history) - 1, token, winner))
+        self.send((CLIENT,), self.told[-1])
+
+    def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
+        """Tell the sub-processes the newest token; after a rest, all that they have missed."""
+        first, newest = self._told, len(self.history) - 1
+        if self.backoff.now:
+            return
+        if first == newest:
+            self.send(self.subs, Token(MAIN, self.begin.request, newest, token, winner, hidden))
+        else:
+            self.send(self.subs, self._catch_up(first, newest))
+        self._told = newest + 1
+
+    def _catch_up(self, first: int, most: int) -> CatchUp:
+        """The tokens from `first` on with the entries that the first layers hold, of `most` tokens at the most."""
+        newest = len(self.history) - 1
+        held = max(min(self.stage.length(0), newest) - first, 0)
+        tokens = self.history[first : first + most] if held > most else self.history[first:]
+        entries = self.stage.export_entries(first, first + min(held, most), self.head_start) if held else None
+        return CatchUp(MAIN, self.begin.request, first, tokens, entries)
+
+    def _answer_missing(self) -> None:
+        """Tell sub-processes what they lack; those that lack more than a message holds will say so again."""
+        if self.backoff.now or not self._missing:
+            return
+        behind = len(self.begin.prompt_ids)
+        for rank, position in self._missing.items():
+            if position < behind:
+                self.send((rank,), replace(self.begin, delivered=[]))
+            self.send((rank,), self._catch_up(max(position, behind), _MOST_CAUGHT_UP))
+        self._missing.clear()
+
+    def _settle(self, token: int) -> Generator[WaitFor, Message | None, HeadStart | None]:
+        """The early start of the newest token, or None.
+
+        Only a sub-process that has named this very token is waited for, and no longer than its layers would take
+        here: a candidate that is not even named yet cannot be ready sooner than that.
+        """
+        position = len(self.history) - 1
+        while self.backoff.now or self._early_start(position, token) is None:
+            message = yield WaitFor(0)
+            if message is None:
+                break
+            self._take(message)
+        if self.backoff.now:
+            self.backoff.note(False)
+            return None
+        wanted = WaitFor(self.head_start)
+        while awaited := self._awaited(position, token):
+            message = yield wanted
+            if message is None:
+                for rank in awaited:
+                    self._absences[rank] += 1
+                break
+            self._take(message)
+        early = self._early_start(position, token)
+        heard = self._heard.pop(position, _Heard())
+        self._absences.update(dict.fromkeys(heard.head_starts, 0))
+        if self._heard_of:  # nobody can be wrong, or in the way, while all are gone
+            self.backoff.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
+        self._heard_of = False
+        return early
+
+    def _early_start(self, position: int, token: int) -> HeadStart | None:
+        head_starts = self._heard[position].head_starts.values()
+        return next((early for early in head_starts if self._is_right(early, token)), None)
+
+    def _is_right(self, named: Candidate | HeadStart, token: int) -> bool:
+        """Whether it names the newest token, and started from this very text."""
+        path = named.path
+        return token in named.token_ids and (not path or self.history[-1 - len(path) : -1] == path)
+
+    def _awaited(self, position: int, token: int) -> list[int]:
+        """The sub-processes whose early start of `token` is on its way; none once there is one."""
+        heard = self._heard[position]
+        if self._cancelled or self._early_start(position, token):
+            return []
+        named_it = [rank for rank, named in heard.candidates.items() if self._is_right(named, token)]
+        if position % _SECOND_CHANCE == 0:  # who is a little late each time never finds out how late otherwise
+            return named_it
+        return [rank for rank in named_it if self._absences[rank] < _MOST_ABSENCES]
+
+    def _fill_gaps(self) -> Machine:
+        """Bring the first layers' caches up to the newest token, after the hits whose passes began elsewhere."""
+        newest = len(self.history) - 1
+        wanted = WaitFor(self.head_start)
+        while (position := self.stage.length(0)) < newest:
+            if position not in self._entries:
+                message = yield wanted
+                if message is not None:
+                    self._take(message)
+                    continue
+            run = pop_consecutive(self._entries, position, newest)
+            if run:
+                self.stage.import_entries(run)
+            else:
+                self.stage.run(0, self.head_start, [self.history[position]], position)
+                self.recomputed_layer_passes += self.head_start
+        self._entries.clear()
+
+    def _take_all(self) -> Machine:
+        while (message := (yield WaitFor(0))) is not None:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        self._heard_of = self._heard_of or message.sender != CLIENT
+        if isinstance(message, Cancel):
+            self._cancelled = True
+        elif isinstance(message, Begin):
+            self.repeat(len(message.delivered))
+        elif isinstance(message, Missing):
+            if message.position < len(self.history) and message.sender in self.subs:
+                self._missing[message.sender] = message.position
+        elif isinstance(message, Entries):
+            self._entries.update(enumerate(message.entries, message.position))
+        elif isinstance(message, Candidate | HeadStart) and message.position >= len(self.history) - 1:
+            heard = self._heard[message.position]
+            if isinstance(message, Candidate):
+                heard.candidates[message.sender] = message
+            else:
+                heard.head_starts[message.sender] = message
+
+
+def _state_of(token: int, early: HeadStart) -> Tensor:
+    """The hidden state of one of the candidates, `[1, 1, hidden_size]`."""
+    row = early.token_ids.index(token)
+    return early.hidden[:, row : row + 1]

@@ -1,0 +1,1 @@
+"""Where a request's time went: spans, their recorder, traces and timelines."""

@@ -1,0 +1,115 @@
+"""Takes the time of everything a process does for a request: sums always, single spans where a trace is wanted."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
+
+MOST_SPANS = 65_536  # some 20 MB; a token of the main process takes about twelve
+
+
+class Recorder:
+    """One process' times, in seconds of `time.perf_counter`.
+
+    Whoever spends time notes it when done, one span after the other: they neither overlap nor nest, and what lies
+    between two is Python's.
+    """
+
+    def __init__(self, most_spans: int = MOST_SPANS) -> None:
+        self._most_spans = most_spans
+        self.begin()
+
+    def begin(self, traced: bool = False) -> None:
+        """Forget the last request and start the clock; `traced` keeps the newest spans too."""
+        self._spans: deque[Span] | None = deque(maxlen=self._most_spans) if traced else None
+        self._num_spans = 0
+        self._spent = [0.0] * len(Kind)
+        self._between = 0.0
+        self._last = time.perf_counter()
+
+    @property
+    def traced(self) -> bool:
+        """Whether single spans are kept."""
+        return self._spans is not None
+
+    def pause(self) -> None:
+        """Stop the clock: what follows, up to `resume`, is not the request's."""
+        now = time.perf_counter()
+        self._between += now - self._last
+        self._last = now
+
+    def resume(self) -> None:
+        """Start the clock again."""
+        self._last = time.perf_counter()
+
+    def note(
+        self,
+        kind: Kind,
+        began: float,
+        ended: float,
+        position: int = -1,
+        token: int = -1,
+        first: int = -1,
+        last: int = -1,
+    ) -> None:
+        """A span that is over; for Kind's details see there."""
+        self._spent[kind] += ended - began
+        self._between += began - self._last
+        self._last = ended
+        if self._spans is not None:
+            self._keep(Span(kind, _ns(began), _ns(ended), position, token, first, last))
+
+    def note_message(self, kind: Kind, began: float, ended: float, peer: int, message: Any) -> None:
+        """A span of sending or taking in `message`, or of looking for one in vain (None)."""
+        self._spent[kind] += ended - began
+        self._between += began - self._last
+        self._last = ended
+        if self._spans is not None:
+            name = type(message).__name__ if message is not None else ""
+            named: Sequence[int] = getattr(message, "token_ids", ())
+            token = getattr(message, "token_id", named[0] if len(named) == 1 else -1)
+            position = getattr(message, "position", -1)
+            self._keep(Span(kind, _ns(began), _ns(ended), position, token, peer=peer, message=name))
+
+    def note_verdict(self, position: int, token: int, winner: int) -> None:
+        """Whether sub-process `winner` (0: none) was right and in time about the token at `position`."""
+        if self._spans is not None:
+            now = time.perf_counter_ns()
+            kind = Kind.HIT if winner else Kind.MISS
+            self._keep(Span(kind, now, now, position, token, peer=winner))
+
+    def ledger(self) -> LatencyBreakdown:
+        """Where the time went since `begin`, up to this moment or the last `pause`."""
+        spent = self._spent
+        return LatencyBreakdown(
+            layers_s=spent[Kind.LAYERS],
+            heads_s=spent[Kind.HEAD] + spent[Kind.CHOOSE],
+            hops_s=spent[Kind.SEND] + spent[Kind.RECEIVE] + spent[Kind.ENTRIES],
+            waiting_s=spent[Kind.WAIT],
+            python_s=self._between,
+        )
+
+    def spans(self, rank: int) -> ProcessSpans | None:
+        """What was recorded since `begin`; None where no trace was wanted."""
+        if self._spans is None:
+            return None
+        return ProcessSpans(
+            rank=rank,
+            pid=os.getpid(),
+            wall_offset_ns=time.time_ns() - time.perf_counter_ns(),
+            dropped=self._num_spans - len(self._spans),
+            spans=tuple(self._spans),
+        )
+
+    def _keep(self, span: Span) -> None:
+        assert self._spans is not None
+        self._spans.append(span)
+        self._num_spans += 1
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,63 @@
+"""Where a worker in a Python of its own begins: `python -m ppd_runtime.workers.entry NAME`, or a Ray actor.
+
+Nothing is imported before the worker is: the imports are most of its start.
+"""
+
+import logging
+import socket
+import threading
+
+from ppd_runtime.imports import quick_imports
+
+
+class Actor:
+    """A worker as Ray runs it, made from the line that `start_order` gives, on the host with `own_address`.
+
+    `own_device` is its GPU there, such as cuda:1, where Ray gave it one. It loads its layers where it serves: until
+    then, as later, it can be asked whether it lives.
+    """
+
+    _name = "worker"
+    """Until it is made, for Ray asks for it when that fails, too."""
+
+    def __init__(self, name: str, order: str, own_address: str, own_device: str) -> None:
+        self._name, self._told = name, (order, own_address, own_device)
+        self._location: str | None = None
+        self._loaded = threading.Event()
+
+    def __repr__(self) -> str:
+        """What Ray puts before each line of its log, once it is made."""
+        return self._name
+
+    def location(self, patience_s: float) -> str | None:
+        """Where the worker's peers reach it; None, after so long, where its layers are not loaded yet."""
+        self._loaded.wait(patience_s)
+        return self._location
+
+    def serve(self) -> None:
+        """Load the layers, and serve requests until told to shut down."""
+        with quick_imports():
+            from ppd_runtime.workers.process import open_worker
+
+        logging.basicConfig(format="%(levelname)s %(message)s")  # Ray can bring it to the driver
+        logging.getLogger("ppd_runtime").setLevel(logging.INFO)
+        worker, endpoint = open_worker(*self._told)
+        self._location = endpoint.location
+        self._loaded.set()
+        spec, dtype = worker.spec, str(worker.spec.dtype).removeprefix("torch.")
+        layers, host = f"{spec.num_layers} of {spec.info.num_layers} layers", socket.gethostname()
+        logging.getLogger(__name__).info("serves with %s in %s on %s of %s", layers, dtype, spec.device, host)
+        worker.serve(endpoint)
+        endpoint.close()
+
+
+def main() -> None:
+    """A worker as a plain process."""
+    with quick_imports():
+        from ppd_runtime.workers.process import serve_from_standard_input
+
+    serve_from_standard_input()
+
+
+if __name__ == "__main__":
+    main()

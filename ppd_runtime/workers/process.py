@@ -1,0 +1,108 @@
+"""One worker in a process of its own, from its specification as a line of text.
+
+A plain process reads the line from standard input and says on standard output, in one JSON line, that it has loaded its
+layers or why it could not. Standard input stays open for as long as the process that started it lives: when it ends,
+the worker ends too.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.stage.emulation import EmulatedDevice, come_first
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.pipeline.messages import CLIENT
+from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.network import Network, read_network
+from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.workers.spec import WorkerSpec
+from ppd_runtime.workers.worker import Worker
+
+
+def start_order(spec: WorkerSpec, network: Network) -> str:
+    """What a worker process is told, as one line of JSON; it holds the process' secret key where there is one."""
+    return json.dumps({"spec": asdict(spec), "network": asdict(network)}, default=_as_json)
+
+
+def read_spec(fields: dict[str, Any]) -> WorkerSpec:
+    """The specification that `start_order` wrote."""
+    info = fields["info"] | {
+        "folder": Path(fields["info"]["folder"]),
+        "eos_token_ids": frozenset(fields["info"]["eos_token_ids"]),
+    }
+    return WorkerSpec(
+        **fields
+        | {
+            "info": ModelInfo(**info),
+            "dtype": getattr(torch, fields["dtype"]),
+            "exit_head": _read_head(fields["exit_head"]),
+            "cores": tuple(fields["cores"]),
+            "code": {int(siblings): tuple(map(Path, files)) for siblings, files in fields["code"].items()},
+            "emulate": fields["emulate"] and EmulatedDevice(**fields["emulate"]),
+        }
+    )
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return sorted(value) if isinstance(value, frozenset) else str(value)
+
+
+def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:
+    if isinstance(head, str):
+        return head
+    if "texts" in head:
+        return OracleHead(**head | {"texts": tuple(map(tuple, head["texts"]))})
+    return HeadInfo(**head | {"folder": Path(head["folder"])})
+
+
+def open_worker(order: str, own_address: str = "", own_device: str = "") -> tuple[Worker, Endpoint]:
+    """The worker that `start_order` described, its layers loaded, and its place in the network.
+
+    Where the order has keys but names no interface, that is `own_address`: the address of the host it came to. Where it
+    names no particular GPU, that is `own_device`.
+    """
+    told = json.loads(order)
+    spec, network = read_spec(told["spec"]), read_network(told["network"])
+    if network.keys and not network.interface:
+        network = replace(network, interface=own_address)
+    if spec.device == "cuda" and own_device:
+        spec = replace(spec, device=own_device)
+    if spec.emulate:
+        come_first(spec.rank)
+    worker = Worker(spec)
+    endpoint = open_endpoint(network, spec.rank, bool(spec.cores), spec.device)
+    endpoint.introduce(CLIENT, network.client)
+    return worker, endpoint
+
+
+def serve_from_standard_input() -> None:
+    """Load the layers, say so, and serve until told to shut down or left alone."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    order = sys.stdin.readline()
+    threading.Thread(target=_answer_parent, args=(answers,), daemon=True).start()
+    try:
+        worker, endpoint = open_worker(order)
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        raise
+    print(json.dumps({"ready": os.getpid(), "location": endpoint.location}), file=answers, flush=True)
+    with contextlib.closing(endpoint):
+        worker.serve(endpoint)
+
+
+def _answer_parent(answers: TextIO) -> None:
+    """Answer each line that asks whether this process lives; leave once nobody holds standard input any more."""
+    while os.read(sys.stdin.fileno(), 1):
+        print(file=answers, flush=True)
+    os._exit(1)

@@ -1,0 +1,56 @@
+"""What a worker is told of itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ppd_runtime.config import can_run_ahead
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
+from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.pipeline.messages import (
+    MAIN,
+)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything that one worker is started with."""
+
+    rank: int
+    """0 is the main process, 1 to `num_subs` the sub-processes."""
+    k: int
+    num_subs: int
+    info: ModelInfo
+    exit_layer: int
+    dtype: torch.dtype
+    device: str
+    threads: int
+    exit_head: str | HeadInfo | OracleHead = SHARED
+    cores: tuple[int, ...] = ()
+    """CPU cores to stay on; empty: wherever the system likes."""
+    emulate: EmulatedDevice | None = None
+    """A slower device whose times to keep to; None: as fast as it goes."""
+    code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
+    """Files of compiled code, one a layer, by the number of siblings in a pass; empty: the library runs them."""
+
+    run_ahead: bool = True
+    """Whether a sub-process that can go on without exit states does."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the only sub-process reads exit states off its own stage."""
+        return self.run_ahead and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
+
+    @property
+    def siblings(self) -> int:
+        """Candidates that it runs as one pass: its share of k, and 1 for the main process."""
+        return 1 if self.rank == MAIN else len(range(self.rank, self.k + 1, self.num_subs))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers it holds: all of them, or those of a head start."""
+        return self.info.num_layers if self.rank == MAIN else self.info.num_layers - self.exit_layer

@@ -1,0 +1,1 @@
+"""What the package carries ready-made, and how it was made."""

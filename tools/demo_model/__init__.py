@@ -1,0 +1,1 @@
+"""The demo model: trained here, shipped in `ppd_runtime/models/demo`."""
