@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n auto --dist worksteal --maxfail 10 --durations 10
 
-.PHONY: demo test check unit processes nightly bench figures clean
+SEED := $(shell date +%s)
+NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
+
+.PHONY: demo test check unit processes nightly bench docs figures clean
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -16,6 +19,7 @@ check: .venv/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 unit: .venv/test.stamp
 	$(PYTEST) tests/unit tests/families
@@ -24,10 +28,21 @@ processes: .venv/test.stamp
 	$(PYTEST) tests/processes
 
 nightly: .venv/test.stamp
-	$(PYTEST) -m nightly --maxfail 0 tests
+	@echo "PPD_SEED=$(SEED)"
+	$(NIGHTLY) -m nightly tests
+	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 tests/unit/test_faults.py
+	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 tests/processes/test_endings.py
+	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s tests/processes/test_benchmarks.py -k endurance
+	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py
+	for target in decoding stream round_trip; do \
+	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \
+	done
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks
+
+docs: .venv/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 figures: .venv/test.stamp
 	$(BIN)/python docs/token_clock.py docs/token_clock.svg
@@ -47,4 +62,4 @@ figures: .venv/test.stamp
 	touch $@ .venv/demo.stamp
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .test_cache
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .test_cache

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ppd_runtime.results import GenerationResult, TokenEvent
     from ppd_runtime.runtime import PPDRuntime
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "GenerationResult",
     "OrdinaryDecoding",

@@ -46,7 +46,7 @@ def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str,
     if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
         kind = str(specs[MAIN].dtype).removeprefix("torch.")
         logger.warning(
-            "workers=%d with k=%d in %s: a token may differ, see the README", config.num_subs, config.k, kind
+            "workers=%d with k=%d in %s: a token may differ, see docs/limits.md", config.num_subs, config.k, kind
         )
     if launcher == "threads":
         return LocalWorkers(specs, config.max_restarts, progress)

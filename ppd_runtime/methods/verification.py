@@ -62,7 +62,7 @@ def acceptance_rule(name: str, sampler: Sampler, prompt_length: int = 0, earlier
 
 
 class SharedNoise:
-    """Keeps what ordinary decoding chooses: equality, with draft and whole model adding the same noise (DESIGN 5)."""
+    """Keeps what ordinary decoding chooses: equality, with draft and model adding the same noise (docs/design.md)."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

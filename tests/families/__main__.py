@@ -21,6 +21,12 @@ float32. `make test` tries a layout and a method for each, `make nightly` all of
 bfloat16.
 [exactness.md](exactness.md) says how windows and rotary tables are found.
 """
+_NEXT = """
+## What to read next
+
+- [Exactness](exactness.md): what holds for these models.
+- [Running it](runtime.md#models): where models come from.
+- [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-model-family): how to add one."""
 
 
 def main(out: Path) -> None:
@@ -41,6 +47,7 @@ def main(out: Path) -> None:
         *(f"- {specimen.name}" for specimen in SPECIAL),
         "\n## Refused, or not tried\n\n| model type | why |\n|---|---|",
         *others,
+        _NEXT,
     ]
     out.write_text("\n".join(lines) + "\n")
 

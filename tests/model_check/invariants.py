@@ -1,4 +1,4 @@
-"""DESIGN's invariants of one process, as assertions; those of the whole are in `system.py` and `search.py`."""
+"""One process' invariants (docs/design.md) as assertions; those of the whole are in `system.py` and `search.py`."""
 
 from model_check.processes import Process, Scenario
 from model_check.toy import ToyModel, ToyStage

@@ -7,6 +7,7 @@ import random
 import psutil
 import pytest
 from programs import WORDS, Program
+from seeds import SEED
 
 FAULTS = int(os.environ.get("PPD_FAULTS", "0"))
 """How often a program is ended at a random moment, if more often than by default."""
@@ -46,9 +47,8 @@ def test_nothing_is_left_behind(folder, launcher, ending):
 @pytest.mark.parametrize(("launcher", "times", "longest_s"), [("processes", 3, 8.0), ("ray", 2, 14.0)])
 @pytest.mark.parametrize("ending", ["interrupt", "kill"])
 def test_nothing_is_left_whenever_it_ends(folder, launcher, ending, times, longest_s):
-    seed, times = random.randrange(2**32), max(FAULTS, times)
-    print(f"seed {seed}")
-    moments, most = random.Random(seed), 0
+    times = max(FAULTS, times)
+    moments, most = random.Random(SEED), 0
     for _ in range(times):
         with Program(folder, launcher, ending) as program:
             program.run_for(moments.uniform(0.5, longest_s))
@@ -59,9 +59,7 @@ def test_nothing_is_left_whenever_it_ends(folder, launcher, ending, times, longe
 
 
 def test_a_second_ctrl_c_leaves_nothing_either(folder):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    moments = random.Random(seed)
+    moments = random.Random(SEED)
     with Program(folder, "ray", "interrupt") as program:
         program.line()
         program.interrupt()

@@ -1,4 +1,4 @@
-"""Every interleaving of messages, losses and deaths, for few processes and tokens: DESIGN's invariants hold in all."""
+"""Every interleaving of messages, losses and deaths, for few processes and tokens; docs/design.md has the invariants."""
 
 import os
 import random

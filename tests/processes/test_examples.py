@@ -1,0 +1,75 @@
+"""The programs of examples/, as a reader runs them: what they print, and the texts that they say are equal."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compilers import needs_compiler
+
+from ppd_runtime import OrdinaryDecoding
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MOST_LINES = 40
+pytestmark = pytest.mark.processes
+
+
+def run(name: str, *arguments: object) -> str:
+    """What an example prints."""
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_they_are_short() -> None:
+    programs = list(EXAMPLES.glob("*.py"))
+    assert len(programs) == 5
+    assert all(len(program.read_text().splitlines()) <= MOST_LINES for program in programs)
+
+
+def test_stream_a_completion() -> None:
+    prompt = "class Reader:"
+    printed = run("stream_a_completion.py", prompt)
+    expected = OrdinaryDecoding("demo").generate(prompt, max_new_tokens=48)
+    assert printed.startswith(prompt + expected.text)
+    assert f"{len(expected.token_ids)} tokens, " in printed
+
+
+@needs_compiler
+def test_compiled_model(model_folder) -> None:
+    folder = model_folder("llama", num_layers=4, quiet_from=2)
+    printed = run("compiled_model.py", folder, "The quick")
+    expected = OrdinaryDecoding(str(folder), compile=True).generate("The quick", max_new_tokens=24)
+    assert printed.startswith("The quick" + expected.text)
+    assert printed.endswith("same tokens: True\n")
+
+
+def test_same_text_three_layouts() -> None:
+    lines = run("same_text_three_layouts.py", 11).splitlines()
+    texts = {line.split(": ", 1)[1] for line in lines[:3]}
+    assert lines[3] == "same text: True"
+    settings = {"max_new_tokens": 40, "temperature": 0.8, "top_p": 0.95}
+    ordinary = OrdinaryDecoding("demo", dtype="float32")
+    asked, other = (ordinary.generate("class Reader:", seed=seed, **settings).text for seed in (11, 12))
+    assert texts == {repr(asked)} and asked != other
+
+
+def test_compare_methods() -> None:
+    lines = run("compare_methods.py", "import os\n", "x = [").splitlines()
+    assert [line.split()[0] for line in lines] == ["autoregressive", "layerskip", "adaspeed", "kangaroo", "ppd"]
+    assert all(line.endswith("same texts: True") for line in lines)
+
+
+def test_batch_on_ray(tmp_path: Path) -> None:
+    prompts, results = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
+    prompts.write_text("import os\ndef area(radius):\n")
+    printed = run("batch_on_ray.py", prompts, results)
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["import os", "def area(radius):"]
+    ordinary = OrdinaryDecoding("demo")
+    for line in lines:
+        expected = ordinary.generate(line["prompt"], max_new_tokens=32)
+        assert (tuple(line["token_ids"]), line["text"]) == (expected.token_ids, expected.text)
+    assert "2/2: " in printed
