@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes .venv and installs the project at pinned versions first.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n auto --dist worksteal --maxfail 10 --durations 10
+PYTEST := $(BIN)/pytest -n auto --dist loadgroup --maxfail 10 --durations 10
 
 SEED := $(shell date +%s)
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
@@ -32,7 +32,7 @@ nightly: .venv/test.stamp
 	$(NIGHTLY) -m nightly tests
 	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 tests/unit/test_faults.py
 	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 tests/processes/test_endings.py
-	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s tests/processes/test_benchmarks.py -k endurance
+	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s tests/processes/test_benchmark_runs.py -k endurance
 	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py
 	for target in decoding stream round_trip; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \

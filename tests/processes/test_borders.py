@@ -27,7 +27,9 @@ def saved(name: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("killed_after", [2, 6, 7, 11])
+@pytest.mark.parametrize(
+    "killed_after", [pytest.param(2, marks=pytest.mark.nightly), 6, 7, pytest.param(11, marks=pytest.mark.nightly)]
+)
 def test_a_new_main_process_goes_on_with_the_same_text(folder: str, killed_after: int) -> None:
     """Killed before the border, at it, and behind it."""
     expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -75,7 +77,16 @@ def test_stop_texts_statistics_and_traces_span_the_border(folder: str) -> None:
         assert timed_out.finish_reason == "timeout"
 
 
-@pytest.mark.parametrize("name", ["llama, longrope", "llama, overlooked layer kinds", "granite, multipliers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama, longrope",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("llama, overlooked layer kinds", "granite, multipliers")
+        ),
+    ],
+)
 def test_compiled(name: str, tmp_path: Path) -> None:
     """Compiled code keeps to the same borders, windows and multipliers, drafts and verifications too."""
     folder = saved(name, tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from compilers import needs_compiler
+from grids import pairs_first
 from models_for_tests import END_ID, load_stage
 from transformers import PreTrainedModel
 
@@ -122,9 +123,9 @@ def choices(method: SpeculativeMethod, draft: Draft, position: int) -> list[int]
     return found
 
 
-@pytest.mark.parametrize("stopping", STOPPINGS, ids=lambda s: f"{s.rule}-{s.most}")
-@pytest.mark.parametrize("make", [layerskip, kangaroo, probed, swift])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "make", "stopping"), pairs_first(["llama", "mistral"], [layerskip, kangaroo, probed, swift], STOPPINGS)
+)
 def test_a_chain_is_its_drafts_one_by_one(
     model_folder: ModelFolder, family: str, make: Callable[..., SpeculativeMethod], stopping: Stopping
 ) -> None:

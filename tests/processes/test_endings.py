@@ -6,7 +6,7 @@ import random
 
 import psutil
 import pytest
-from programs import WORDS, Program
+from programs import Program
 from seeds import SEED
 
 FAULTS = int(os.environ.get("PPD_FAULTS", "0"))
@@ -30,8 +30,19 @@ def workers(program):
     return found
 
 
-@pytest.mark.parametrize("launcher", ["processes", "ray"])
-@pytest.mark.parametrize("ending", WORDS)
+@pytest.mark.parametrize(
+    ("launcher", "ending"),
+    [
+        ("processes", "exception"),
+        ("processes", "kill"),
+        ("ray", "interrupt"),
+        ("ray", "terminate"),
+        pytest.param("processes", "interrupt", marks=pytest.mark.nightly),
+        pytest.param("processes", "terminate", marks=pytest.mark.nightly),
+        pytest.param("ray", "exception", marks=pytest.mark.nightly),
+        pytest.param("ray", "kill", marks=pytest.mark.nightly),
+    ],
+)
 def test_nothing_is_left_behind(folder, launcher, ending):
     with Program(folder, launcher, ending) as program:
         assert program.line() == f"running {launcher == 'ray'}", "Ray is imported where it is used, and only there"
@@ -44,8 +55,15 @@ def test_nothing_is_left_behind(folder, launcher, ending):
         program.end()
 
 
-@pytest.mark.parametrize(("launcher", "times", "longest_s"), [("processes", 3, 8.0), ("ray", 2, 14.0)])
-@pytest.mark.parametrize("ending", ["interrupt", "kill"])
+@pytest.mark.parametrize(
+    ("launcher", "ending", "times", "longest_s"),
+    [
+        ("processes", "kill", 3, 8.0),
+        ("ray", "interrupt", 2, 14.0),
+        pytest.param("processes", "interrupt", 3, 8.0, marks=pytest.mark.nightly),
+        pytest.param("ray", "kill", 2, 14.0, marks=pytest.mark.nightly),
+    ],
+)
 def test_nothing_is_left_whenever_it_ends(folder, launcher, ending, times, longest_s):
     times = max(FAULTS, times)
     moments, most = random.Random(SEED), 0

@@ -69,8 +69,14 @@ def test_threads(model_folder, family, dtype):
             check(runtime, texts)
 
 
-@pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("number", "family", "dtype"),
+    [
+        pytest.param(number, family, dtype, marks=() if number % 2 == i else pytest.mark.nightly)
+        for number, family in enumerate(FAMILIES)
+        for i, dtype in enumerate(DTYPES)
+    ],
+)
 def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
     folder = model_with_eos(model_folder, family, dtype)
     texts = expected_tokens(folder, dtype)
@@ -86,7 +92,7 @@ def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
 @pytest.mark.parametrize(
     ("k", "dtype", "transport"),
     [
-        (k, dtype, ("unix", "zeromq")[(i + i // 2) % 2])
+        pytest.param(k, dtype, ("unix", "zeromq")[(i + i // 2) % 2], marks=pytest.mark.nightly if i % 3 == 1 else ())
         for i, (k, dtype) in enumerate(itertools.product((1, 3, 5), DTYPES))
     ],
 )

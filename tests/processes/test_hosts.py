@@ -176,7 +176,10 @@ def ordinary(model_folder):
     return OrdinaryDecoding(str(model_folder("llama", num_layers=NUM_LAYERS)), dtype="float32")
 
 
-@pytest.mark.parametrize(("transport", "run_ahead"), [("zeromq", False), ("zeromq", True), ("collective", False)])
+@pytest.mark.parametrize(
+    ("transport", "run_ahead"),
+    [pytest.param("zeromq", False, marks=pytest.mark.nightly), ("zeromq", True), ("collective", False)],
+)
 def test_two_hosts(two_hosts, ordinary, transport, run_ahead):
     hosts, environment, head = two_hosts
     text = ordinary.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).token_ids

@@ -60,8 +60,14 @@ def hurried(monkeypatch):
     monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 0.01)
 
 
-@pytest.mark.parametrize("mishaps", MISHAPS)
-@pytest.mark.parametrize(("k", "workers", "run_ahead"), [(1, 1, True), (1, 1, False), (3, 3, False), (3, 1, False)])
+@pytest.mark.parametrize(
+    ("mishaps", "k", "workers", "run_ahead"),
+    [
+        pytest.param(mishaps, *layout, marks=() if (i + j) % 2 else pytest.mark.nightly)
+        for i, mishaps in enumerate(MISHAPS)
+        for j, layout in enumerate([(1, 1, True), (1, 1, False), (3, 3, False), (3, 1, False)])
+    ],
+)
 def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, caplog, mishaps, k, workers, run_ahead):
     caplog.set_level(logging.WARNING, "ppd_runtime")
     fate, draw = Fate(SEED, **MISHAPS[mishaps]), random.Random(SEED)

@@ -1,4 +1,4 @@
-"""Every interleaving of messages, losses and deaths, for few processes and tokens; docs/design.md has the invariants."""
+"""Every interleaving of messages, losses and deaths, for few processes and tokens: docs/design.md's invariants."""
 
 import os
 import random
