@@ -82,7 +82,7 @@ def match_rate(
 
 
 def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
-    from ppd_runtime.models.trained.exit_heads import SHARED
+    from ppd_runtime.config import SHARED
     from ppd_runtime.models.trained.heads import describe_head
 
     return None if exit_head == SHARED else describe_head(exit_head, info)
