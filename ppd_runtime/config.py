@@ -72,13 +72,14 @@ class SamplingParams:
     """Leave out tokens less probable than this share of the likeliest one's probability, in [0, 1]. 0 leaves out none.
     As the other filters, it needs a temperature above 0."""
     presence_penalty: float = field(default=0.0, metadata=_ADDED)
-    """Taken off the score of each token that was generated before, in [-2, 2]. As OpenAI's and vLLM's, it does not
-    count the prompt's tokens."""
+    """Above 0, tokens that were generated before become less likely; in [-2, 2]. It is taken off their scores. As
+    OpenAI's and vLLM's, it does not count the prompt's tokens."""
     frequency_penalty: float = field(default=0.0, metadata=_ADDED)
-    """Taken off the score of a token for each time that it was generated before, in [-2, 2]."""
+    """Above 0, tokens become less likely the oftener they were generated before; in [-2, 2]. It is taken off a token's
+    score for each time."""
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_ADDED)
-    """Token that ends the generation, also with `ignore_eos`; may be given again. The finish reason is "stop" then. The
-    token itself is in `token_ids`, and in the text unless it is a special one."""
+    """Token that ends the generation; may be given again. It does so with `ignore_eos` too, with the finish reason
+    "stop". The token itself is in `token_ids`, and in the text unless it is a special one."""
     timeout_s: float | None = field(default=None, metadata=_ADDED)
     """End after so many seconds with what there is. The finish reason is "timeout" then. They count from when the
     request's turn has come and the workers are there; a pass that has begun, over a long prompt for example, is
@@ -185,7 +186,7 @@ class RuntimeConfig:
     """
 
     model: str = "demo"
-    """A local folder, a hub name, or "demo" for the embedded model. `name@revision` pins a commit of the hub."""
+    """A local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model."""
     k: int = 3
     """Early candidates for each token."""
     exit_layer: int | None = None
