@@ -1,5 +1,6 @@
 """Ways in that people expect of a library for text generation: forms of prompts, settings, results."""
 
+import contextlib
 import inspect
 import json
 import logging
@@ -21,9 +22,11 @@ from transformers import (
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig, decode, open_method
 from ppd_runtime.config import IN_PROCESS_SETTINGS, SamplingParams, UnknownSettingError
+from ppd_runtime.methods import in_process
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.prompts import token_ids_of
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
+from ppd_runtime.models.pass_kinds import PassKind
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133, 9, 12, 250]
@@ -293,6 +296,24 @@ def test_signatures_show_every_setting_with_type_and_default() -> None:
     for ways, own in ((OrdinaryDecoding, {"emulate"}), (SelfSpeculativeDecoding, {"method", "acceptance", "stage"})):
         assert {*inspect.signature(ways).parameters} == {*IN_PROCESS_SETTINGS} | own
     assert "k: int = 3" in pydoc.plain(pydoc.render_doc(PPDRuntime))
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "layerskip", "adaspeed", "swift"])
+def test_each_method_has_its_kinds_of_passes_compiled_before_it_is_made(
+    folder: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(in_process, "compile_ahead", lambda info, dtype, device, kinds: asked.append(tuple(kinds)))
+    drafting = () if method == "autoregressive" else (PassKind.SEVERAL,)
+    less = (PassKind.WITHOUT_ATTENTION, PassKind.WITHOUT_MLP) if method == "swift" else ()
+    open_method(folder, method, compile=True, dtype="float32").close()
+    assert asked == [(PassKind.ONE, *drafting, *less)]
+
+
+@pytest.mark.parametrize(("workers", "siblings"), [(3, (1, 1, 1)), (2, (2, 1)), (1, (3,))])
+def test_each_worker_has_its_kinds_of_passes(folder: str, workers: int, siblings: tuple[int, ...]) -> None:
+    with contextlib.closing(PPDRuntime(folder, k=3, workers=workers, transport="local")) as runtime:
+        assert [spec.pass_kinds for spec in runtime._specs] == [{1}, *({1, share} for share in siblings)]
 
 
 def test_paths_and_pytorchs_dtypes_are_taken(folder: str) -> None:
