@@ -24,9 +24,10 @@ from benchmarks.awake import awake_cores
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.config import SHARED
 from ppd_runtime.measure.against_ordinary import on_core_of, summarise
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
 
 PROMPTS = (

@@ -12,11 +12,12 @@ import typer
 from cluster.results import ResultsFile
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
+from ppd_runtime.cli.options import Settings, takes
+from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.imports import quick_imports
 
 if TYPE_CHECKING:
     from ppd_runtime import PPDRuntime
-    from ppd_runtime.config import SamplingParams
     from ppd_runtime.methods.base import Generation
     from ppd_runtime.results import GenerationResult, Stats
 
@@ -28,95 +29,57 @@ def job() -> None:
     """Pipelined decoding as a job on a running Ray cluster."""
 
 
+_RUNTIME = (
+    "model",
+    "k",
+    "exit_layer",
+    "exit_head",
+    "workers",
+    "transport",
+    "placement",
+    "placement_timeout_s",
+    "gpus_per_worker",
+    "max_restarts",
+    "dtype",
+    "device",
+    "threads_per_worker",
+    "compile",
+)
+
+
 @app.command()
+@takes(runtime=options.group(RuntimeConfig, _RUNTIME), sampling=options.sampling(*options.SAMPLING))
 def generate(
     prompt_file: Annotated[
         str, typer.Option(help='JSON Lines with a "prompt" each, a .txt with one a line, or "demo".')
     ],
     out: Annotated[Path, typer.Option(help="A JSON line for each prompt is added here; a rerun skips those it holds.")],
     limit: options.Limit = None,
-    model: options.Model = "demo",
-    k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
-    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained head's, or half depth.")] = None,
-    exit_head: options.ExitHead = "shared",
-    workers: Annotated[int | None, typer.Option(help="Sub-processes, at most k; default: k.")] = None,
-    transport: Annotated[str, typer.Option(help="unix, zeromq or auto.")] = "auto",
     bind_interface: Annotated[
         str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")
     ] = None,
-    placement: Annotated[str, typer.Option(help="auto, pack, spread, strict-pack or strict-spread.")] = "auto",
-    placement_timeout_s: Annotated[
-        float, typer.Option(help="Seconds to wait for room in the cluster; 0: too little is an error at once.")
-    ] = 0.0,
-    gpus_per_worker: Annotated[float | None, typer.Option(help="0.5: two workers share a GPU; default: one.")] = None,
-    max_restarts: Annotated[int, typer.Option(help="New lives for a lost worker, in a row.")] = 3,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
-    compile_: Annotated[bool, typer.Option("--compile", help="Run one-token passes in compiled code.")] = False,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = 0,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = False,
+    *,
+    runtime: Settings,
+    sampling: Settings,
 ) -> None:
-    """Continue every prompt of a file; the tokens are ordinary decoding's."""
+    """Continue every prompt of a file; the tokens are ordinary decoding's. Each further prompt has the next seed."""
     with one_line_errors(generate):
         with quick_imports():
             from ppd_runtime import PPDRuntime
-            from ppd_runtime.config import SamplingParams
             from ppd_runtime.measure.prompt_files import read_prompts
 
         if bind_interface == "auto":
             bind_interface = _own_address()
         prompts = [prompt.text for prompt in read_prompts(prompt_file, limit)]
-        sampling = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop=tuple(stop or ()),
-            stop_token_ids=tuple(stop_token_ids or ()),
-            ignore_eos=ignore_eos,
-        )
-        runtime = PPDRuntime(
-            model,
-            k=k,
-            exit_layer=exit_layer,
-            exit_head=exit_head,
-            workers=workers,
-            transport=transport,
-            launcher="ray",
-            bind_interface=bind_interface,
-            placement=placement,
-            placement_timeout_s=placement_timeout_s,
-            gpus_per_worker=gpus_per_worker,
-            max_restarts=max_restarts,
-            dtype=dtype,
-            device=device,
-            threads_per_worker=threads,
-            compile=compile_,
-            progress=_say,
-        )
-        requests = _requests(runtime, prompts, sampling)
-        settings = {**_settings(runtime), "exit_head": exit_head, **sampling.as_dict()}
-        with ResultsFile(lasting(out), prompts, settings) as results:
-            _answer(runtime, prompts, requests, results)
+        params = SamplingParams(**sampling)
+        config = RuntimeConfig(launcher="ray", bind_interface=bind_interface, **runtime)
+        opened = PPDRuntime(config=config, progress=_say)
+        requests = _requests(opened, prompts, params)
+        with ResultsFile(lasting(out), prompts, {**_settings(opened), **params.as_dict()}) as results:
+            _answer(opened, prompts, requests, results)
 
 
-def _requests(runtime: "PPDRuntime", prompts: Sequence[str], sampling: "SamplingParams") -> "list[Generation]":
+def _requests(runtime: "PPDRuntime", prompts: Sequence[str], sampling: SamplingParams) -> "list[Generation]":
     """All requests, checked; each further prompt has the next seed."""
     requests = []
     for index, prompt in enumerate(prompts):
@@ -139,6 +102,7 @@ def _settings(runtime: "PPDRuntime") -> dict[str, Any]:
         "device": runtime.device,
         "threads": config.threads_per_worker,
         "compile": config.compile,
+        "exit_head": config.exit_head,
     }
 
 

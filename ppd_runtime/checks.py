@@ -1,14 +1,27 @@
-"""Checks of what people pass to the cost model; each raises a ValueError that names the value and the way out."""
+"""Checks of what people pass; each raises a ValueError that names the value and the way out."""
 
 import math
+import sys
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
+from typing import TypeGuard
 
 _MOST = 1e15  # far beyond any time or factor, far from overflow
 
 
-def check_whole(name: str, value: int, least: int) -> None:
-    """A whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
+    """A whole number of Python's own, as settings are that travel to other processes and rest in files."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r}: give a whole number")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}: must be at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value}: must be at most {most}")
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """A whole number of at least `least`, NumPy's too."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
 
 
@@ -20,27 +33,56 @@ def check_workers(k: int, workers: int | None) -> None:
             raise ValueError(f"workers={workers} with k={k}: a worker needs a candidate, give {k} or fewer")
 
 
-def check_share(name: str, value: float) -> None:
-    """A number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
-        raise ValueError(f"{name}={value!r}: give a number from 0 to 1")
+def check_share(name: str, value: object, below_one: bool = False) -> None:
+    """A number from 0 to 1; with `below_one`, 1 itself is none."""
+    if not _is_real(value) or not 0 <= value <= 1 or (below_one and value == 1):
+        raise ValueError(f"{name}={value!r}: give a number from 0 to {'below ' * below_one}1")
 
 
-def check_number(name: str, value: float, least: float = 0.0) -> None:
+def check_number(name: str, value: object, least: float = 0.0) -> None:
     """A finite number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= value < math.inf:
+    if not _is_real(value) or not least <= value < math.inf:
         raise ValueError(f"{name}={value!r}: give a finite number of at least {least:g}")
     if value > _MOST:
         raise ValueError(f"{name}={value!r}: give a number of at most {_MOST:g}")
+
+
+def check_range(name: str, value: object, allowed: Callable[[float], bool], range_text: str) -> None:
+    """A finite number of Python's own that is `allowed`; `range_text` says which are, such as "in (0, 1]"."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r}: give a number {range_text}")
+    if not (abs(value) <= sys.float_info.max and allowed(value)):
+        raise ValueError(f"{name}={value}: must be finite and {range_text}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give True or False")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """One of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
 
 
 def check_layers(num_layers: int, exit_layer: int) -> None:
     """An exit layer that Theorem 4.1 covers: d/2 ≤ d̄ < d."""
     check_whole("num_layers", num_layers, 2)
     check_whole("exit_layer", exit_layer, 1)
+    check_exit_layer(exit_layer, num_layers)
+
+
+def check_exit_layer(exit_layer: int, num_layers: int) -> None:
+    """A whole number that is at least half the depth and less than all of it."""
     lowest = (num_layers + 1) // 2
     if not lowest <= exit_layer < num_layers:
         raise ValueError(
             f"exit_layer={exit_layer}: with {num_layers} layers choose {lowest} to {num_layers - 1} "
             "(at least half depth, before the last layer)"
         )
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -3,18 +3,25 @@
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from ppd_runtime.checks import check_bool, check_choice, check_exit_layer, check_int, check_range, check_workers
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ppd_runtime.models.trained.exit_heads import OracleHead
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "local", "unix", "zeromq", "collective")
 LAUNCHERS = ("auto", "ray", "processes")
 PLACEMENTS = ("auto", "pack", "spread", "strict-pack", "strict-spread")
+UNSET: Any = object()
+"""Stands for an argument that was not given."""
+SHARED = "shared"
+"""Names the model's own final norm and head where an exit head is chosen."""
 MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
@@ -48,59 +55,60 @@ class SamplingParams:
     max_new_tokens: int = 128
     """Tokens to generate at the most."""
     temperature: float = 0.0
-    """0 is greedy decoding."""
+    """0 is greedy decoding; above it, higher is more random."""
     top_k: int = 0
-    """Sample among so many likeliest tokens; 0, or -1, is all."""
+    """Sample among so many likeliest tokens; 0 or -1 is all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that hold this share of the probability, in (0, 1]."""
     repetition_penalty: float = 1.0
     """Above 1, tokens already in the prompt or text become less likely."""
     seed: int = 0
-    """Key of the shared noise; the same seed gives the same text, whatever the layout."""
+    """The same seed gives the same text, whatever the layout. It is the key of the shared noise."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; they are not part of the result's text."""
+    """Text that ends the generation and is not part of it; may be given again."""
     ignore_eos: bool = False
     """Go on after an end-of-text token."""
     min_p: float = field(default=0.0, metadata=_ADDED)
-    """Leave out tokens less probable than this share of the likeliest one's probability, in [0, 1]; 0 leaves out none.
+    """Leave out tokens less probable than this share of the likeliest one's probability, in [0, 1]. 0 leaves out none.
     As the other filters, it needs a temperature above 0."""
     presence_penalty: float = field(default=0.0, metadata=_ADDED)
-    """Taken off the score of each token that was generated before, in [-2, 2] (OpenAI's, and vLLM's: the prompt's
-    tokens do not count)."""
+    """Above 0, tokens that were generated before become less likely; in [-2, 2]. It is taken off their scores. As
+    OpenAI's and vLLM's, it does not count the prompt's tokens."""
     frequency_penalty: float = field(default=0.0, metadata=_ADDED)
-    """Taken off the score of a token for each time that it was generated before, in [-2, 2]."""
+    """Above 0, tokens become less likely the oftener they were generated before; in [-2, 2]. It is taken off a token's
+    score for each time."""
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_ADDED)
-    """Further tokens that end the generation, with the finish reason "stop", also with `ignore_eos`. The token itself
-    is in `token_ids`, and in the text unless it is a special one."""
+    """Token that ends the generation; may be given again. It does so with `ignore_eos` too, with the finish reason
+    "stop". The token itself is in `token_ids`, and in the text unless it is a special one."""
     timeout_s: float | None = field(default=None, metadata=_ADDED)
-    """Seconds after which the request ends with the finish reason "timeout" and what there is so far. They count from
-    when its turn has come and the workers are there; a pass that has begun, over a long prompt for example, is
+    """End after so many seconds with what there is. The finish reason is "timeout" then. They count from when the
+    request's turn has come and the workers are there; a pass that has begun, over a long prompt for example, is
     finished. None: as long as it takes."""
     logits_processors: tuple[LogitsProcessor, ...] = field(default=(), metadata=_ADDED)
-    """Functions of the tokens so far, `[1, tokens]`, and float32 scores, `[1, vocab_size]`, that give other scores:
-    transformers' `LogitsProcessor` objects, or your own. They must give the same scores for the same text, for they
-    are applied to guesses too, in several threads. They stay in this process: with `PPDRuntime` they need
-    transport="local"."""
+    """Functions of the tokens so far and of the next one's scores that give other scores. Tokens come as `[1, tokens]`,
+    float32 scores as `[1, vocab_size]`; transformers' `LogitsProcessor` objects are such functions. They must give the
+    same scores for the same text, for they are applied to guesses too, in several threads. They stay in this process:
+    with `PPDRuntime` they need transport="local"."""
     num_generated: int = field(default=0, metadata=_ADDED)
     """So many tokens at the prompt's end count as generated: for a request that goes on with an earlier one."""
 
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.max_new_tokens, 1, _MOST)
-        _check_int("top_k", self.top_k, -1, _MOST)
+        check_int("max_new_tokens", self.max_new_tokens, 1, _MOST)
+        check_int("top_k", self.top_k, -1, _MOST)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        _check_int("seed", self.seed, 0, 2**64 - 1)
+        check_int("seed", self.seed, 0, 2**64 - 1)
         temperatures = f"0, or {_LOWEST_TEMPERATURE} or more"
-        _check_float("temperature", self.temperature, lambda t: t == 0 or t >= _LOWEST_TEMPERATURE, temperatures)
-        _check_float("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]")
-        _check_float("repetition_penalty", self.repetition_penalty, lambda r: r > 0, "above 0")
+        check_range("temperature", self.temperature, lambda t: t == 0 or t >= _LOWEST_TEMPERATURE, temperatures)
+        check_range("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]")
+        check_range("repetition_penalty", self.repetition_penalty, lambda r: r > 0, "above 0")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check_float(name, getattr(self, name), lambda penalty: abs(penalty) <= _MOST_PENALTY, "in [-2, 2]")
-        _check_float("min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1]")
+            check_range(name, getattr(self, name), lambda penalty: abs(penalty) <= _MOST_PENALTY, "in [-2, 2]")
+        check_range("min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1]")
         if self.timeout_s is not None:
-            _check_float("timeout_s", self.timeout_s, lambda seconds: seconds > 0, "above 0")
+            check_range("timeout_s", self.timeout_s, lambda seconds: seconds > 0, "above 0")
         self._check_stops()
-        _check_int("num_generated", self.num_generated, 0, _MOST)
+        check_int("num_generated", self.num_generated, 0, _MOST)
         if not isinstance(self.logits_processors, tuple) or not all(map(callable, self.logits_processors)):
             given = f"{self.logits_processors!r:.200}"
             raise ValueError(f"logits_processors={given}: give a tuple of functions of token ids and scores")
@@ -114,7 +122,7 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, tuple):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r:.200}: give a tuple of token ids")
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, _MOST)
+            check_int("stop_token_ids", token, 0, _MOST)
         for name in ("stop", "stop_token_ids"):
             if len(given := getattr(self, name)) > MOST_STOPS:
                 raise ValueError(f"{name}={given!r:.100}…: {len(given)} of them, give at most {MOST_STOPS}")
@@ -144,9 +152,7 @@ def sampling_from(params: SamplingParams | None, settings: Mapping[str, Any]) ->
     Raises:
         ValueError: for both, for a setting that there is not, or one that cannot work.
     """
-    unknown = sorted(set(settings) - set(SAMPLING_SETTINGS))
-    if unknown:
-        raise UnknownSettingError("sampling", unknown[0], SAMPLING_SETTINGS)
+    _check_known("sampling", settings, SAMPLING_SETTINGS)
     if params is None:
         several = {name: _as_tuple(settings[name]) for name in _SEVERAL if name in settings}
         return SamplingParams(**{**settings, **several})
@@ -169,82 +175,107 @@ def _as_tuple(given: Any) -> Any:
     return tuple(given) if isinstance(given, Iterable) else given
 
 
-def model_name(model: Any) -> Any:
-    """The text of a path to a model; anything else as it is."""
-    return os.fspath(model) if isinstance(model, os.PathLike) else model
-
-
-def dtype_name(dtype: Any) -> Any:
-    """The name of a number format, such as bfloat16, where it comes as PyTorch's own; anything else as it is."""
-    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
-
-
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How the processes are laid out; what depends on the model is checked by `check_against`.
+    """How the processes are laid out, and what they run; what depends on the model is checked by `check_against`.
+
+    Paths and PyTorch's own dtypes, such as torch.bfloat16, are taken too, and become their names.
 
     Raises:
         ValueError: naming the value and the way out.
     """
 
     model: str = "demo"
-    """A local folder, a hub name, or "demo" for the embedded model."""
+    """A local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model."""
     k: int = 3
     """Early candidates for each token."""
     exit_layer: int | None = None
-    """The layer after which the next token is predicted early; None is half depth, rounded up."""
+    """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
+    depth is rounded up."""
     workers: int | None = None
-    """Sub-processes, at most k; None is one for each candidate. Fewer run their share of them as one pass."""
+    """Sub-processes, at most k; default: k. Fewer than k run their share of the candidates as one pass, on fewer
+    devices. Such passes give the numbers of ordinary decoding but not its bits (a product with several rows sums in
+    another order), and the main process goes on from them. In float32 tokens equal ordinary decoding's all the same; in
+    bfloat16 a near tie may fall the other way (demo model: 0.1 % of tokens greedily, 0.6 % at temperature 1, by
+    `benchmarks.siblings`)."""
+    exit_head: "str | OracleHead" = SHARED
+    """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
+    folder. An `OracleHead` is for tests and benchmarks."""
     dtype: str = "auto"
-    """float32, bfloat16, float16, or auto: float32 on CPUs, the model's own on GPUs."""
+    """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
+    `OrdinaryDecoding`."""
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any."""
     transport: str = "auto"
-    """local (threads of one process), unix or zeromq (sockets between processes), collective (tensors from device to
-    device), or auto: collective where each worker has a GPU of its own, else zeromq between hosts and unix on one."""
-    ray_address: str | None = None
-    """A running Ray cluster, auto for one that runs on this host, or local for a node of our own."""
-    threads_per_worker: int = 1
-    """CPU threads for one worker's matrix products."""
-    compile: bool = False
-    """Run one-token passes in compiled code; the first time takes a while, then it is kept on disk."""
-    run_ahead: bool = True
-    """Let a lone sub-process (k=1, exit at half depth) go on without waiting for exit states."""
-    max_restarts: int = 3
-    """New lives for a lost worker in a row, before it is given up; a main process that is given up is an error."""
-    bind_interface: str | None = None
-    """An IP address of this host: workers reach each other over TCP, encrypted, and not over sockets in a folder."""
+    """How messages travel: local (threads), unix, zeromq or collective (processes), or auto. With unix and zeromq
+    there are sockets between processes; with collective hidden states and key/value entries go from device to device
+    (NCCL on GPUs and Gloo on CPUs), the rest over ZeroMQ; local is threads of this process. Auto is collective where
+    each worker has a GPU of its own, else zeromq with a `bind_interface` and unix without."""
     launcher: str = "auto"
-    """ray (actors, on a node of our own or a cluster's), processes (plain ones of this host, without Ray), or auto:
-    what `ppd_runtime.launch.choice.choose_launcher` says."""
+    """What starts the processes: processes (plain ones of this host), ray, or auto. Plain ones need no Ray. Auto is Ray
+    where there is one to join or several hosts are asked for, else processes;
+    `ppd_runtime.launch.choice.choose_launcher` has the rule. A Ray that the program has started is joined and never
+    shut down; it may call `ray.init` later where the runtime has processes, and with `ignore_reinit_error=True` where
+    it has a Ray node of its own."""
+    ray_address: str | None = None
+    """host:port of a running Ray cluster, auto (one of this host) or local (a node of our own); default: RAY_ADDRESS.
+    All runtimes of a program share the node of our own, which is also what there is without RAY_ADDRESS."""
+    bind_interface: str | None = None
+    """An IP address of this host: processes talk over TCP, encrypted. Both ends of every connection are authenticated
+    (CURVE, keys made for each run). None: sockets in a folder that only this user may enter, for processes of one
+    host."""
+    threads_per_worker: int = 1
+    """CPU threads for each worker's matrix products."""
+    compile: bool = False
+    """Run one-token passes in compiled code; the first time takes a while. Then the code is kept on disk. The tokens
+    are those of `OrdinaryDecoding` with `compile=True`."""
+    run_ahead: bool = True
+    """Let a lone sub-process (k=1, exit at half depth) start the next token before it hears what became of the last.
+    That saves a hit its hops, and costs some work in vain."""
+    max_restarts: int = 3
+    """New lives for a lost worker, in a row. A lost sub-process costs time only; a new main process goes on behind the
+    tokens already delivered. 0: a lost main process is an error at once."""
     placement: str = "auto"
-    """Where Ray puts the workers: auto (on one host where they fit), pack, spread, strict-pack or strict-spread."""
+    """Where Ray puts the workers: auto (one host where they fit), pack, spread, strict-pack or strict-spread. There is
+    a placement group with a bundle for each. Sockets in a folder reach one host only."""
     placement_timeout_s: float = 0.0
-    """Seconds to wait for room in a Ray cluster, as one with an autoscaler makes; 0: too little is an error at once."""
+    """Seconds to wait for room in a Ray cluster; 0: too little is an error at once. A cluster with an autoscaler makes
+    room."""
     gpus_per_worker: float | None = None
-    """GPUs of a Ray cluster for each worker, 0.5: two share one; None: one, on a node of our own what there is."""
+    """GPUs of a Ray cluster for each worker, 0.5: two share one; default: one. On a Ray node of our own they share what
+    there is."""
+    trace: bool = False
+    """Record what every process does and when; results have a `trace` then."""
 
     def __post_init__(self) -> None:
-        _check_int("k", self.k, 1)
-        _check_int("threads_per_worker", self.threads_per_worker, 1)
-        _check_int("max_restarts", self.max_restarts, 0)
+        self._name_objects()
+        check_int("k", self.k, 1)
+        check_int("threads_per_worker", self.threads_per_worker, 1)
+        check_int("max_restarts", self.max_restarts, 0)
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model={self.model!r}: give a folder, a hub name or 'demo'")
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("transport", self.transport, TRANSPORTS)
-        _check_choice("launcher", self.launcher, LAUNCHERS)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("launcher", self.launcher, LAUNCHERS)
         self._check_placement()
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
-        for name in ("compile", "run_ahead"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name}={value!r}: give True or False")
+        for name in ("compile", "run_ahead", "trace"):
+            check_bool(name, getattr(self, name))
         if self.workers is not None:
-            _check_int("workers", self.workers, 1)
-            if self.workers > self.k:
-                raise ValueError(
-                    f"workers={self.workers} with k={self.k}: a worker needs a candidate, give {self.k} or fewer"
-                )
+            check_int("workers", self.workers, 1)
+        check_workers(self.k, self.workers)
+        self._check_network()
+
+    def _name_objects(self) -> None:
+        """Put names in the place of paths and of PyTorch's dtypes."""
+        for name in ("model", "exit_head"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+        if type(self.dtype).__module__ == "torch":
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+
+    def _check_network(self) -> None:
         if self.ray_address is not None and self.transport == "local":
             raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
         if self.ray_address is not None and self.launcher == "processes":
@@ -258,11 +289,11 @@ class RuntimeConfig:
             raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
 
     def _check_placement(self) -> None:
-        _check_choice("placement", self.placement, PLACEMENTS)
-        _check_float("placement_timeout_s", self.placement_timeout_s, lambda seconds: seconds >= 0, "0 or more")
+        check_choice("placement", self.placement, PLACEMENTS)
+        check_range("placement_timeout_s", self.placement_timeout_s, lambda seconds: seconds >= 0, "0 or more")
         if self.gpus_per_worker is not None:
             range_text = "above 0, and whole from 1 on"
-            _check_float(
+            check_range(
                 "gpus_per_worker", self.gpus_per_worker, lambda g: 0.001 <= g <= 1 or g == int(g) > 0, range_text
             )
         if self.placement != "auto" and (self.launcher == "processes" or self.transport == "local"):
@@ -288,20 +319,59 @@ class RuntimeConfig:
 
     def check_against(self, num_layers: int, vocab_size: int) -> int:
         """The exit layer for a model of `num_layers` layers; raises ValueError for a k or exit layer it lacks."""
-        lowest = math.ceil(num_layers / 2)
         if num_layers < 2:
             raise ValueError(f"the model has {num_layers} layer: pipelined decoding needs at least 2")
         if self.k > vocab_size:
             raise ValueError(f"k={self.k} is more than the {vocab_size} tokens of the vocabulary: choose fewer")
-        exit_layer = lowest if self.exit_layer is None else self.exit_layer
-        if isinstance(exit_layer, bool) or not isinstance(exit_layer, int):
-            raise ValueError(f"exit_layer={exit_layer!r}: give a whole number")
-        if not lowest <= exit_layer < num_layers:
-            raise ValueError(
-                f"exit_layer={exit_layer}: with {num_layers} layers choose {lowest} to {num_layers - 1} "
-                "(at least half depth, before the last layer)"
-            )
+        exit_layer = math.ceil(num_layers / 2) if self.exit_layer is None else self.exit_layer
+        check_int("exit_layer", exit_layer)
+        check_exit_layer(exit_layer, num_layers)
         return exit_layer
+
+
+RUNTIME_SETTINGS = tuple(setting.name for setting in fields(RuntimeConfig))
+"""The names of `RuntimeConfig`'s settings."""
+
+IN_PROCESS_SETTINGS: Mapping[str, str] = {
+    "model": "model",
+    "dtype": "dtype",
+    "device": "device",
+    "threads": "threads_per_worker",
+    "compile": "compile",
+    "trace": "trace",
+}
+"""The settings of `RuntimeConfig` that decoding in one process has, by the names that it has for them."""
+
+
+def runtime_config(config: RuntimeConfig | None, settings: Mapping[str, Any]) -> RuntimeConfig:
+    """The settings of a runtime, which come as `config` or by name.
+
+    Raises:
+        ValueError: for both, for a setting that there is not, or one that cannot work.
+    """
+    _check_known("PPDRuntime", settings, RUNTIME_SETTINGS)
+    if config is None:
+        return RuntimeConfig(**settings)
+    if settings:
+        raise ValueError(f"config and {next(iter(settings))} are both given: give one of them")
+    if not isinstance(config, RuntimeConfig):
+        raise ValueError(f"config={config!r:.200}: give RuntimeConfig(...), or settings by name")
+    return config
+
+
+def in_process_config(owner: str, settings: Mapping[str, Any]) -> RuntimeConfig:
+    """The settings of decoding in one process by name, those of `IN_PROCESS_SETTINGS`; `owner` names who has them.
+
+    Raises:
+        ValueError: for a setting that there is not, or one that cannot work.
+    """
+    _check_known(owner, settings, IN_PROCESS_SETTINGS)
+    return RuntimeConfig(**{IN_PROCESS_SETTINGS[name]: value for name, value in settings.items()})
+
+
+def _check_known(owner: str, settings: Iterable[str], known: Iterable[str]) -> None:
+    if unknown := sorted(set(settings) - set(known)):
+        raise UnknownSettingError(owner, unknown[0], known)
 
 
 def can_run_ahead(num_layers: int, exit_layer: int, k: int) -> bool:
@@ -309,28 +379,7 @@ def can_run_ahead(num_layers: int, exit_layer: int, k: int) -> bool:
     return k == 1 and num_layers == 2 * exit_layer
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r}: give a whole number")
-    if value < low:
-        raise ValueError(f"{name}={value}: must be at least {low}")
-    if high is not None and value > high:
-        raise ValueError(f"{name}={value}: must be at most {high}")
-
-
 def _is_stop_text(text: object) -> bool:
     if not isinstance(text, str) or not 0 < len(text) <= MOST_STOP_CHARACTERS:
         return False
     return not any("\ud800" <= character <= "\udfff" for character in text)  # half of a UTF-16 pair
-
-
-def _check_float(name: str, value: object, allowed: Callable[[float], bool], range_text: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r}: give a number {range_text}")
-    if not (abs(value) <= sys.float_info.max and allowed(value)):
-        raise ValueError(f"{name}={value}: must be finite and {range_text}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")

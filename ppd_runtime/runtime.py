@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
-from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
+from ppd_runtime.config import SHARED, UNSET, RuntimeConfig, SamplingParams, runtime_config
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
@@ -25,9 +25,10 @@ from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
-from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
+from ppd_runtime.settings import takes_settings
 from ppd_runtime.tracing.trace import Trace
 from ppd_runtime.transport.network import check_interface
 from ppd_runtime.transport.sockets import check_collective
@@ -36,6 +37,7 @@ from ppd_runtime.workers.spec import WorkerSpec
 logger = logging.getLogger(__name__)
 
 
+@takes_settings(RuntimeConfig)
 class PPDRuntime(TextGenerator):
     """Exact pipelined decoding: the tokens are ordinary decoding's, whatever k, exit layer, transport or timing.
 
@@ -44,50 +46,10 @@ class PPDRuntime(TextGenerator):
     `close`, stops its workers for good.
 
     Args:
-        model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
-        k: early candidates for each token.
-        exit_layer: the layer after which the next token is predicted early; None is the layer of a trained exit head,
-            or half depth, rounded up.
-        workers: sub-processes, 1 to k; None is k. Fewer than k run their share of the candidates as one pass, on fewer
-            devices. Such passes give the numbers of ordinary decoding but not its bits (a product with several rows
-            sums in another order), and the main process goes on from them. In float32 tokens equal ordinary decoding's
-            all the same; in bfloat16 a near tie may fall the other way (demo model: 0.1 % of tokens greedily, 0.6 % at
-            temperature 1, by `benchmarks.siblings`).
-        exit_head: "shared" (the model's own norm and head), the folder of a trained head (`ppd train exit-head`), or
-            a `OracleHead` for tests and benchmarks.
-        dtype: float32, bfloat16, float16 (or PyTorch's own, such as torch.bfloat16), or auto (what `choose_dtype`
-            finds fastest; the same for `OrdinaryDecoding`).
-        device: cpu, cuda or auto.
-        transport: "unix" or "zeromq" (processes, with these sockets between them), "collective" (hidden states and
-            key/value entries from device to device, NCCL on GPUs and Gloo on CPUs, the rest over ZeroMQ), "local"
-            (threads of this process) or "auto": collective where each worker has a GPU of its own, else zeromq with
-            a `bind_interface` and unix without.
-        launcher: what starts the processes: "processes" for plain ones of this host, which need no Ray, "ray", or
-            "auto": Ray where there is one to join or several hosts are asked for, else processes; `choose_launcher` has
-            the rule. A Ray that the program has started is joined and never shut down; it may call `ray.init` later
-            where the runtime has processes, and with `ignore_reinit_error=True` where it has a Ray node of its own.
-        ray_address: host:port of a running Ray cluster, "auto" for one that runs on this host, "local" for a node of
-            our own, which all runtimes of a program share. None is what RAY_ADDRESS says, and a node of our own
-            without.
-        bind_interface: an IP address of this host; the processes then reach each other over TCP, every connection
-            encrypted and both its ends authenticated (CURVE, keys made for each run). None: sockets in a folder that
-            only this user may enter, for processes of one host.
-        threads_per_worker: CPU threads for one worker's matrix products.
-        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk. The
-            tokens are those of `OrdinaryDecoding` with `compile=True`.
-        run_ahead: where one sub-process is all (k=1) and the exit is at half depth, it starts the next token before it
-            hears what became of the last, which saves a hit its hops. Costs it some work in vain.
-        max_restarts: new lives for a worker that is lost, in a row. A lost sub-process costs time only; a new main
-            process goes on behind the tokens already delivered. 0: a lost main process is an error at once.
-        placement: where Ray puts the workers, a placement group with a bundle for each: "auto" (one host where they
-            fit), "pack", "spread", "strict-pack" or "strict-spread". Sockets in a folder reach one host only.
-        placement_timeout_s: seconds to wait for room in a Ray cluster, as one with an autoscaler makes; 0: a cluster
-            that is too small is an error at once.
-        gpus_per_worker: GPUs of a Ray cluster for each worker, 0.5: two share one. None: one each; on a Ray node of our
-            own they share what there is.
+        settings: those of `RuntimeConfig` by name; its fields say what they are.
+        config: the same as one object, in place of them.
         emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
             workers than there are devices; figures from it are an emulation's.
-        trace: record what every process does and when; results have a `trace` then.
         progress: is told in a line what the start-up waits for; None logs it.
 
     Raises:
@@ -96,75 +58,46 @@ class PPDRuntime(TextGenerator):
 
     def __init__(
         self,
-        model: str | Path = "demo",
+        model: str | Path = UNSET,
         *,
-        k: int = 3,
-        exit_layer: int | None = None,
-        workers: int | None = None,
-        exit_head: str | Path | OracleHead = SHARED,
-        dtype: str | torch.dtype = "auto",
-        device: str = "auto",
-        transport: str = "auto",
-        launcher: str = "auto",
-        ray_address: str | None = None,
-        bind_interface: str | None = None,
-        threads_per_worker: int = 1,
-        compile: bool = False,
-        run_ahead: bool = True,
-        max_restarts: int = 3,
-        placement: str = "auto",
-        placement_timeout_s: float = 0.0,
-        gpus_per_worker: float | None = None,
+        config: RuntimeConfig | None = None,
         emulate: EmulatedDevice | None = None,
-        trace: bool = False,
         progress: Progress | None = None,
+        **settings: Any,
     ) -> None:
-        self.config = RuntimeConfig(
-            model=model_name(model),
-            k=k,
-            exit_layer=exit_layer,
-            workers=workers,
-            dtype=dtype_name(dtype),
-            device=device,
-            transport=transport,
-            ray_address=ray_address,
-            bind_interface=bind_interface,
-            threads_per_worker=threads_per_worker,
-            compile=compile,
-            run_ahead=run_ahead,
-            max_restarts=max_restarts,
-            launcher=launcher,
-            placement=placement,
-            placement_timeout_s=placement_timeout_s,
-            gpus_per_worker=gpus_per_worker,
-        )
+        self.config = runtime_config(config, settings if model is UNSET else {"model": model, **settings})
         self.launcher = choose_launcher(self.config)
         """What starts the workers, "threads", "processes" or "ray"; what "auto" came to."""
         _check_host(self.config)
         if self.launcher == "ray":
             check_ray(self.config)
         info = describe(self.config.model)
-        head = _find_head(exit_head, info)
-        if isinstance(head, HeadInfo) and exit_layer is None:
+        head = _find_head(self.config.exit_head, info)
+        if isinstance(head, HeadInfo) and self.config.exit_layer is None:
             self.config = replace(self.config, exit_layer=head.exit_layer)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
         if isinstance(head, HeadInfo):
             head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
         self._specs = _worker_specs(self.config, self.launcher, info, self.exit_layer, head, emulate)
-        if self.launcher == "processes":
-            transport_here(transport, self._specs)
-        if transport == "collective" and self.config.one_host:
-            check_collective(self._specs[MAIN].device)
-        processes, here = 1 + self.config.num_subs, self.config.one_host or self.launcher == "processes"
-        self._share = CoreShare(processes, threads_per_worker, pinned=here and self.launcher != "threads")
+        self._share = self._place_workers()
         self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
-        self._traced, self._conditions = trace, emulation_note(emulate)
+        self._traced, self._conditions = self.config.trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
         self._closing: ShutdownGuard | None = None
         self._starting, self._closed = threading.RLock(), False
         self._next_request = 1
+
+    def _place_workers(self) -> CoreShare:
+        """The workers' cores of this host; raises ValueError for a transport that their devices cannot have."""
+        config = self.config
+        if self.launcher == "processes":
+            transport_here(config.transport, self._specs)
+        if config.transport == "collective" and config.one_host:
+            check_collective(self._specs[MAIN].device)
+        processes, here = 1 + config.num_subs, config.one_host or self.launcher == "processes"
+        return CoreShare(processes, config.threads_per_worker, pinned=here and self.launcher != "threads")
 
     def __repr__(self) -> str:
         config, layers = self.config, self.info.num_layers
@@ -315,10 +248,10 @@ def _totals(call: RequestClient, trace: Trace | None) -> Totals:
     )
 
 
-def _find_head(exit_head: str | Path | OracleHead, info: ModelInfo) -> str | HeadInfo | OracleHead:
+def _find_head(exit_head: str | OracleHead, info: ModelInfo) -> str | HeadInfo | OracleHead:
     if isinstance(exit_head, OracleHead) or exit_head == SHARED:
         return exit_head
-    if not isinstance(exit_head, str | Path):
+    if not isinstance(exit_head, str):
         raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
     return describe_head(exit_head, info)
 

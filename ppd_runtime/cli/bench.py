@@ -3,17 +3,19 @@
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.checks import check_whole
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, check_resume, give_json
 from ppd_runtime.cli.progress import progress_bar
+from ppd_runtime.config import SamplingParams
 
 if TYPE_CHECKING:
-    from ppd_runtime.config import SamplingParams
     from ppd_runtime.measure.comparison.prompt_groups import GroupedPrompt
     from ppd_runtime.measure.comparison.report import ComparisonReport
     from ppd_runtime.measure.comparison.rows import LeftOut
@@ -25,6 +27,7 @@ with launcher=auto), assistant_early_exit and prompt_lookup (transformers' own).
 there."""
 
 
+@takes(sampling=options.sampling(*options.USUAL_SAMPLING, "ignore_eos"), place=options.COMPILED)
 def bench(
     model: options.Model = "demo",
     prompts: Annotated[
@@ -42,23 +45,14 @@ def bench(
         int | None, typer.Option(help="Take so many prompts of each group (category or file); default: all.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="How often every prompt is measured.")] = 1,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    seed: options.Seed = 0,
-    ignore_eos: options.IgnoreEos = False,
+    *,
+    sampling: Settings,
     as_json: options.AsJson = False,
     out: options.KeptOut = None,
     markdown: Annotated[Path | None, typer.Option(help="Write all tables into this file.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw a bar chart into this image.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Run one-token passes of this project's methods in compiled code.")
-    ] = False,
+    place: Settings,
 ) -> None:
     """Compare ways of decoding on the same prompts: speed-up over ordinary decoding, what drafts allow, equality.
 
@@ -66,16 +60,13 @@ def bench(
     dropped. What "all" asks for and the model has no part for is left out, and named.
     """
     with one_line_errors(bench):
-        from ppd_runtime.config import SamplingParams
-
         check_resume(resume, out)
         check_outputs(out, markdown, chart)
         check_image(chart)
-        sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, ignore_eos=ignore_eos)
+        params = SamplingParams(**sampling)
         groups = _read_groups(prompts or ["demo"], limit, categories)
-        shared = {"dtype": dtype, "device": device, "threads": threads, "compile": compile_}
         with contextlib.ExitStack() as opened:
-            run, left_out = _open(opened, model, methods, shared, groups, sampling, rounds, out, resume)
+            run, left_out = _open(opened, model, methods, place, groups, params, rounds, out, resume)
             _measure(run)
             _report(run, left_out, as_json, out, markdown, chart)
 
@@ -92,15 +83,14 @@ def _open(
     opened: contextlib.ExitStack,
     model: str,
     methods: str,
-    shared: dict[str, Any],
+    place: Settings,
     groups: "list[GroupedPrompt]",
-    sampling: "SamplingParams",
+    sampling: SamplingParams,
     rounds: int,
     out: Path | None,
     resume: bool,
 ) -> "tuple[ComparisonRun, list[LeftOut]]":
     """The run, ready to measure, and the rows that it goes without; what is opened is closed with `opened`."""
-    from ppd_runtime.checks import check_whole
     from ppd_runtime.measure.comparison.methods import Methods
     from ppd_runtime.measure.comparison.rows import check_rows, parse_rows
     from ppd_runtime.measure.comparison.run import ComparisonRun
@@ -109,7 +99,7 @@ def _open(
 
     check_whole("rounds", rounds, 1)
     rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)
-    ready = opened.enter_context(Methods(OrdinaryDecoding(model, **shared), rows))
+    ready = opened.enter_context(Methods(OrdinaryDecoding(model, **place), rows))
     return ComparisonRun(ready, groups, sampling, rounds, out, resume), left_out
 
 

@@ -1,12 +1,12 @@
 """`ppd demo`: see pipelined decoding work, in less than a minute."""
 
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import print_stream, show_progress
+from ppd_runtime.cli.options import Settings, takes
+from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.measure.machine_load import busy_note
 
@@ -21,34 +21,32 @@ _PROMPT = "def read_lines(path):"
 _TIMED_PROMPTS = (_PROMPT, "class Reader:", "    def __init__(self, name, value=None):")
 
 
-def demo(
-    k: Annotated[int, typer.Option(help="Early candidates for each token.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens for each text.")] = 96,
-    ray_address: options.RayAddress = None,
-) -> None:
+@takes(
+    runtime=options.group(RuntimeConfig, ("k", "ray_address")),
+    sampling=options.sampling("max_new_tokens", max_new_tokens=96),
+)
+def demo(runtime: Settings, sampling: Settings) -> None:
     """Stream a completion from the embedded model, then time pipelined beside ordinary decoding on this host."""
     with one_line_errors(demo):
         with quick_imports():
             from ppd_runtime import OrdinaryDecoding, PPDRuntime
-            from ppd_runtime.config import SamplingParams
             from ppd_runtime.launch.cpu_affinity import available_cores
             from ppd_runtime.measure.against_ordinary import compare
 
-        SamplingParams(max_new_tokens)  # refuses what cannot work before anything starts
+        max_new_tokens = SamplingParams(**sampling).max_new_tokens  # refuses what cannot work before anything starts
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens={max_new_tokens}: times are for tokens after the first, give at least 2")
         cores = available_cores()
-        with PPDRuntime(k=k, ray_address=ray_address, progress=show_progress) as runtime:
-            print_stream(runtime.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT)
-        layouts = _layouts(k, cores)
+        with PPDRuntime(**runtime, progress=show_progress) as streaming:
+            print_stream(streaming.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT)
+        layouts = _layouts(runtime["k"], cores)
         print(f"\nTimed on {cores} CPU cores: " + ", then ".join(_name(*layout) for layout in layouts))
         comparisons = {}
         with OrdinaryDecoding() as ordinary:
             for timed_k, workers in layouts:
-                timed = PPDRuntime(k=timed_k, workers=workers, launcher="processes", progress=show_progress)
-                with timed as runtime:
+                with PPDRuntime(k=timed_k, workers=workers, launcher="processes", progress=show_progress) as timed:
                     show_progress("timing both, in turn")
-                    comparison = compare(runtime, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)
+                    comparison = compare(timed, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)
                     comparisons[timed_k, workers] = comparison
         show_progress("")
         _print_all({_name(*layout): comparison for layout, comparison in comparisons.items()})

@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppd_runtime.cli import options
+from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
+from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -30,26 +34,54 @@ class Method(str, Enum):
     swift = "swift"
 
 
-class StoppingName(str, Enum):
-    """When AdaSPEED stops drafting."""
+@dataclass(frozen=True)
+class Outputs:
+    """What becomes of the text and of what is known about it."""
 
-    constant = "constant"
-    confidence = "confidence"
-    product = "product"
-    probe = "probe"
+    as_json: bool = field(default=False, metadata={"option": "--json"})
+    """Print one JSON object instead of streaming."""
+    out: Path | None = None
+    """Write the same JSON into this file."""
+    quiet: bool = False
+    """No line of figures behind the text."""
+    trace: Path | None = None
+    """Write what every process did and when into this JSON file, for ui.perfetto.dev."""
+    timeline: Path | None = None
+    """Draw the first tokens on the clock into this image."""
+
+    def check(self) -> None:
+        """Raise ValueError for files that could not be written afterwards."""
+        check_outputs(self.out, self.trace, self.timeline)
+        check_image(self.timeline)
+
+    @property
+    def traced(self) -> bool:
+        """Whether there is anything to record."""
+        return self.trace is not None or self.timeline is not None
 
 
-class Acceptance(str, Enum):
-    """How drafts are judged."""
+_LAYOUT = (
+    "k",
+    "exit_head",
+    "workers",
+    "transport",
+    "launcher",
+    "ray_address",
+    "placement",
+    "bind_interface",
+    "run_ahead",
+    "max_restarts",
+)
 
-    shared_noise = "shared-noise"
-    rejection = "rejection"
 
-
-_PPD, _DRAFTING = "Pipelined decoding", "Drafting (layerskip, adaspeed, kangaroo, swift)"
-_SWIFT = "Swift"
-
-
+@takes(
+    layout=options.group(RuntimeConfig, _LAYOUT, panel="Pipelined decoding", given_only=True),
+    drafting=DRAFTING,
+    swift=SWIFT,
+    place=options.COMPILED,
+    sampling=options.sampling(*options.SAMPLING, "timeout_s"),
+    outputs=options.group(Outputs, make=Outputs),
+)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; left out: --prompt-file or stdin.")
@@ -58,204 +90,44 @@ def generate(
     model: options.Model = "demo",
     method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
     exit_layer: Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")] = None,
-    k: Annotated[
-        int | None, typer.Option(help="Early candidates for each token; default: 3.", rich_help_panel=_PPD)
-    ] = None,
-    exit_head: Annotated[
-        str | None,
-        typer.Option(help='"shared" (the default), or the folder of a trained one.', rich_help_panel=_PPD),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Sub-processes, at most k; default: k.", rich_help_panel=_PPD)
-    ] = None,
-    transport: Annotated[
-        str | None,
-        typer.Option(help="local (threads), unix, zeromq or collective (processes), or auto.", rich_help_panel=_PPD),
-    ] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            help="processes (of this host), ray, or auto: Ray where there is one to join or several hosts are asked "
-            "for, else processes.",
-            rich_help_panel=_PPD,
-        ),
-    ] = None,
-    ray_address: options.RayAddress = None,
-    placement: Annotated[
-        str | None,
-        typer.Option(help="Of Ray's actors: auto, pack, spread, strict-pack, strict-spread.", rich_help_panel=_PPD),
-    ] = None,
-    bind_interface: Annotated[
-        str | None,
-        typer.Option(help="An IP address of this host: processes talk over TCP, encrypted.", rich_help_panel=_PPD),
-    ] = None,
-    no_run_ahead: Annotated[
-        bool,
-        typer.Option(
-            "--no-run-ahead",
-            help="Let a lone sub-process (k=1) wait for the main process' word, as Algorithm 2 has it.",
-            rich_help_panel=_PPD,
-        ),
-    ] = False,
-    max_restarts: Annotated[
-        int | None, typer.Option(help="New lives for a lost worker, in a row; default: 3.", rich_help_panel=_PPD)
-    ] = None,
-    num_speculations: Annotated[
-        int | None, typer.Option(help="Tokens in a draft (at the most).", rich_help_panel=_DRAFTING)
-    ] = None,
-    stopping: Annotated[
-        StoppingName | None,
-        typer.Option(help="When to stop drafting; default: the method's own.", rich_help_panel=_DRAFTING),
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Stop drafting below this confidence.", rich_help_panel=_DRAFTING)
-    ] = None,
-    adaptive: Annotated[
-        bool | None,
-        typer.Option(
-            help="Let the threshold follow the acceptance rate; default: the method's own.", rich_help_panel=_DRAFTING
-        ),
-    ] = None,
-    probe: Annotated[
-        Path | None,
-        typer.Option(help="A folder of `ppd train probe`, for --stopping probe.", rich_help_panel=_DRAFTING),
-    ] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="A folder of `ppd train adapter`, for kangaroo.", rich_help_panel=_DRAFTING)
-    ] = None,
-    acceptance: Annotated[
-        Acceptance | None,
-        typer.Option(help="rejection: speculative sampling, as the papers.", rich_help_panel=_DRAFTING),
-    ] = None,
-    layer_set: Annotated[
-        Path | None,
-        typer.Option(help="A file of `ppd search-layers`; default: search while decoding.", rich_help_panel=_SWIFT),
-    ] = None,
-    skip_ratio: Annotated[
-        float | None, typer.Option(help="Share of attentions and MLPs; default: 0.45.", rich_help_panel=_SWIFT)
-    ] = None,
-    search_steps: Annotated[
-        int | None, typer.Option(help="Sets to try at the most; default: 1000.", rich_help_panel=_SWIFT)
-    ] = None,
-    bayes_interval: Annotated[
-        int | None,
-        typer.Option(help="Choose each so manieth by Bayesian optimisation; default: 25.", rich_help_panel=_SWIFT),
-    ] = None,
-    context_window: Annotated[
-        int | None, typer.Option(help="Generated tokens by which sets are scored; default: 32.", rich_help_panel=_SWIFT)
-    ] = None,
-    search_seed: Annotated[
-        int | None, typer.Option(help="Which random sets; default: 0.", rich_help_panel=_SWIFT)
-    ] = None,
-    widest: Annotated[
-        int | None,
-        typer.Option(help="Candidates for a doubtful place; default: 10; 1: chains.", rich_help_panel=_SWIFT),
-    ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Run one-token passes in compiled code; the first time takes a while.")
-    ] = False,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = 0,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = False,
-    timeout_s: Annotated[float | None, typer.Option(help="End after so many seconds with what there is.")] = None,
+    *,
+    layout: Settings,
+    drafting: Settings,
+    swift: Settings,
+    place: Settings,
+    sampling: Settings,
     add_special_tokens: Annotated[
         bool, typer.Option(help="Whether the prompt gets the tokenizer's special tokens.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
-    out: options.Out = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No line of figures behind the text.")] = False,
-    trace: options.TraceFile = None,
-    timeline: options.TimelineFile = None,
+    outputs: Outputs,
 ) -> None:
     """Continue a text; the tokens are the same whatever the method and its options."""
-    own = _given(
-        exit_layer=exit_layer,
-        k=k,
-        exit_head=exit_head,
-        workers=workers,
-        transport=transport,
-        launcher=launcher,
-        ray_address=ray_address,
-        run_ahead=False if no_run_ahead else None,
-        max_restarts=max_restarts,
-        placement=placement,
-        bind_interface=bind_interface,
-        num_speculations=num_speculations,
-        stopping=stopping,
-        threshold=threshold,
-        adaptive=adaptive,
-        probe=probe,
-        adapter=adapter,
-        acceptance=acceptance,
-        layer_set=layer_set,
-        skip_ratio=skip_ratio,
-        search_steps=search_steps,
-        bayes_interval=bayes_interval,
-        context_window=context_window,
-        search_seed=search_seed,
-        widest=widest,
-    )
+    own = {**({} if exit_layer is None else {"exit_layer": exit_layer}), **layout, **drafting, **swift}
     with one_line_errors(generate):
         with quick_imports():
-            from ppd_runtime.config import SamplingParams
             from ppd_runtime.methods.registry import open_method
 
-        traced = _check_outputs(out, trace, timeline)
+        outputs.check()
         text = _read_prompt(prompt, prompt_file)
-        params = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop=tuple(stop or ()),
-            stop_token_ids=tuple(stop_token_ids or ()),
-            ignore_eos=ignore_eos,
-            timeout_s=timeout_s,
-        )
-        shared = {"dtype": dtype, "device": device, "threads": threads, "compile": compile_, "trace": traced}
+        params = SamplingParams(**sampling)
         if method is Method.ppd:
-            shared["progress"] = show_progress
-        generator = open_method(model, method.value, **own, **shared)
+            own["progress"] = show_progress
+        generator = open_method(model, method.value, **own, **place, trace=outputs.traced)
         generation = generator.request(text, params, add_special_tokens=add_special_tokens)
-        result = _show(generation, generator, text, as_json, quiet)
-        give_json(_as_dict(result, method, generator.dtype), as_json, out)
-        _write_trace(result, generator, trace, timeline)
+        result = _show(generation, generator, text, outputs)
+        give_json(_as_dict(result, method, generator.dtype), outputs.as_json, outputs.out)
+        _write_trace(result, generator, outputs)
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    """The options that were given, by the names of the settings."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
-
-
-def _show(
-    generation: "Generation", generator: "TextGenerator", prompt: str, silent: bool, quiet: bool
-) -> "GenerationResult":
+def _show(generation: "Generation", generator: "TextGenerator", prompt: str, outputs: Outputs) -> "GenerationResult":
     with generator:
-        if silent:
+        if outputs.as_json:
             for _ in generation:
                 pass
             show_progress("")
         else:
             print_stream(generation, prompt)
-    if not (silent or quiet):
+    if not (outputs.as_json or outputs.quiet):
         sys.stderr.write(f"{_figures(generation.result)}\n")
     return generation.result
 
@@ -274,22 +146,13 @@ def _as_dict(result: "GenerationResult", method: Method, dtype: str) -> dict[str
     return {**told, "prompt_tokens": len(result.prompt_ids), "method": method.value, "dtype": dtype, "stats": stats}
 
 
-def _check_outputs(out: Path | None, trace: Path | None, timeline: Path | None) -> bool:
-    """Whether there is anything to record; raises ValueError for files that could not be written afterwards."""
-    check_outputs(out, trace, timeline)
-    check_image(timeline)
-    return trace is not None or timeline is not None
-
-
-def _write_trace(
-    result: "GenerationResult", generator: "TextGenerator", trace: Path | None, timeline: Path | None
-) -> None:
-    if result.trace is not None and trace is not None:
-        result.trace.write(trace)
-    if result.trace is not None and timeline is not None:
+def _write_trace(result: "GenerationResult", generator: "TextGenerator", outputs: Outputs) -> None:
+    if result.trace is not None and outputs.trace is not None:
+        result.trace.write(outputs.trace)
+    if result.trace is not None and outputs.timeline is not None:
         from ppd_runtime.tracing.timeline import draw_timeline
 
-        draw_timeline(result.trace, timeline, lambda token: str(generator.tokenizer.decode([token])))
+        draw_timeline(result.trace, outputs.timeline, lambda token: str(generator.tokenizer.decode([token])))
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -8,13 +8,14 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, check_resume, give_json
 from ppd_runtime.cli.progress import progress_bar
+from ppd_runtime.config import SHARED, SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ppd_runtime.config import SamplingParams
     from ppd_runtime.measure.match_rate_report import MatchRateReport, Rates
     from ppd_runtime.measure.match_rate_run import MatchRateRun
     from ppd_runtime.measure.match_rates import MatchRateSetting
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _RANKINGS = {"logits": "candidates by logits", "shared_noise": "candidates by logits and shared noise"}
 
 
+@takes(sampling=options.sampling(*options.USUAL_SAMPLING), place=options.IN_PROCESS)
 def match_rate(
     model: options.Model = "demo",
     prompts: options.Prompts = "demo",
@@ -33,19 +35,14 @@ def match_rate(
     ] = None,
     exit_head: options.ExitHead = "shared",
     k: Annotated[str, typer.Option(help="Numbers of candidates.")] = "1,3,5",
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    seed: options.Seed = 0,
+    *,
+    sampling: Settings,
     limit: options.Limit = None,
     as_json: options.AsJson = False,
     out: options.KeptOut = None,
     plot: Annotated[Path | None, typer.Option(help="Draw heatmaps into this image.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
+    place: Settings,
 ) -> None:
     """Measure how often a layer's k candidates hold the token that full depth generates.
 
@@ -53,7 +50,6 @@ def match_rate(
     generation of each prompt and one more pass over its text. `ppd tradeoff --match-rates` reads the --out file.
     """
     with one_line_errors(match_rate):
-        from ppd_runtime.config import SamplingParams
         from ppd_runtime.measure.match_rate_run import MatchRateRun
         from ppd_runtime.measure.match_rates import MatchRateMeter, trained_head_meter
         from ppd_runtime.measure.prompt_files import read_prompts
@@ -64,11 +60,11 @@ def match_rate(
         check_outputs(out, plot)
         check_image(plot)
         texts = [prompt.text for prompt in read_prompts(prompts, limit)]
-        sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
+        params = SamplingParams(**sampling)
         info = describe(model)
         head = _trained_head(exit_head, info)
-        setting = _setting(info, head, exit_layers, k, sampling)
-        with OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads) as ordinary:
+        setting = _setting(info, head, exit_layers, k, params)
+        with OrdinaryDecoding(model, **place) as ordinary:
             meter = trained_head_meter(ordinary, setting, head) if head else MatchRateMeter(ordinary, setting)
             run = MatchRateRun(meter, texts, out, resume)
             _measure(run, as_json)
@@ -82,14 +78,13 @@ def match_rate(
 
 
 def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
-    from ppd_runtime.models.trained.exit_heads import SHARED
     from ppd_runtime.models.trained.heads import describe_head
 
     return None if exit_head == SHARED else describe_head(exit_head, info)
 
 
 def _setting(
-    info: "ModelInfo", head: "HeadInfo | None", exit_layers: str | None, k: str, sampling: "SamplingParams"
+    info: "ModelInfo", head: "HeadInfo | None", exit_layers: str | None, k: str, sampling: SamplingParams
 ) -> "MatchRateSetting":
     from ppd_runtime.cost_model.tradeoff import parse_list
     from ppd_runtime.measure.match_rates import MatchRateSetting

@@ -9,7 +9,9 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
+from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
+from ppd_runtime.config import SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking
@@ -18,6 +20,7 @@ _MOST_ROWS = 12
 _TIME = "instead of measuring it."
 
 
+@takes(sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64), place=options.IN_PROCESS)
 def plan(
     model: options.Model = "demo",
     prompts: options.Prompts = "demo",
@@ -53,18 +56,13 @@ def plan(
             help="Rank tensor parallelism with this speed-up over devices; default: where it was measured, with that."
         ),
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    seed: options.Seed = 0,
+    *,
+    sampling: Settings,
     limit: options.Limit = None,
     as_json: options.AsJson = False,
     out: options.Out = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with sliders here; it needs no network.")] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
+    place: Settings,
 ) -> None:
     """Rank exit layers, k and workers by predicted time per token, beside ordinary decoding and tensor parallelism.
 
@@ -73,7 +71,6 @@ def plan(
     """
     with one_line_errors(plan):
         from ppd_runtime.calibration.planning import Given, Subject, plan_with
-        from ppd_runtime.config import SamplingParams
         from ppd_runtime.cost_model.planner import check_request
         from ppd_runtime.cost_model.report import page_data, plan_data, write_page
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
@@ -86,12 +83,11 @@ def plan(
         counts = None if workers is None else parse_list("--workers", workers, int)
         widths = parse_factors("--width", width or ())
         given = Given(match_rates, calibration, layers, ks, times, counts, widths, run_ahead)
-        sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
         planned = plan_with(
             given,
             max_devices,
             tensor_parallel_efficiency,
-            Subject(model, prompts, limit, sampling, dtype, device, threads),
+            Subject(model, prompts, limit, SamplingParams(**sampling), **place),
             show_progress,
         )
         found = (model, planned.ranking, planned.calibration, planned.rates)

@@ -9,12 +9,14 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from ppd_runtime.methods.layer_search import LayerSearch
 
 
+@takes(place=options.IN_PROCESS)
 def search_layers(
     out: Annotated[Path, typer.Option(help="Write the set here, for `ppd generate --method swift --layer-set`.")],
     model: options.Model = "demo",
@@ -29,10 +31,9 @@ def search_layers(
     ] = 4,
     max_new_tokens: options.MaxNewTokens = 128,
     limit: options.Limit = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same search.")] = 0,
+    *,
+    place: Settings,
     as_json: options.AsJson = False,
 ) -> None:
     """Run SWIFT's search to its end over given prompts, greedily (Self-SD's offline search)."""
@@ -53,9 +54,7 @@ def search_layers(
             bayes_interval=bayes_interval,
             search_windows=search_windows,
             search_seed=seed,
-            dtype=dtype,
-            device=device,
-            threads=threads,
+            **place,
         )
     if as_json:
         print(json.dumps(json.loads(out.read_text(encoding="utf-8"))))

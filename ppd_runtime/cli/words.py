@@ -9,11 +9,11 @@ from typing import Any
 
 from typer.models import OptionInfo
 
+from ppd_runtime.cli.options import PARAMETERS
 from ppd_runtime.config import UnknownSettingError
 
 _OTHER_NAMES = {
-    "threads_per_worker": "threads",
-    "compile": "compile_",
+    **PARAMETERS,
     "num_layers": "layers",
     "num_new_tokens": "tokens",
     "max_devices": "devices",

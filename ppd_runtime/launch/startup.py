@@ -62,12 +62,11 @@ def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str,
 def _prepared(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> list[WorkerSpec]:
     if config.compile:
         progress("compiling, unless an earlier run has")
-        passes = sorted({spec.siblings for spec in specs})  # the main process' is one token's, which all run
-        code = compile_ahead(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, passes)
-        specs = [
-            replace(spec, code={n: code[n] for n in {1, spec.siblings} | ({PassKind.HEAD} & set(code))})
-            for spec in specs
-        ]
+        main = specs[MAIN]
+        kinds = sorted(set().union(*(spec.pass_kinds for spec in specs)))
+        code = compile_ahead(main.info, main.dtype, main.device, kinds)
+        shared = {PassKind.HEAD} & set(code)
+        specs = [replace(spec, code={kind: code[kind] for kind in spec.pass_kinds | shared}) for spec in specs]
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)

@@ -14,10 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.checks import check_whole
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.config import SHARED, SamplingParams
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import SHARED
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.sampling import Sampler
 

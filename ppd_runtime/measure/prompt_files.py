@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ppd_runtime.checks import check_whole
+
 SHIPPED = "demo"
 """Names the prompts that come with the package, half of them code and half prose."""
 
@@ -32,8 +34,8 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     Raises:
         ValueError: naming the file and the line that is broken, or a file that holds no prompt.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit}: give a whole number of at least 1")
+    if limit is not None:
+        check_whole("limit", limit, 1)
     path = _shipped_file() if source == SHIPPED else Path(source)
     try:
         with path.open("rb") as file:

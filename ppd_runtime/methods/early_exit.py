@@ -8,10 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ppd_runtime.checks import check_int
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.speculation import Propose
@@ -36,7 +38,6 @@ class EarlyExitDrafting(ABC):
     def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
         self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
         self.stop_drafting = StopDrafting(stopping)
-        stage.compile_for(PassKind.SEVERAL)
         self._chains = self._make_chains(probe)
         self._states: Tensor
         """`[1, tokens, hidden_size]` after the first layers, of the draft."""
@@ -117,6 +118,7 @@ class EarlyExitDrafting(ABC):
 class EarlyExitSettings:
     """What these methods can be told: where to exit, and when to stop drafting (AdaSPEED's rules, for all of them)."""
 
+    pass_kinds: ClassVar = (PassKind.ONE, PassKind.SEVERAL)
     exit_layer: int | None = None
     """Drafts come from layers 1 to this one; None is a trained part's, or a third of the depth."""
     stopping: str = "constant"
@@ -161,8 +163,7 @@ def check_exit_layer(exit_layer: int | None, num_layers: int) -> int:
         raise ValueError(f"the model has {num_layers} layer: an early exit needs at least 2")
     if exit_layer is None:
         return max(1, num_layers // 3)
-    if isinstance(exit_layer, bool) or not isinstance(exit_layer, int):
-        raise ValueError(f"exit_layer={exit_layer!r}: give a whole number")
+    check_int("exit_layer", exit_layer)
     if not 1 <= exit_layer < num_layers:
         raise ValueError(f"exit_layer={exit_layer}: with {num_layers} layers choose 1 to {num_layers - 1}")
     return exit_layer

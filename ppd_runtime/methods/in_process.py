@@ -28,26 +28,22 @@ class OneProcessDecoding(TextGenerator):
 
     Args:
         info: the model.
-        config: dtype, device, threads and whether passes over few tokens run in compiled code.
-        trace: record what is done when; results have a `trace` then.
+        config: dtype, device, threads, whether passes over few tokens run in compiled code, and whether to trace.
         emulate: a slower device whose times to keep to.
     """
 
     stage: Stage
 
-    def __init__(
-        self, info: ModelInfo, config: RuntimeConfig, trace: bool, emulate: EmulatedDevice | None = None
-    ) -> None:
+    def __init__(self, info: ModelInfo, config: RuntimeConfig, emulate: EmulatedDevice | None = None) -> None:
         super().__init__(info, load_tokenizer(info))
-        self.config = config
-        self._traced, self._emulate = trace, emulate
+        self.config, self._emulate = config, emulate
 
-    def load_whole(self, compiled_for: Sequence[int] = (1,)) -> Stage:
-        """The whole model; with `compile`, with code for passes as `compile_ahead` has them."""
+    def load_whole(self, pass_kinds: Sequence[int]) -> Stage:
+        """The whole model; with `compile`, with code for these kinds of passes."""
         info, config = self.info, self.config
         place = choose_device(config.device)
         number = choose_dtype(config.dtype, place, info, config.threads_per_worker, compiled=config.compile)
-        code = compile_ahead(info, number, place, compiled_for) if config.compile else None
+        code = compile_ahead(info, number, place, pass_kinds) if config.compile else None
         return load_stage(info, info.num_layers, number, place, code, self._emulate)
 
     def __repr__(self) -> str:
@@ -85,7 +81,7 @@ class OneProcessDecoding(TextGenerator):
         spent, first, first_ledger, reason = 0.0, 0.0, None, None
         stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)
         tokens = self._tokens(prompt_ids, params, stop)
-        recorder.begin(self._traced)
+        recorder.begin(self.config.trace)
         while reason is None:
             began = time.perf_counter()
             recorder.resume()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ppd_runtime.checks import check_share, check_whole
 from ppd_runtime.models.stage.slicing import LayerSet
 
 if TYPE_CHECKING:
@@ -44,18 +45,11 @@ class SearchSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        ratio = self.skip_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
-            raise ValueError(f"skip_ratio={ratio!r}: give a number from 0 to below 1")
-        for name, value in (
-            ("search_steps", self.steps),
-            ("bayes_interval", self.bayes_interval),
-            ("search_seed", self.seed),
-            ("search_windows", self.windows),
-        ):
-            least = 1 if name == "search_windows" else 0
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+        check_share("skip_ratio", self.skip_ratio, below_one=True)
+        check_whole("search_steps", self.steps, 0)
+        check_whole("bayes_interval", self.bayes_interval, 0)
+        check_whole("search_seed", self.seed, 0)
+        check_whole("search_windows", self.windows, 1)
         if self.steps and self.bayes_interval and find_spec("sklearn") is None:
             raise ValueError(
                 f"bayes_interval={self.bayes_interval} needs scikit-learn: install ppd-runtime[swift], "

@@ -2,52 +2,35 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, SamplingParams, in_process_config
 from ppd_runtime.methods.autoregressive import autoregressive
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.sampling import TimedSampler
+from ppd_runtime.settings import takes_settings
 from ppd_runtime.text import StopRule
 
 
+@takes_settings(RuntimeConfig, IN_PROCESS_SETTINGS)
 class OrdinaryDecoding(OneProcessDecoding):
     """Autoregressive decoding in this process, with the same stage, sampling and threads as a main process has.
 
     Args:
         model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
-        dtype: float32, bfloat16, float16 (or PyTorch's own, such as torch.bfloat16), or auto.
-        device: cpu, cuda or auto.
-        threads: CPU threads for matrix products; set for the whole process while a generation runs.
-        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk.
         emulate: a slower device whose times to keep to, to compare with a runtime that does.
-        trace: record what is done when; results have a `trace` then.
+        settings: dtype, device, threads, compile and trace, as `RuntimeConfig` has them; threads are set for the whole
+            process while a generation runs.
     """
 
-    def __init__(
-        self,
-        model: str | Path = "demo",
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str = "auto",
-        threads: int = 1,
-        compile: bool = False,
-        emulate: EmulatedDevice | None = None,
-        trace: bool = False,
-    ) -> None:
-        config = RuntimeConfig(
-            model_name(model),
-            dtype=dtype_name(dtype),
-            device=device,
-            threads_per_worker=threads,
-            compile=compile,
-        )
-        super().__init__(describe(config.model), config, trace, emulate)
-        self.stage = self.load_whole()
+    def __init__(self, model: str | Path = "demo", *, emulate: EmulatedDevice | None = None, **settings: Any) -> None:
+        config = in_process_config("OrdinaryDecoding", {"model": model, **settings})
+        super().__init__(describe(config.model), config, emulate)
+        self.stage = self.load_whole((PassKind.ONE,))
 
     def _tokens(
         self, prompt_ids: list[int], params: SamplingParams, stop: StopRule

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+from ppd_runtime.checks import check_bool
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -25,8 +27,7 @@ def token_ids_of(
     Raises:
         ValueError: for what is no prompt, is empty, or holds several prompts.
     """
-    if not isinstance(add_special_tokens, bool):
-        raise ValueError(f"add_special_tokens={add_special_tokens!r}: give True or False")
+    check_bool("add_special_tokens", add_special_tokens)
     if isinstance(prompt, str):
         token_ids = _encode(prompt, tokenizer, add_special_tokens)
     elif not add_special_tokens:

@@ -75,7 +75,7 @@ def _self_speculative(model: str | Path, method: str, settings: Mapping[str, Any
 
 
 def _names(function: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(function).parameters) - {"self", "prompt"}
+    return set(inspect.signature(function).parameters) - {"self", "prompt", "config"}
 
 
 def _check_names(method: str, settings: Mapping[str, Any], known: set[str]) -> None:

@@ -3,23 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name
+from ppd_runtime.checks import check_choice
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, SamplingParams, in_process_config
 from ppd_runtime.cost_model.theory import drafting_ratio
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.speculation import MethodSettings, SpeculationCounts, speculate
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.methods.verification import ACCEPTANCE_RULES, acceptance_rule
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Speculation
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.settings import takes_settings
 from ppd_runtime.text import StopRule
 
 
+@takes_settings(RuntimeConfig, IN_PROCESS_SETTINGS)
 class SelfSpeculativeDecoding(OneProcessDecoding):
     """Drafts with part of a model and verifies with the whole of it, in this process.
 
@@ -28,13 +29,10 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         model: a local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model.
         acceptance: shared-noise (the tokens are ordinary decoding's, sampled ones too) or rejection (speculative
             sampling as in the papers: as exact a sampler, but other tokens than ordinary decoding's).
-        dtype: float32, bfloat16, float16 (or PyTorch's own, such as torch.bfloat16), or auto.
-        device: cpu, cuda or auto.
-        threads: CPU threads for matrix products; set for the whole process while a generation runs.
-        compile: run one-token passes in compiled code; the first time takes a while, then it is kept on disk.
-        trace: record what is done when; results have a `trace` then.
         stage: the whole model, loaded already, to share with others, one at a time; dtype, device and compile are as
             it was loaded with. None loads one.
+        settings: dtype, device, threads, compile and trace, as `RuntimeConfig` has them; threads are set for the whole
+            process while a generation runs.
 
     Raises:
         ValueError: for settings that the model cannot be run with, before its weights are read.
@@ -46,28 +44,18 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         model: str | Path = "demo",
         *,
         acceptance: str = "shared-noise",
-        dtype: str | torch.dtype = "auto",
-        device: str = "auto",
-        threads: int = 1,
-        compile: bool = False,
-        trace: bool = False,
         stage: Stage | None = None,
+        **settings: Any,
     ) -> None:
-        if acceptance not in ACCEPTANCE_RULES:
-            raise ValueError(f"acceptance={acceptance!r}: choose one of {', '.join(ACCEPTANCE_RULES)}")
-        config = RuntimeConfig(
-            model_name(model),
-            dtype=dtype_name(dtype),
-            device=device,
-            threads_per_worker=threads,
-            compile=compile,
-        )
+        check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
+        config = in_process_config("SelfSpeculativeDecoding", {"model": model, **settings})
         info = describe(config.model)
         start = method.prepare(info)
-        super().__init__(info, config, trace)
+        super().__init__(info, config)
         self._acceptance, self._progress = acceptance, SpeculationCounts()
         self._name = type(method).__name__.removesuffix("Settings").lower()
-        self.stage = stage or self.load_whole((1, PassKind.SEVERAL))
+        self.stage = stage or self.load_whole(method.pass_kinds)
+        self.stage.compile_for(*method.pass_kinds)  # another method may have loaded it
         self.method = start(self.stage)
 
     def _described(self) -> str:

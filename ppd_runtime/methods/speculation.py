@@ -10,6 +10,7 @@ from torch import Tensor
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.verification import AcceptanceRule, Verdict, equal_to
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Speculation
 from ppd_runtime.text import StopRule
@@ -72,6 +73,11 @@ class SpeculativeMethod(Protocol):
 
 class MethodSettings(Protocol):
     """Which method, and how."""
+
+    @property
+    def pass_kinds(self) -> Sequence[PassKind]:
+        """The kinds of passes that the method runs; compiled ones have to be there before it is made."""
+        ...
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], SpeculativeMethod]:
         """Check the settings against a model, before its weights are read; what makes the method from its stage.

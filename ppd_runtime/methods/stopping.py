@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from ppd_runtime.checks import check_choice, check_share, check_whole
 from ppd_runtime.models.native.drafts import DraftRule
 
 STOPPING_RULES = ("constant", "confidence", "product", "probe")
@@ -24,7 +25,7 @@ class Adaptation:
 
     def __post_init__(self) -> None:
         for name in ("target_rate", "step", "rate_memory", "threshold_memory"):
-            _check_share(name, getattr(self, name))
+            check_share(name, getattr(self, name))
 
     def adapted(self, threshold: float, rate: float, draft_rate: float) -> tuple[float, float]:
         """The next threshold and running rate after a draft with the acceptance rate `draft_rate`."""
@@ -52,11 +53,9 @@ class Stopping:
     """How the threshold follows the acceptance rate; None: it stays."""
 
     def __post_init__(self) -> None:
-        if self.rule not in STOPPING_RULES:
-            raise ValueError(f"stopping={self.rule!r}: choose one of {', '.join(STOPPING_RULES)}")
-        if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
-            raise ValueError(f"num_speculations={self.most!r}: give a whole number of at least 1")
-        _check_share("threshold", self.threshold)
+        check_choice("stopping", self.rule, STOPPING_RULES)
+        check_whole("num_speculations", self.most, 1)
+        check_share("threshold", self.threshold)
 
 
 class StopDrafting:
@@ -98,8 +97,3 @@ class StopDrafting:
         if self.stopping.adaptation and drafted:
             rate = accepted / drafted
             self.threshold, self._rate = self.stopping.adaptation.adapted(self.threshold, self._rate, rate)
-
-
-def _check_share(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name}={value!r}: give a number from 0 to 1")

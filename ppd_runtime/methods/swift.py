@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
+from ppd_runtime.checks import check_whole
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.layer_search import LayerSearch, SearchSettings
@@ -44,7 +46,6 @@ class Swift:
         self.search = layers if isinstance(layers, LayerSearch) else None
         self.stop_drafting = StopDrafting(stopping)
         self._prompt_length = self._scored_to = 0
-        stage.compile_for(PassKind.SEVERAL, PassKind.WITHOUT_ATTENTION, PassKind.WITHOUT_MLP)
         self._leave_out(layers.best if isinstance(layers, LayerSearch) else layers)
 
     @property
@@ -141,6 +142,7 @@ def _width(confidence: float) -> int:
 class SwiftSettings:
     """SWIFT with the paper's values (appendix B.2)."""
 
+    pass_kinds: ClassVar = (PassKind.ONE, PassKind.SEVERAL, PassKind.WITHOUT_ATTENTION, PassKind.WITHOUT_MLP)
     layer_set: str | Path | None = None
     """A file of `ppd search-layers`: nothing is searched then."""
     skip_ratio: float | None = None
@@ -175,9 +177,8 @@ class SwiftSettings:
         if self.stopping == "probe":
             raise ValueError("stopping='probe': a probe judges exit states, swift has none; choose another rule")
         window, widest = self.context_window, self.widest
-        for name, value in (("context_window", window), ("widest", widest)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+        check_whole("context_window", window, 1)
+        check_whole("widest", widest, 1)
         check_leaving_out(info, "swift")
         if self.layer_set is not None:
             if self.skip_ratio is not None:

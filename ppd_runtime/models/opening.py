@@ -41,7 +41,7 @@ def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bo
 
 
 def compile_ahead(
-    info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (1,)
+    info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (PassKind.ONE,)
 ) -> dict[int, tuple[Path, ...]]:
     """Each layer's file of compiled code for each kind of passes, and the head's alone where that is compiled; makes
     those that no earlier run has made.

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from ppd_runtime.config import can_run_ahead
+from ppd_runtime.config import SHARED, can_run_ahead
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.trained.exit_heads import SHARED, OracleHead
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.messages import MAIN
 
@@ -47,6 +48,11 @@ class WorkerSpec:
     def siblings(self) -> int:
         """Candidates that it runs as one pass: its share of k, and 1 for the main process."""
         return 1 if self.rank == MAIN else len(range(self.rank, self.k + 1, self.num_subs))
+
+    @property
+    def pass_kinds(self) -> frozenset[int]:
+        """The kinds of passes that it runs: over one token, and over its candidates."""
+        return frozenset({PassKind.ONE, self.siblings})
 
     @property
     def num_layers(self) -> int:

@@ -22,7 +22,7 @@ from ppd_runtime.methods.kangaroo import Kangaroo
 from ppd_runtime.methods.layerskip import LayerSkip
 from ppd_runtime.methods.speculation import Propose, SpeculationCounts, SpeculativeMethod, speculate
 from ppd_runtime.methods.stopping import Stopping
-from ppd_runtime.methods.swift import Swift
+from ppd_runtime.methods.swift import Swift, SwiftSettings
 from ppd_runtime.methods.verification import acceptance_rule
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes as compiled
@@ -84,6 +84,7 @@ def probe_of(stage: Stage) -> Probe:
 
 
 def swift(stage: Stage, stopping: Stopping) -> Swift:
+    stage.compile_for(*SwiftSettings.pass_kinds)
     return Swift(stage, LayerSet((1,), (2,)), stopping, widest=1)
 
 

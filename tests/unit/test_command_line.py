@@ -29,7 +29,7 @@ def command(
     exit_layer: Annotated[int, typer.Option()] = 1,
     layer: Annotated[str, typer.Option("--slow-layer")] = "",
     threads: Annotated[int, typer.Option(help="x")] = 1,
-    compile_: Annotated[bool, typer.Option("--compile")] = False,
+    compile: Annotated[bool, typer.Option("--compile")] = False,
     adaptive: Annotated[bool, typer.Option()] = False,
     prompt: Annotated[str, typer.Argument()] = "",
 ) -> None:

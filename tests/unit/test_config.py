@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.config import RuntimeConfig, SamplingParams, dtype_name, model_name, sampling_from
+from ppd_runtime.config import (
+    RuntimeConfig,
+    SamplingParams,
+    UnknownSettingError,
+    in_process_config,
+    runtime_config,
+    sampling_from,
+)
 
 
 def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: object) -> None:
@@ -138,8 +145,31 @@ def test_files_of_earlier_versions_are_recognised() -> None:
 
 
 def test_paths_and_pytorchs_own_dtypes_become_names() -> None:
-    assert (model_name(Path("a/b")), dtype_name(torch.bfloat16)) == ("a/b", "bfloat16")
-    assert (model_name("demo"), dtype_name("auto"), dtype_name(5)) == ("demo", "auto", 5)
+    config = RuntimeConfig(Path("a/b"), dtype=torch.bfloat16, exit_head=Path("c"))
+    assert (config.model, config.dtype, config.exit_head) == ("a/b", "bfloat16", "c")
+    assert RuntimeConfig("a/b", dtype="bfloat16", exit_head="c") == config
+    for dtype, name in ((5, "5"), (torch.float64, "'float64'")):
+        with pytest.raises(ValueError, match=f"dtype={name}: choose one of auto, float32"):
+            RuntimeConfig(dtype=dtype)
+
+
+def test_a_runtimes_settings_come_by_name_or_as_a_config() -> None:
+    config = RuntimeConfig(k=2, trace=True)
+    assert runtime_config(config, {}) == runtime_config(None, {"k": 2, "trace": True}) == config
+    assert runtime_config(None, {}) == RuntimeConfig()
+    with pytest.raises(ValueError, match="config and k are both given: give one of them"):
+        runtime_config(config, {"k": 2})
+    with pytest.raises(ValueError, match="config='demo': give RuntimeConfig"):
+        runtime_config("demo", {})
+    with pytest.raises(UnknownSettingError, match="PPDRuntime has no setting 'threads': it has .*threads_per_worker"):
+        runtime_config(None, {"threads": 2})
+
+
+def test_decoding_in_one_process_has_few_of_them() -> None:
+    config = in_process_config("OrdinaryDecoding", {"model": "demo", "threads": 2, "dtype": torch.float16})
+    assert config == RuntimeConfig(threads_per_worker=2, dtype="float16")
+    with pytest.raises(UnknownSettingError, match="OrdinaryDecoding has no setting 'k': it has compile, device, "):
+        in_process_config("OrdinaryDecoding", {"k": 2})
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:
@@ -172,6 +202,8 @@ def test_stops_may_stand_alone(given_stop: object, expected: tuple[str, ...]) ->
         ("threads_per_worker", 0),
         ("threads_per_worker", 1.0),
         ("compile", 1),
+        ("trace", "yes"),
+        ("run_ahead", None),
         ("dtype", "float64"),
         ("dtype", "fp16"),
         ("dtype", None),

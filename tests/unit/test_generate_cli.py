@@ -1,18 +1,28 @@
 """`ppd generate --method ...`: the methods by name, their options, and what does not fit together."""
 
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from cluster.job import generate as job
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.cli.generate import Acceptance, Method, Stopping
+from ppd_runtime.cli import options
+from ppd_runtime.cli.drafting import DRAFTING, Acceptance, StoppingName
+from ppd_runtime.cli.generate import Method
+from ppd_runtime.cli.generate import generate as command
 from ppd_runtime.cli.main import app
+from ppd_runtime.cli.options import PARAMETERS
+from ppd_runtime.config import RUNTIME_SETTINGS, RuntimeConfig, SamplingParams
 from ppd_runtime.methods.registry import METHODS
 from ppd_runtime.methods.stopping import STOPPING_RULES
 from ppd_runtime.methods.verification import ACCEPTANCE_RULES
+from ppd_runtime.settings import summary
 
 
 def generate(*arguments: object) -> Result:
@@ -22,12 +32,63 @@ def generate(*arguments: object) -> Result:
 def test_choices_are_what_the_library_has() -> None:
     """The command line knows them without importing torch."""
     assert {method.value for method in Method} == set(METHODS)
-    assert {rule.value for rule in Stopping} == set(STOPPING_RULES)
+    assert {rule.value for rule in StoppingName} == set(STOPPING_RULES)
     assert {rule.value for rule in Acceptance} == set(ACCEPTANCE_RULES)
 
 
+WITHOUT_OPTION = {
+    "placement_timeout_s": "a command starts and ends; those who wait for a cluster's room submit a job, which has it",
+    "gpus_per_worker": "a cluster's too, so the job has it",
+    "trace": "--trace FILE and --timeline FILE ask for it, and say where it goes",
+    "logits_processors": "functions are not typed on a command line",
+    "num_generated": "goes on with an earlier request, which a command has not",
+}
+JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - {"placement_timeout_s", "gpus_per_worker"} | {
+    "launcher",  # a job's is Ray
+    "ray_address",  # of the cluster that it runs on
+    "run_ahead",
+    "timeout_s",
+}
+NEGATED = {"no_run_ahead": "run_ahead"}
+OWN = {setting.name: setting for kind in (RuntimeConfig, SamplingParams) for setting in fields(kind)}
+
+
+def settings_of(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
+    names = {name: own for own, name in PARAMETERS.items()} | NEGATED
+    return {names.get(name, name): shown for name, shown in inspect.signature(command).parameters.items()}
+
+
+@pytest.mark.parametrize(("command", "without"), [(command, WITHOUT_OPTION), (job, JOB_WITHOUT_OPTION)])
+def test_every_setting_has_an_option_or_a_reason(command: Callable[..., None], without: Collection[str]) -> None:
+    options = settings_of(command)
+    assert OWN.keys() - options.keys() - {"trace"} == set(without) - {"trace"}
+    for name in OWN.keys() & options.keys() - {"trace", *NEGATED.values()}:
+        option, (kind, about) = options[name], get_args(options[name].annotation)
+        assert option.default in (OWN[name].default, None), name
+        if isinstance(OWN[name].type, type):
+            assert OWN[name].type in (kind, *get_args(kind)), name
+        if name not in ("exit_layer", "bind_interface"):  # whose meaning is the command's
+            kept = RuntimeConfig if name in RUNTIME_SETTINGS else SamplingParams
+            assert about.help == summary(kept, name)
+
+
+def test_a_group_hands_on_what_was_given() -> None:
+    layout = options.group(RuntimeConfig, ("k", "run_ahead", "transport"), given_only=True)
+    nothing = {option.parameter.name: option.parameter.default for option in layout.options}
+    assert nothing == {"k": None, "no_run_ahead": False, "transport": None}
+    assert layout.read(nothing) == {}
+    assert layout.read(nothing | {"k": 2, "no_run_ahead": True}) == {"k": 2, "run_ahead": False}
+    sampling = options.sampling("stop", "seed", seed=7)
+    assert [option.parameter.default for option in sampling.options] == [None, 7]
+    assert sampling.read({"stop": ["a", "b"], "seed": 7}) == {"stop": ("a", "b"), "seed": 7}
+    assert sampling.read({"stop": None, "seed": 7}) == {"seed": 7}
+    drafting = {option.parameter.name: None for option in DRAFTING.options}
+    given = {"adaptive": False, "acceptance": Acceptance.shared_noise}
+    assert DRAFTING.read(drafting | given) == {"adaptive": False, "acceptance": "shared-noise"}
+
+
 @pytest.mark.parametrize(
-    "options",
+    "given",
     [
         "--method layerskip --exit-layer 2 --num-speculations 4",
         "--method adaspeed --exit-layer 2 --stopping confidence --threshold 0.1",
@@ -37,15 +98,15 @@ def test_choices_are_what_the_library_has() -> None:
         "--method swift --search-steps 9 --context-window 2 --search-seed 3 --bayes-interval 4",
     ],
 )
-def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], options: str, tmp_path: Path) -> None:
+def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], given: str, tmp_path: Path) -> None:
     folder, trace = str(model_folder("llama", quiet_from=2)), tmp_path / "trace.json"
     expected = OrdinaryDecoding(folder, dtype="float32").generate("The quick", max_new_tokens=12)
-    arguments = f"--model {folder} --dtype float32 --max-new-tokens 12 --json --trace {trace} {options}"
+    arguments = f"--model {folder} --dtype float32 --max-new-tokens 12 --json --trace {trace} {given}"
     result = generate("The quick", *arguments.split())
     assert result.exit_code == 0, result.output
     output = json.loads(result.stdout)
     assert tuple(output["token_ids"]) == expected.token_ids
-    assert output["method"] == options.split()[1]
+    assert output["method"] == given.split()[1]
     stats = output["stats"]
     assert sum(stats["run_lengths"]) == 12
     assert stats["mean_accepted_length"] == 12 / len(stats["run_lengths"])
@@ -56,7 +117,7 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], option
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("given", "message"),
     [
         ("--method layerskip --k 3", "--k is not for layerskip: it has --acceptance, --adaptive, "),
         ("--method ppd --threshold 0.5", "--threshold is not for ppd: it has --bind-interface, --compile, "),
@@ -93,9 +154,9 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], option
         ("--method medusa", "is not one of"),
     ],
 )
-def test_mistakes_are_one_line(model_folder: Callable[..., Path], options: str, message: str) -> None:
-    result = generate("x", "--model", model_folder("llama"), *options.split())
+def test_mistakes_are_one_line(model_folder: Callable[..., Path], given: str, message: str) -> None:
+    result = generate("x", "--model", model_folder("llama"), *given.split())
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
-    if "medusa" not in options:
+    if "medusa" not in given:
         assert result.stderr.count("\n") == 1

@@ -1,8 +1,12 @@
 """Ways in that people expect of a library for text generation: forms of prompts, settings, results."""
 
+import contextlib
+import inspect
 import json
 import logging
+import pydoc
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +20,13 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from ppd_runtime import OrdinaryDecoding, PPDRuntime, decode, open_method
-from ppd_runtime.config import SamplingParams
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig, decode, open_method
+from ppd_runtime.config import IN_PROCESS_SETTINGS, SamplingParams, UnknownSettingError
+from ppd_runtime.methods import in_process
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.prompts import token_ids_of
+from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
+from ppd_runtime.models.pass_kinds import PassKind
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133, 9, 12, 250]
@@ -259,6 +266,54 @@ def test_settings_come_by_name_or_as_params(folder: str, ordinary: OrdinaryDecod
         ordinary.generate(PROMPT, params, seed=3)
     with pytest.raises(ValueError, match="no setting 'max_tokens': it has"):
         ordinary.stream(PROMPT, max_tokens=3)
+
+
+def test_a_runtimes_settings_come_by_name_or_as_a_config(folder: str) -> None:
+    config = RuntimeConfig(folder, k=2, transport="local", dtype="float32", trace=True)
+    for runtime in (PPDRuntime(config=config), PPDRuntime(Path(folder), **settings_of(config))):
+        assert runtime.config == config
+        runtime.close()
+    for both in ({"model": folder}, {"k": 2}):
+        with pytest.raises(ValueError, match=f"config and {next(iter(both))} are both given: give one of them"):
+            PPDRuntime(config=config, **both)
+    for owner in (PPDRuntime, OrdinaryDecoding):
+        with pytest.raises(UnknownSettingError, match=f"{owner.__name__} has no setting 'num_workers': it has "):
+            owner(folder, num_workers=2)
+    with pytest.raises(UnknownSettingError, match="ppd has no setting 'config'"):
+        open_method(folder, "ppd", config=config)
+
+
+def settings_of(config: RuntimeConfig) -> dict[str, object]:
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.name != "model"}
+
+
+def test_signatures_show_every_setting_with_type_and_default() -> None:
+    shown = inspect.signature(PPDRuntime).parameters
+    for field in fields(RuntimeConfig):
+        assert shown[field.name].default == field.default
+        assert shown[field.name].annotation in (field.type, str | Path)
+    assert {*shown} - {field.name for field in fields(RuntimeConfig)} == {"config", "emulate", "progress"}
+    for ways, own in ((OrdinaryDecoding, {"emulate"}), (SelfSpeculativeDecoding, {"method", "acceptance", "stage"})):
+        assert {*inspect.signature(ways).parameters} == {*IN_PROCESS_SETTINGS} | own
+    assert "k: int = 3" in pydoc.plain(pydoc.render_doc(PPDRuntime))
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "layerskip", "adaspeed", "swift"])
+def test_each_method_has_its_kinds_of_passes_compiled_before_it_is_made(
+    folder: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(in_process, "compile_ahead", lambda info, dtype, device, kinds: asked.append(tuple(kinds)))
+    drafting = () if method == "autoregressive" else (PassKind.SEVERAL,)
+    less = (PassKind.WITHOUT_ATTENTION, PassKind.WITHOUT_MLP) if method == "swift" else ()
+    open_method(folder, method, compile=True, dtype="float32").close()
+    assert asked == [(PassKind.ONE, *drafting, *less)]
+
+
+@pytest.mark.parametrize(("workers", "siblings"), [(3, (1, 1, 1)), (2, (2, 1)), (1, (3,))])
+def test_each_worker_has_its_kinds_of_passes(folder: str, workers: int, siblings: tuple[int, ...]) -> None:
+    with contextlib.closing(PPDRuntime(folder, k=3, workers=workers, transport="local")) as runtime:
+        assert [spec.pass_kinds for spec in runtime._specs] == [{1}, *({1, share} for share in siblings)]
 
 
 def test_paths_and_pytorchs_dtypes_are_taken(folder: str) -> None:

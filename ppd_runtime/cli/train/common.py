@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ppd_runtime.checks import check_int
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -42,8 +44,7 @@ def set_threads(threads: int | None) -> None:
     import torch
 
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads={threads}: must be at least 1")
+        check_int("threads", threads, 1)
         torch.set_num_threads(threads)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from ppd_runtime.checks import check_whole
 from ppd_runtime.measure.prompt_files import read_prompts
 
 
@@ -33,8 +34,8 @@ def read_groups(
     """
     if not sources:
         raise ValueError("no prompts: give a file, or 'demo'")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit}: give a whole number of at least 1")
+    if limit is not None:
+        check_whole("limit", limit, 1)
     files = {source: read_prompts(source) for source in sources}
     if len(files) < len(sources):
         twice = next(source for source in sources if sources.count(source) > 1)

@@ -6,7 +6,6 @@ scheduling, with real messages and real candidates; figures from it are an emula
 
 import contextlib
 import ctypes
-import math
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppd_runtime.checks import check_number
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.stage import Stage
@@ -33,9 +33,8 @@ class EmulatedDevice:
     head_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (("layer_ms", self.layer_ms), ("head_ms", self.head_ms)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value}: an emulated device's times are finite and not negative")
+        check_number("layer_ms", self.layer_ms)
+        check_number("head_ms", self.head_ms)
 
 
 def emulation_note(device: EmulatedDevice | None) -> str:

@@ -15,9 +15,6 @@ from ppd_runtime.sampling import Sampler
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
-SHARED = "shared"
-"""Names the model's own final norm and head where an exit head is chosen."""
-
 
 class ExitHead(Protocol):
     """Names candidates, best first; every sub-process asks its own copy and takes the candidate of its rank."""
