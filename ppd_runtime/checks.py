@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -61,7 +61,7 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: give True or False")
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """One of a few words."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")

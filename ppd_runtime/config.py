@@ -14,8 +14,25 @@ if TYPE_CHECKING:
 
     from ppd_runtime.models.trained.exit_heads import OracleHead
 
+
+@dataclass(frozen=True)
+class TransportKind:
+    """What a way for messages to travel can do."""
+
+    reach: str
+    """Who can take part: threads of one process, processes of one host, or those of a cluster."""
+    device_tensors: bool = False
+    """Whether tensors go from device to device."""
+
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TRANSPORTS = ("auto", "local", "unix", "zeromq", "collective")
+TRANSPORTS: Mapping[str, TransportKind] = {
+    "auto": TransportKind("cluster"),
+    "local": TransportKind("threads"),
+    "unix": TransportKind("host"),
+    "zeromq": TransportKind("cluster"),
+    "collective": TransportKind("cluster", device_tensors=True),
+}
 LAUNCHERS = ("auto", "ray", "processes")
 PLACEMENTS = ("auto", "pack", "spread", "strict-pack", "strict-spread")
 UNSET: Any = object()
@@ -276,17 +293,18 @@ class RuntimeConfig:
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
 
     def _check_network(self) -> None:
-        if self.ray_address is not None and self.transport == "local":
-            raise ValueError(f"ray_address={self.ray_address!r} with transport='local', which uses no Ray: drop one")
+        if self.ray_address is not None and self.in_threads:
+            way = f"transport={self.transport!r}"
+            raise ValueError(f"ray_address={self.ray_address!r} with {way}, which uses no Ray: drop one")
         if self.ray_address is not None and self.launcher == "processes":
             raise ValueError(f"ray_address={self.ray_address!r} with launcher='processes', without Ray: drop one")
-        if self.bind_interface is not None and self.transport not in ("auto", "zeromq", "collective"):
+        if self.bind_interface is not None and TRANSPORTS[self.transport].reach != "cluster":
             raise ValueError(
                 f"bind_interface={self.bind_interface!r} with transport={self.transport!r}, which stays on one host: "
                 "choose transport auto, zeromq or collective"
             )
-        if self.launcher == "processes" and self.transport == "local":
-            raise ValueError("launcher='processes' with transport='local', which runs threads: drop one")
+        if self.launcher == "processes" and self.in_threads:
+            raise ValueError(f"launcher='processes' with transport={self.transport!r}, which runs threads: drop one")
 
     def _check_placement(self) -> None:
         check_choice("placement", self.placement, PLACEMENTS)
@@ -296,7 +314,7 @@ class RuntimeConfig:
             check_range(
                 "gpus_per_worker", self.gpus_per_worker, lambda g: 0.001 <= g <= 1 or g == int(g) > 0, range_text
             )
-        if self.placement != "auto" and (self.launcher == "processes" or self.transport == "local"):
+        if self.placement != "auto" and (self.launcher == "processes" or self.in_threads):
             raise ValueError(
                 f"placement={self.placement!r} is for Ray's workers: drop it, or the launcher or transport"
             )
@@ -305,6 +323,11 @@ class RuntimeConfig:
                 f"placement={self.placement!r} with bind_interface={self.bind_interface!r}, where only processes of "
                 "this host reach each other: give bind_interface an address that others know, or choose auto or pack"
             )
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether the workers are threads of this process."""
+        return TRANSPORTS[self.transport].reach == "threads"
 
     @property
     def one_host(self) -> bool:

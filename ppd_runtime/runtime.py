@@ -13,7 +13,7 @@ import torch
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
-from ppd_runtime.config import SHARED, UNSET, RuntimeConfig, SamplingParams, runtime_config
+from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, SamplingParams, runtime_config
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
@@ -94,7 +94,7 @@ class PPDRuntime(TextGenerator):
         config = self.config
         if self.launcher == "processes":
             transport_here(config.transport, self._specs)
-        if config.transport == "collective" and config.one_host:
+        if TRANSPORTS[config.transport].device_tensors and config.one_host:
             check_collective(self._specs[MAIN].device)
         processes, here = 1 + config.num_subs, config.one_host or self.launcher == "processes"
         return CoreShare(processes, config.threads_per_worker, pinned=here and self.launcher != "threads")
@@ -162,7 +162,7 @@ class PPDRuntime(TextGenerator):
 
     def _check_params(self, params: SamplingParams, prompt_size: int) -> None:
         super()._check_params(params, prompt_size)
-        if params.logits_processors and self.config.transport != "local":
+        if params.logits_processors and not self.config.in_threads:
             raise ValueError(
                 "logits_processors are functions, which are not sent to other processes: choose transport='local', or "
                 "a method that decodes in this process (OrdinaryDecoding, layerskip, adaspeed, kangaroo, swift)"

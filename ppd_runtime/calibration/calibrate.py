@@ -53,7 +53,7 @@ class CalibrationConditions:
     """Prompts to decode after, in turn, as token ids."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are chosen, and how many: attention costs more behind longer texts."""
-    siblings: Sequence[int] = ()
+    widths: Sequence[int] = ()
     """Numbers of candidates, 2 or more, that a worker runs as one pass."""
 
 
@@ -189,8 +189,8 @@ class Calibrator:
     def _widths(self) -> dict[int, float]:
         """What passes over several candidates at one position take, in passes over one, by their number."""
         texts = itertools.islice(itertools.cycle(self._conditions.prompts), _WIDTH_ROUNDS + 1)
-        rounds = [self._decoder.widths(prompt) for prompt in texts] if self._conditions.siblings else []
-        return {n: max(1.0, statistics.median(one[n] for one in rounds[1:])) for n in self._conditions.siblings}
+        rounds = [self._decoder.widths(prompt) for prompt in texts] if self._conditions.widths else []
+        return {n: max(1.0, statistics.median(one[n] for one in rounds[1:])) for n in self._conditions.widths}
 
     @contextlib.contextmanager
     def _working(self, seconds: float) -> Iterator[None]:
@@ -262,17 +262,17 @@ class _TimedDecoder:
 
     def widths(self, prompt: Sequence[int]) -> dict[int, float]:
         """What passes over so many candidates take, in passes over one, each the first to go on behind the prompt."""
-        stage, siblings, length = self._stage, self._conditions.siblings, len(prompt)
-        stage.begin(length + max(siblings))
+        stage, widths, length = self._stage, self._conditions.widths, len(prompt)
+        stage.begin(length + max(widths))
         stage.run(0, self._num_layers, list(prompt), 0)
         self._times = defaultdict(list)
-        for n in [1, *siblings] * _WIDTH_PASSES:
+        for n in [1, *widths] * _WIDTH_PASSES:
             with self._timed(str(n)):
                 stage.run_candidates(range(n), length)
                 stage.keep_candidate(length, n - 1)
             stage.truncate(length)
-        usual = {n: statistics.median(self._times[str(n)]) for n in (1, *siblings)}
-        return {n: usual[n] / usual[1] for n in siblings}
+        usual = {n: statistics.median(self._times[str(n)]) for n in (1, *widths)}
+        return {n: usual[n] / usual[1] for n in widths}
 
     def all_steps(self) -> list[_Step]:
         """Every way of running a token."""

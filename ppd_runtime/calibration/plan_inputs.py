@@ -60,15 +60,15 @@ class Measurement:
         return MatchRates(f"{len(texts)} prompts, {rates.comparisons} tokens", table, self.num_layers)
 
     def calibrate(
-        self, max_devices: int, k: int, siblings: Sequence[int] = (), progress: Progress = lambda line: None
+        self, max_devices: int, k: int, widths: Sequence[int] = (), progress: Progress = lambda line: None
     ) -> Calibration:
-        """The times of this machine's parts of a token, and of passes over so many `siblings`."""
-        with Calibrator(self.ordinary, self.conditions(max_devices, k, siblings), progress) as calibrator:
+        """The times of this machine's parts of a token, and of passes over so many `widths`."""
+        with Calibrator(self.ordinary, self.conditions(max_devices, k, widths), progress) as calibrator:
             return calibrator.measure()
 
-    def conditions(self, max_devices: int, k: int, siblings: Sequence[int] = ()) -> CalibrationConditions:
+    def conditions(self, max_devices: int, k: int, widths: Sequence[int] = ()) -> CalibrationConditions:
         """How to calibrate: the same prompts, sampling and text length."""
-        return CalibrationConditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True), siblings)
+        return CalibrationConditions(max_devices, k, self.prompts, replace(self.sampling, ignore_eos=True), widths)
 
     def _validator(self, texts: Sequence[str]) -> list[list[int]]:
         most, new = self.ordinary.info.max_positions, self.sampling.max_new_tokens

@@ -48,7 +48,7 @@ class Clock:
 class VirtualStage:
     """A `StageLike` that computes nothing: it counts entries, layer by layer, and spends time.
 
-    Its hidden states have no width, `[1, tokens, 0]`. A pass over siblings takes `width` times one over one token.
+    Its hidden states have no width, `[1, tokens, 0]`. A pass over candidates takes `width` times one over one token.
     """
 
     def __init__(self, clock: Clock, num_layers: int, head_time: float = 0.0, width: float = 1.0) -> None:
@@ -72,7 +72,7 @@ class VirtualStage:
         return self._append(range(self.num_layers), len(token_ids), position)
 
     def keep_candidate(self, position: int, index: int) -> None:
-        """Of the siblings at `position`, keep one."""
+        """Of the candidates at `position`, keep one."""
         self._lengths = [position + 1] * self.num_layers
 
     def _append(self, layers: range, tokens: int, position: int) -> Tensor:

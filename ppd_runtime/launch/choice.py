@@ -21,7 +21,7 @@ def choose_launcher(config: RuntimeConfig, environment: Mapping[str, str] = os.e
     (a `bind_interface` that others reach), a `placement`, or `gpus_per_worker`. Else it is plain processes of this
     host, which start in half the time and leave the program's Ray alone.
     """
-    if config.transport == "local":
+    if config.in_threads:
         return "threads"
     if config.launcher != "auto":
         return config.launcher

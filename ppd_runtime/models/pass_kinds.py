@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class PassKind(IntEnum):
-    """What a file of compiled code runs. A number of 2 or more stands for a pass over just so many siblings."""
+    """What a file of compiled code runs; 2 or more stands for a pass over just so many candidates of one position."""
 
     ONE = 1
     """One token."""

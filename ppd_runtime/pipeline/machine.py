@@ -55,7 +55,7 @@ class StageLike(Protocol):
         """Run all layers over tokens that all stand at `position`, each seeing what came before and itself."""
 
     def keep_candidate(self, position: int, index: int) -> None:
-        """Of the siblings at `position`, keep the entries of one alone."""
+        """Of the candidates at `position`, keep the entries of one alone."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head over the newest hidden state."""

@@ -34,7 +34,7 @@ class WorkerSpec:
     emulate: EmulatedDevice | None = None
     """A slower device whose times to keep to; None: as fast as it goes."""
     code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
-    """Files of compiled code, one a layer, by the number of siblings in a pass; empty: the library runs them."""
+    """Files of compiled code, one a layer, by the number of candidates in a pass; empty: the library runs them."""
 
     run_ahead: bool = True
     """Whether a sub-process that can go on without exit states does."""
@@ -45,14 +45,14 @@ class WorkerSpec:
         return self.run_ahead and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
 
     @property
-    def siblings(self) -> int:
+    def num_candidates(self) -> int:
         """Candidates that it runs as one pass: its share of k, and 1 for the main process."""
         return 1 if self.rank == MAIN else len(range(self.rank, self.k + 1, self.num_subs))
 
     @property
     def pass_kinds(self) -> frozenset[int]:
         """The kinds of passes that it runs: over one token, and over its candidates."""
-        return frozenset({PassKind.ONE, self.siblings})
+        return frozenset({PassKind.ONE, self.num_candidates})
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.config import TRANSPORTS, RuntimeConfig
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.choice import address_to_join
 from ppd_runtime.launch.ray.actors import PPDMain, PPDSub
@@ -58,7 +58,7 @@ class RayWorkers:
             self._reserve(config, progress)
             on_gpus = self._specs[MAIN].device.startswith("cuda")
             transport = choose_transport(config.transport, on_gpus, own_gpus=self._bundle.gpus >= 1)
-            self._environment = UNMASKED if on_gpus and transport == "collective" else {}
+            self._environment = UNMASKED if on_gpus and TRANSPORTS[transport].device_tensors else {}
             self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)

@@ -1,7 +1,7 @@
-"""Passes over few tokens in compiled code: one token's, several tokens' (a chain, a tree, or siblings, which all stand
-at one position), and one token's through layers with a sub-layer left out; each has code of its own.
+"""Passes over few tokens in compiled code: one token's, several tokens' (a chain, a tree, or candidates of one
+position), and one token's through layers with a sub-layer left out; each has code of its own.
 
-Code is made by `compiling`, a file for each kind of layer and pass.
+Code is made by `export`, a file for each kind of layer and pass.
 """
 
 import json
@@ -158,7 +158,7 @@ class CompiledLayers:
         self._passes.forget()
 
     def runs_tree(self, tokens: int) -> bool:
-        """Whether there is code for a chain or a tree of so many, or so many siblings."""
+        """Whether there is code for a chain or a tree of so many, or so many candidates of one position."""
         return tokens in self._layers or (tokens <= MOST_SEVERAL and PassKind.SEVERAL in self._layers)
 
     def runs_subset(self, piece: LayerSubset) -> bool:

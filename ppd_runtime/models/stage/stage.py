@@ -43,8 +43,8 @@ class Stage:
 
     Args:
         model: its layers are the stage's.
-        compiled: runs every one-token pass but the first one of a sequence, siblings, and chains where it has code for
-            them; the others, prompts, are run by the library over the same caches.
+        compiled: runs every one-token pass but the first one of a sequence, candidates of one position, and chains
+            where it has code for them; the others, prompts, are run by the library over the same caches.
     """
 
     def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None = None) -> None:
@@ -57,7 +57,7 @@ class Stage:
         self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
         """Layers best run in one call: a call of the library's has a price of its own, a compiled one a smaller one."""
         self.layer_passes = 0
-        """One-sequence layer passes run so far: a pass through one layer counts one, over siblings one for each."""
+        """One-sequence layer passes run so far: a pass through one layer counts one, over candidates one for each."""
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
         self.recorder = Recorder()
@@ -174,7 +174,7 @@ class Stage:
         self.cache.truncate(length)
 
     def keep_candidate(self, position: int, index: int) -> None:
-        """Of the siblings that were run at `position`, keep the entries of one alone, and drop the others."""
+        """Of the candidates that were run at `position`, keep the entries of one alone, and drop the others."""
         self.keep_path(position, [index])
 
     @torch.inference_mode()

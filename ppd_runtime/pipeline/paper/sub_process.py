@@ -2,7 +2,7 @@
 
 Algorithm 2 of the paper, sub side. It holds the embedding, the head-start layers and an exit head, keeps its cache
 coherent by itself, and pushes what it has without being asked. Where there are fewer sub-processes than candidates it
-runs several of them as one pass: siblings at one position.
+runs several of them as one pass: candidates of one position.
 """
 
 from collections.abc import Sequence
@@ -73,8 +73,8 @@ class SubProcess:
 
     def serve(self) -> Machine:
         """Follow the request to its end, candidates for each token."""
-        siblings = len(range(self.k)[self._share])
-        self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens + siblings - 1)
+        num_candidates = len(range(self.k)[self._share])
+        self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens + num_candidates - 1)
         self._compute(self.begin.prompt_ids, 0)
         while not self._over:
             message = yield WaitFor(0 if self._has_work() else None)
