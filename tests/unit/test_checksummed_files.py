@@ -17,7 +17,7 @@ from damage import WAYS, flip
 from disks import disk, read_only
 
 from ppd_runtime.files import cache_folder as artifacts
-from ppd_runtime.files import checksummed as kept_files
+from ppd_runtime.files import checksummed
 from ppd_runtime.files.cache_folder import artifact, cache_folder, temporary_folder
 from ppd_runtime.files.checksummed import checksum, find, is_whole, keep, only_one, unfinished
 
@@ -30,16 +30,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(kept_files, "BLOCK", 1000)
-    monkeypatch.setattr(kept_files, "WORTH_NOTING", 1)
+    monkeypatch.setattr(checksummed, "BLOCK", 1000)
+    monkeypatch.setattr(checksummed, "WORTH_NOTING", 1)
     return cache_folder()
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that have been read for it."""
-    seen, check = [], kept_files.is_whole
-    monkeypatch.setattr(kept_files, "is_whole", lambda path: seen.append(path) or check(path))
+    seen, check = [], checksummed.is_whole
+    monkeypatch.setattr(checksummed, "is_whole", lambda path: seen.append(path) or check(path))
     return seen
 
 
@@ -78,8 +78,8 @@ def test_the_checksum_of_a_large_file_is_that_of_its_blocks(folder: Path, monkey
     """However many threads find it, and whatever they read at once."""
     path, sums = kept(folder, 100_001), set()
     for threads, chunk in ((1, 1000), (3, 64), (8, 2**20)):
-        monkeypatch.setattr(kept_files, "_MOST_THREADS", threads)
-        monkeypatch.setattr(kept_files, "_CHUNK", chunk)
+        monkeypatch.setattr(checksummed, "_MOST_THREADS", threads)
+        monkeypatch.setattr(checksummed, "_CHUNK", chunk)
         sums.add(checksum(path))
     assert sums == {path.stem[-8:]}
 
@@ -89,7 +89,7 @@ def test_the_checksum_of_a_large_file_is_that_of_its_blocks(folder: Path, monkey
 def test_what_is_damaged_is_removed_with_one_line(
     folder: Path, way: str, noted: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kept_files, "WORTH_NOTING", noted)
+    monkeypatch.setattr(checksummed, "WORTH_NOTING", noted)
     path = kept(folder)
     assert find(folder, NAME, SUFFIX) == path
     WAYS[way](path)
@@ -124,10 +124,10 @@ def test_who_starts_later_checks_again(
         os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     if since == "long ago":
         now = time.time()
-        monkeypatch.setattr(kept_files.time, "time", lambda: now + 301)
+        monkeypatch.setattr(checksummed.time, "time", lambda: now + 301)
     if since == "another host":
         (tmp_path / "boot").write_text("another")
-        monkeypatch.setattr(kept_files, "_BOOT", tmp_path / "boot")
+        monkeypatch.setattr(checksummed, "_BOOT", tmp_path / "boot")
     if since == "a torn note":
         note.write_text(note.read_text()[:-5])
     assert find(folder, NAME, SUFFIX) == path
@@ -185,7 +185,7 @@ def test_who_is_killed_in_the_middle_is_not_waited_for(folder: Path) -> None:
 
 
 def test_a_lock_is_waited_for_but_not_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_files, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(checksummed, "PATIENCE_S", 0.1)
     with only_one(folder, NAME), pytest.raises(TimeoutError, match="could not be acquired"), only_one(folder, NAME):
         pass
 

@@ -23,10 +23,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import ppd_runtime.launch.startup
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.files import checksummed as kept_files
+from ppd_runtime.files import checksummed
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.files.checksummed import is_whole
-from ppd_runtime.models.checkpoint import weight_cache as kept_weights
+from ppd_runtime.models.checkpoint import weight_cache
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.weight_cache import in_large_pages, kept_copies, map_tensors
@@ -41,8 +41,8 @@ WIDE, NARROW = torch.float32, torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _everything_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", 1)
-    monkeypatch.setattr(kept_weights, "SETTLED_S", -1.0)
+    monkeypatch.setattr(weight_cache, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(weight_cache, "SETTLED_S", -1.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -142,8 +142,8 @@ def _unusual(family: str, stored: str, folder: Path) -> Path:
 
 
 def test_a_copy_is_made_once_however_many_ask(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, make = [], kept_weights._make
-    monkeypatch.setattr(kept_weights, "_make", lambda *arguments: made.append(1) or make(*arguments))
+    made, make = [], weight_cache._make
+    monkeypatch.setattr(weight_cache, "_make", lambda *arguments: made.append(1) or make(*arguments))
     with ThreadPoolExecutor(8) as pool:
         copies = set(pool.map(lambda _: copy_of(path), range(16)))
     assert len(copies) == len(made) == 1
@@ -171,7 +171,7 @@ def test_a_file_that_changes_while_it_is_copied_has_no_copy(
     assert copy_of(path, order=order) is None
     assert "has changed meanwhile" in caplog.text
     assert not [kept for kept in cache_folder().iterdir() if "safetensors" in kept.name]
-    monkeypatch.setattr(kept_weights, "SETTLED_S", 2.0)
+    monkeypatch.setattr(weight_cache, "SETTLED_S", 2.0)
     assert copy_of(path) is None, "it was written a moment ago"
     os.utime(path, (0, 0))
     assert copy_of(path)
@@ -185,7 +185,7 @@ def test_what_nobody_uses_any_more_goes(path: Path, tmp_path: Path, monkeypatch:
         write(file)
         with monkeypatch.context() as patch:
             if name == "elsewhere":
-                patch.setattr(kept_weights.platform, "node", lambda: "another host")
+                patch.setattr(weight_cache.platform, "node", lambda: "another host")
             copies[name] = copy_of(file)
     for name in names:
         os.utime(copies[name], (time.time() - (15 * 86400 if name in ("used", "unused") else 700),) * 2)
@@ -210,7 +210,7 @@ def test_makers_that_no_lock_keeps_apart_make_whole_copies(path: Path, monkeypat
     def no_locks(*_: object, **__: object) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(kept_files.FileLock, "acquire", no_locks)
+    monkeypatch.setattr(checksummed.FileLock, "acquire", no_locks)
     meeting = threading.Barrier(2)
 
     def order() -> list[str]:
@@ -228,7 +228,7 @@ def test_makers_that_no_lock_keeps_apart_make_whole_copies(path: Path, monkeypat
 def test_a_maker_is_waited_for_but_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = copy_of(path)
     copy.unlink()
-    monkeypatch.setattr(kept_files, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(checksummed, "PATIENCE_S", 0.2)
     with FileLock(copy.with_name(f"{copy.stem.partition('-')[0]}.lock")):
         assert copy_of(path) is None
     assert copy_of(path) == copy
@@ -245,8 +245,8 @@ def test_a_start_without_a_home_needs_no_copies(path: Path, monkeypatch: pytest.
 
 
 def test_the_runtime_has_copies_made_before_its_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, make, workers = [], kept_weights._make, ppd_runtime.launch.startup.LocalWorkers
-    monkeypatch.setattr(kept_weights, "_make", lambda *given: events.append("a copy") or make(*given))
+    events, make, workers = [], weight_cache._make, ppd_runtime.launch.startup.LocalWorkers
+    monkeypatch.setattr(weight_cache, "_make", lambda *given: events.append("a copy") or make(*given))
     monkeypatch.setattr(
         ppd_runtime.launch.startup, "LocalWorkers", lambda *given: events.append("workers") or workers(*given)
     )
@@ -260,11 +260,11 @@ def test_where_copies_are_of_no_use_there_are_none(path: Path, tmp_path: Path, m
     other = tmp_path / "other.safetensors"
     write(other)
     assert not kept_copies([path, other], WIDE, most_bytes=2 * size - 1), "of all files together"
-    monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", 2 * size + 1)
+    monkeypatch.setattr(weight_cache, "SMALLEST_BYTES", 2 * size + 1)
     assert not kept_copies([path, other], WIDE)
     assert not kept_copies([path, tmp_path / "nothing"], WIDE)
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr(kept_weights, "SMALLEST_BYTES", 2 * size)
+    monkeypatch.setattr(weight_cache, "SMALLEST_BYTES", 2 * size)
     assert len(set(kept_copies([path, other], WIDE, most_bytes=2 * size).values())) == 2
 
 
@@ -272,7 +272,7 @@ def test_without_room_each_process_converts_for_itself(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     usage = shutil.disk_usage(path)
-    monkeypatch.setattr(kept_weights.shutil, "disk_usage", lambda _: usage._replace(free=10**7))
+    monkeypatch.setattr(weight_cache.shutil, "disk_usage", lambda _: usage._replace(free=10**7))
     assert copy_of(path) is None
     assert re.search(r" [\d.]*[1-9] MB would leave too little of the 10 MB that are free", caplog.text)
     assert not list(cache_folder().iterdir())
@@ -297,7 +297,7 @@ def test_a_copy_that_cannot_be_mapped_is_left_alone(
     def no_memory(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(kept_weights.mmap, "mmap", no_memory)
+    monkeypatch.setattr(weight_cache.mmap, "mmap", no_memory)
     assert load_layers(describe("demo"), 1, WIDE, "cpu").dtype == WIDE
     assert "model.safetensors itself, for its copy cannot be: OSError: [Errno 12] Cannot allocate memory" in caplog.text
     assert copy.exists()
@@ -344,9 +344,9 @@ _STARTS = """
 import sys, time
 from pathlib import Path
 import torch
-from ppd_runtime.models.checkpoint import weight_cache as kept_weights
+from ppd_runtime.models.checkpoint import weight_cache
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
-kept_weights.SETTLED_S = -1.0
+weight_cache.SETTLED_S = -1.0
 model = Path(sys.argv[1])
 print("imported", flush=True)
 sys.stdin.readline()
@@ -378,7 +378,7 @@ def test_a_disk_that_fills_up_while_a_copy_is_made(
 ) -> None:
     with disk(tmp_path / "disk", 1000) as base:
         monkeypatch.setenv("XDG_CACHE_HOME", str(base))
-        monkeypatch.setattr(kept_weights, "_check_room", lambda num_bytes: None)
+        monkeypatch.setattr(weight_cache, "_check_room", lambda num_bytes: None)
         assert copy_of(path) is None
         assert "No space left on device; set XDG_CACHE_HOME to a folder" in caplog.text
         assert [kept.suffix for kept in cache_folder().iterdir()] == [".lock"]
