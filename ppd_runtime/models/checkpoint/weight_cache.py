@@ -2,7 +2,7 @@
 dtype than a model's files have, and so that Linux can map them in large pages.
 
 A copy is a safetensors file like any other, filled up to whole pages; its tensors stand at the beginnings of the
-processor's cache lines where their sizes allow that. Each start reads it once to see that it is whole (`files.checksummed`).
+processor's cache lines where their sizes allow that. Each start reads it once, to see that it is whole.
 """
 
 import contextlib
