@@ -256,7 +256,6 @@ def test_layers_of_one_kind_are_compiled_once_and_kept(model_folder: ModelFolder
     compiled_layers(load_eager(model_folder("llama")).model)  # unpacks them
     name = files[0].name.partition("-")[0]
     before = {path: path.stat().st_mtime_ns for path in kept.glob(f"{name}*")}
-    assert len(before) == 3
     assert all(path.suffix in (".pt2", ".so", ".lock") for path in before), "nothing half-written is left"
     with without_compiler():
         compiled_layers(load_eager(model_folder("llama", seed=5)).model)
