@@ -25,7 +25,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.holdings import (
+from benchmarks.models import model_folder
+from benchmarks.recording import Figures, markdown, new_parser, positive, run
+from benchmarks.resource_usage import (
     HELD,
     Holding,
     Watch,
@@ -38,8 +40,6 @@ from benchmarks.holdings import (
     shared_memory,
     workers,
 )
-from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 
 _OWNERS = (*HELD, "children")

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.awake import awake_cores
+from benchmarks.keep_cores_awake import keep_cores_awake
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> Figures:
     with contextlib.ExitStack() as stack:
         if options.emulate_layer_ms is not None:
             device = EmulatedDevice(options.emulate_layer_ms, options.emulate_head_ms)
-            real_time, awake = stack.enter_context(woken_at_once()), stack.enter_context(awake_cores())
+            real_time, awake = stack.enter_context(woken_at_once()), stack.enter_context(keep_cores_awake())
         model = stack.enter_context(model_folder(options.model))
         ordinary = OrdinaryDecoding(model, dtype=options.dtype, compile=options.compile, emulate=device)
         prompts = [ordinary.tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -11,8 +11,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from benchmarks.holdings import workers
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
+from benchmarks.resource_usage import workers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.results import TokenEvent
 

@@ -86,3 +86,10 @@ def check_exit_layer(exit_layer: int, num_layers: int) -> None:
 
 def _is_real(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_text(text: object, most: int) -> bool:
+    """Whether it is a text of 1 to `most` Unicode characters."""
+    if not isinstance(text, str) or not 0 < len(text) <= most:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in text)  # half of a UTF-16 pair

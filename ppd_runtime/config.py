@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from ppd_runtime.checks import check_bool, check_choice, check_exit_layer, check_int, check_range, check_workers
+from ppd_runtime.checks import (
+    check_bool,
+    check_choice,
+    check_exit_layer,
+    check_int,
+    check_range,
+    check_workers,
+    is_text,
+)
+from ppd_runtime.settings import check_known
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,14 +57,6 @@ _ADDED = {"added": True}
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """From the tokens so far, `[1, tokens]`, and scores for the next one, `[1, vocab_size]`, to other scores."""
-
-
-class UnknownSettingError(ValueError):
-    """A setting that its owner does not have; `known` are those that it has."""
-
-    def __init__(self, owner: str, name: str, known: Iterable[str]) -> None:
-        self.owner, self.name, self.known = owner, name, tuple(sorted(known))
-        super().__init__(f"{owner} has no setting {name!r}: it has {', '.join(self.known)}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class SamplingParams:
         if not isinstance(self.stop, tuple):
             raise ValueError(f"stop={self.stop!r:.200}: give a tuple of texts")
         for text in self.stop:
-            if not _is_stop_text(text):
+            if not is_text(text, MOST_STOP_CHARACTERS):
                 raise ValueError(f"stop={text!r:.200}: give texts of 1 to {MOST_STOP_CHARACTERS} Unicode characters")
         if not isinstance(self.stop_token_ids, tuple):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r:.200}: give a tuple of token ids")
@@ -169,7 +170,7 @@ def sampling_from(params: SamplingParams | None, settings: Mapping[str, Any]) ->
     Raises:
         ValueError: for both, for a setting that there is not, or one that cannot work.
     """
-    _check_known("sampling", settings, SAMPLING_SETTINGS)
+    check_known("sampling", settings, SAMPLING_SETTINGS)
     if params is None:
         several = {name: _as_tuple(settings[name]) for name in _SEVERAL if name in settings}
         return SamplingParams(**{**settings, **several})
@@ -372,7 +373,7 @@ def runtime_config(config: RuntimeConfig | None, settings: Mapping[str, Any]) ->
     Raises:
         ValueError: for both, for a setting that there is not, or one that cannot work.
     """
-    _check_known("PPDRuntime", settings, RUNTIME_SETTINGS)
+    check_known("PPDRuntime", settings, RUNTIME_SETTINGS)
     if config is None:
         return RuntimeConfig(**settings)
     if settings:
@@ -388,21 +389,5 @@ def in_process_config(owner: str, settings: Mapping[str, Any]) -> RuntimeConfig:
     Raises:
         ValueError: for a setting that there is not, or one that cannot work.
     """
-    _check_known(owner, settings, IN_PROCESS_SETTINGS)
+    check_known(owner, settings, IN_PROCESS_SETTINGS)
     return RuntimeConfig(**{IN_PROCESS_SETTINGS[name]: value for name, value in settings.items()})
-
-
-def _check_known(owner: str, settings: Iterable[str], known: Iterable[str]) -> None:
-    if unknown := sorted(set(settings) - set(known)):
-        raise UnknownSettingError(owner, unknown[0], known)
-
-
-def can_run_ahead(num_layers: int, exit_layer: int, k: int) -> bool:
-    """Whether the layout is one in which a lone sub-process' last state is the next exit state."""
-    return k == 1 and num_layers == 2 * exit_layer
-
-
-def _is_stop_text(text: object) -> bool:
-    if not isinstance(text, str) or not 0 < len(text) <= MOST_STOP_CHARACTERS:
-        return False
-    return not any("\ud800" <= character <= "\udfff" for character in text)  # half of a UTF-16 pair

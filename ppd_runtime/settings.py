@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from functools import lru_cache
 from itertools import pairwise
@@ -72,3 +72,16 @@ def takes_settings(settings: type, names: Mapping[str, str] | None = None) -> Ca
         return shown
 
     return decorate
+
+
+class UnknownSettingError(ValueError):
+    """A setting that its owner does not have; `known` are those that it has."""
+
+    def __init__(self, owner: str, name: str, known: Iterable[str]) -> None:
+        self.owner, self.name, self.known = owner, name, tuple(sorted(known))
+        super().__init__(f"{owner} has no setting {name!r}: it has {', '.join(self.known)}")
+
+
+def check_known(owner: str, settings: Iterable[str], known: Iterable[str]) -> None:
+    if unknown := sorted(set(settings) - set(known)):
+        raise UnknownSettingError(owner, unknown[0], known)

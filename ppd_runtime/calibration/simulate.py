@@ -16,9 +16,10 @@ from ppd_runtime.calibration.simulated_cluster import (
     VirtualStage,
 )
 from ppd_runtime.checks import check_layers, check_number, check_share, check_whole, check_workers
-from ppd_runtime.config import SamplingParams, can_run_ahead
+from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.theory import (
     Times,
+    can_run_ahead,
     expected_compute,
     expected_latency,
     expected_runs,

@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ppd_runtime.checks import check_layers, check_share, check_whole, check_workers
-from ppd_runtime.config import can_run_ahead
 from ppd_runtime.cost_model import verdict as words
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, TokenTime
 from ppd_runtime.cost_model.run_ahead_model import entry_messages, follow
+from ppd_runtime.cost_model.theory import can_run_ahead
 from ppd_runtime.cost_model.tradeoff import Rates
 
 

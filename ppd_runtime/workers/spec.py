@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ppd_runtime.config import SHARED, can_run_ahead
+from ppd_runtime.config import SHARED
+from ppd_runtime.cost_model.theory import can_run_ahead
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice

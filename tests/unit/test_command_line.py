@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import ppd_runtime
 from ppd_runtime.cli.main import app
 from ppd_runtime.cli.words import in_its_words
-from ppd_runtime.config import UnknownSettingError
+from ppd_runtime.settings import UnknownSettingError
 
 PPD = [sys.executable, "-m", "ppd_runtime.cli.main"]
 TIMES = "--layer-ms 1 --head-ms 1 --exit-head-ms 1 --hop-ms 0.1"

@@ -9,14 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.config import (
-    RuntimeConfig,
-    SamplingParams,
-    UnknownSettingError,
-    in_process_config,
-    runtime_config,
-    sampling_from,
-)
+from ppd_runtime.config import RuntimeConfig, SamplingParams, in_process_config, runtime_config, sampling_from
+from ppd_runtime.settings import UnknownSettingError
 
 
 def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: object) -> None:

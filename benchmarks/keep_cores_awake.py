@@ -19,7 +19,7 @@ _START_S = 0.3
 
 
 @contextlib.contextmanager
-def awake_cores() -> Iterator[bool]:
+def keep_cores_awake() -> Iterator[bool]:
     """On each core a process that runs when nothing else does; whether this system has such.
 
     For emulated devices, which sleep where real ones compute: their hosts would not.

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from benchmarks import endurance
-from benchmarks.holdings import HELD, at_age, growth, held, own_temporary_folder, running
+from benchmarks.resource_usage import HELD, at_age, growth, held, own_temporary_folder, running
 
 
 def lives(*values):
