@@ -9,6 +9,7 @@ _TOGETHER = {"test_cluster_job", "test_damaged_code", "test_embedding", "test_ho
 """Files whose tests share what takes long to start, or cannot be there twice."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before groups are formed
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything here starts processes or threads."""
     for item in items:
