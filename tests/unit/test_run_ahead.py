@@ -1,13 +1,17 @@
 """The sub-process that runs ahead: whatever it guesses and whenever it hears of it, tokens stay ordinary decoding's."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_runs import PROMPTS, Bench, Decoded, rehearsed
+from pipeline_runs import PROMPTS, Bench, Decoded, begin_message, rehearsed
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.pipeline.messages import Candidate, Entries, ExitState, HeadStart, Token
+from ppd_runtime.pipeline.messages import MAIN, MISS, Candidate, End, Entries, ExitState, HeadStart, Token
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
@@ -103,3 +107,32 @@ def test_a_lost_one_costs_no_token(bench):
     got, expected = run(bench, GREEDY, 1.0, lost=(1,))
     same(got, expected)
     assert got.hits == 0
+
+
+@pytest.mark.parametrize("winners", list(itertools.product([1, MISS], repeat=3)), ids=str)
+def test_a_new_life_owes_no_entries_of_early_starts_that_it_has_not_made(bench, winners):
+    """The main process may use what a former life has sent: all entries that leave are those of the text."""
+    prompt = bench.prompt_ids(PROMPTS[3])
+    text = [*prompt, *bench.ordinary(prompt, GREEDY).tokens]
+    sent = []
+    wrong = rehearsed(prompt, text[len(prompt) :], 0.0, bench.info.vocab_size, seed=3)
+
+    def send(_, message):
+        sent.append(message)
+
+    sub = RunAheadSubProcess(bench.stage(DEPTH - EXIT), wrong, 1, send, begin_message(prompt, GREEDY))
+    first = len(prompt)
+    tokens = [Token(MAIN, 1, first + i, text[first + i], winner) for i, winner in enumerate((*winners, MISS))]
+    machine, coming = sub.serve(), [*tokens, None, None, None, None, None, None, End(MAIN, 1)]
+    next(machine)
+    with contextlib.suppress(StopIteration):
+        for message in coming:
+            machine.send(message)
+    reference = bench.stage(DEPTH - EXIT)
+    reference.begin(len(text))
+    reference.run(0, DEPTH - EXIT, prompt, 0)
+    for position in range(first, first + 4):
+        reference.run(0, DEPTH - EXIT, [text[position]], position)
+    for shipped in (message for message in sent if isinstance(message, Entries)):
+        end = shipped.position + len(shipped.entries)
+        assert torch.equal(shipped.entries, reference.export_entries(shipped.position, end, DEPTH - EXIT))

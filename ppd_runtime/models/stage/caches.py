@@ -186,8 +186,11 @@ class StageCache:
     def export_entries(self, first: int, end: int, last: int) -> Tensor:
         """A copy of the entries of the tokens `first` to `end` in layers 0 to `last` (both ends exclusive).
 
-        `[tokens, last, 2, heads, head_dim]`.
+        `[tokens, last, 2, heads, head_dim]`; RuntimeError where a layer does not hold them all.
         """
+        if any(layer.length < end for layer in self.layers[:last]):
+            held = min(layer.length for layer in self.layers[:last])
+            raise RuntimeError(f"entries {first} to {end} of {last} layers are asked for, and {held} tokens are held")
         if (whole := self._memory.whole) is not None:
             return whole[:last, :, first:end].permute(2, 0, 1, 3, 4).contiguous()
         heads, dim = self.entry_shape(last)

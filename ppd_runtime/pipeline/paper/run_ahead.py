@@ -136,10 +136,10 @@ class RunAheadSubProcess:
         self._certain += 1
         if len(self.chain) == position or self.chain[position] != message.token_id:
             self._go_on_from(position, [message.token_id])
-        if message.winner == self.rank:
-            self._owed.append(position)
-        else:
+        if message.winner != self.rank:
             self._wanted = True
+        elif position < self.stage.length(self.stage.num_layers - 1):  # else a former life of this process won it
+            self._owed.append(position)
 
     def _take_missed(self, message: CatchUp) -> None:
         position = self._certain
