@@ -5,18 +5,12 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-_TOGETHER = {"test_cluster_job", "test_damaged_code", "test_embedding", "test_hosts", "test_runtime"}
-"""Files whose tests share what takes long to start, or cannot be there twice."""
 
-
-@pytest.hookimpl(tryfirst=True)  # before groups are formed
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything here starts processes or threads."""
     for item in items:
         if "/processes/" in item.path.as_posix():
             item.add_marker(pytest.mark.processes)
-            if item.path.stem in _TOGETHER:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")
