@@ -44,7 +44,8 @@ def demo(runtime: Settings, sampling: Settings) -> None:
         comparisons = {}
         with OrdinaryDecoding() as ordinary:
             for timed_k, workers in layouts:
-                with PPDRuntime(k=timed_k, workers=workers, launcher="processes", progress=show_progress) as timed:
+                layout = {**runtime, "k": timed_k, "workers": workers}
+                with PPDRuntime(**layout, progress=show_progress) as timed:
                     show_progress("timing both, in turn")
                     comparison = compare(timed, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)
                     comparisons[timed_k, workers] = comparison
