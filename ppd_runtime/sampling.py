@@ -127,6 +127,12 @@ class Sampler:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
         return _best(self.noisy_scores(logits, history), k)
 
+    def guesses(self, logits: Tensor, history: Sequence[int], k: int) -> list[tuple[int, float]]:
+        """As `rank`, each token with its chance (see `chances`)."""
+        scores = self.noisy_scores(logits, history)
+        tokens, chances = _best(scores, k), self.chances(scores)
+        return [(token, float(chances[token])) for token in tokens]
+
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
         if self.plain:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.autoregressive import autoregressive
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
@@ -21,6 +23,9 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -61,6 +66,7 @@ class Decoded:
     subs: list[SubProcess | RunAheadSubProcess] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     network: MachineNetwork | None = None
+    first: FirstStage | None = None
 
     @property
     def hits(self) -> int:
@@ -80,9 +86,9 @@ class Bench:
         """For a model folder."""
         return Bench(describe(str(folder)), getattr(torch, dtype))
 
-    def stage(self, last: int | None = None) -> RecordingStage:
-        """The first layers of the model, all of them by default."""
-        stage = RecordingStage(_layers(self.info, last or self.info.num_layers, self.dtype))
+    def stage(self, last: int | None = None, first: int = 0) -> RecordingStage:
+        """Layers of the model from `first` on, all of them by default."""
+        stage = RecordingStage(_layers(self.info, last or self.info.num_layers, self.dtype), None, first)
         stage.decisive, stage.ranges = [], []
         return stage
 
@@ -138,6 +144,48 @@ class Bench:
             winners=[message.winner for message in told],
             main=main,
             subs=subs,
+            network=network,
+        )
+
+    def staged(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        cuts: Sequence[int],
+        k: int,
+        rows: int = 1,
+        seed: int | None = None,
+        impatience: float = 0.0,
+    ) -> Decoded:
+        """The staged layout over a network with the order of `seed` (None: fair)."""
+        network, begin, sampler = (
+            MachineNetwork(seed, impatience),
+            begin_message(prompt, params),
+            Sampler(params, len(prompt)),
+        )
+        borders = [0, *cuts, self.info.num_layers]
+        stages = [
+            RecordingStage(_layers(self.info, last, self.dtype), None, first) for first, last in pairwise(borders)
+        ]
+        for stage in stages:
+            stage.decisive, stage.ranges = [], []
+        rows_of = [RowStage(stage, 64) for stage in stages]
+        size = len(stages)
+        heads = [SharedHead(stage, sampler) for stage in stages]
+        first = FirstStage(rows_of[0], heads[0], size, k, rows, 48, network.send, begin)
+        others = [MiddleStage(rows_of[i], heads[i], i + 1, size, k, network.send, begin) for i in range(1, size - 1)]
+        last = LastStage(rows_of[-1], self.info.num_layers, range(1, size), network.send, begin)
+        for machine in (first, *others):
+            network.add(machine.rank, machine.serve())
+        network.add(0, last.decode(sampler, self._stop(params)))
+        network.run()
+        told = [message for to, message in network.sent if to == CLIENT and isinstance(message, Token)]
+        return Decoded(
+            tokens=[message.token_id for message in told],
+            reason=last.finish_reason,
+            decisive=stages[-1].decisive,
+            first=first,
+            stages=stages,
             network=network,
         )
 

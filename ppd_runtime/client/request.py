@@ -21,9 +21,9 @@ from ppd_runtime.pipeline.messages import (
     Spans,
     Token,
     Tokens,
-    WireError,
 )
 from ppd_runtime.pipeline.span_messages import unpack
+from ppd_runtime.pipeline.wire import WireError
 from ppd_runtime.tracing.spans import ProcessSpans
 
 logger = logging.getLogger(__name__)

@@ -1,30 +1,21 @@
-"""What the processes say to each other, and its form on the wire: a bounded msgpack header and raw tensor frames.
+"""What the processes say to each other; `wire` has its form between them."""
 
-A header is `[version, kind, *fields]`; a tensor field holds dtype and shape there and its bytes follow in a frame
-of their own. Decoding trusts nothing: every length, type, range and shape is checked before anything is allocated, and
-whatever is wrong becomes a `WireError`.
-"""
-
-import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgpack
-import torch
 from torch import Tensor
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.fields import (
-    MOST_TEXTS,
     AsRecord,
     Bytes,
     Candidates,
     Count,
-    FieldPlan,
     Finite,
     Int64,
     Int64s,
+    Millionths,
+    Numbers,
     Position,
     Rank,
     Ranks,
@@ -33,13 +24,9 @@ from ppd_runtime.pipeline.fields import (
     TokenId,
     TokenIds,
     Winners,
-    WireError,
-    make_plan,
 )
-from ppd_runtime.pipeline.tensors import Frame, arriving, outgoing
 from ppd_runtime.results import PathStats
 
-WIRE_VERSION = 11
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
@@ -48,8 +35,6 @@ MISS = 0
 """`Token.winner` where no candidate was right in time."""
 NOT_ASKED = -1
 """`Token.winner` of the last token, whose successor nobody needs."""
-
-_MAX_HEADER_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +61,9 @@ class Begin(Message):
     traced: bool = False
     """Whether the client wants every process' `Spans`."""
     delivered: TokenIds = field(default_factory=list)
-    """Tokens behind the prompt that the client has already got."""
+    """Tokens behind the prompt that the client has already got; to a stage, all that are certain."""
+    epoch: Count = 0
+    """To a stage: which attempt at the request this is; each begins anew with what is certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +155,46 @@ class Missing(Message):
     """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request."""
 
     position: Position
+    epoch: Count = 0
+    """Of a stage: the attempt that it is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStates(Message):
+    """Stage → next: the prompt's hidden states behind its layers, `[1, tokens, hidden_size]`."""
+
+    epoch: Count
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Message):
+    """Stage → next: the hidden states of a pass behind its layers, `[1, nodes, hidden_size]`, a row a node.
+
+    Each node is a token at a position behind a parent, which came before it.
+    """
+
+    epoch: Count
+    pass_number: Count
+    nodes: Numbers
+    parents: Numbers
+    positions: Numbers
+    token_ids: Candidates
+    hidden: Tensor
+    sent_at: Finite = 0.0
+    """As a `HeadStart`'s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses(Message):
+    """Stage → first stage, behind a pass: what may follow its nodes, as many tokens for each, likeliest first."""
+
+    epoch: Count
+    pass_number: Count
+    nodes: Numbers
+    token_ids: Candidates
+    chances: Millionths
+    """How likely each is right, by the stage's exit head alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +228,8 @@ class Report(Message):
 
     layer_passes: Count
     coherence_layer_passes: Count
+    first_boundary: Numbers = ()
+    """Of the first stage: tokens that boundary 1, 2, … was the first to name, and last those that none named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,146 +280,3 @@ class TensorAnnouncement(Message):
     num_bytes: TensorBytes
     header: Bytes
     """Of the message, as `split` gives it."""
-
-
-_KINDS: tuple[type[Message], ...] = (
-    Begin,
-    ExitState,
-    Candidate,
-    HeadStart,
-    Token,
-    Entries,
-    End,
-    Cancel,
-    Finished,
-    Report,
-    Failed,
-    Shutdown,
-    Spans,
-    CatchUp,
-    Missing,
-    Peers,
-    LinkNote,
-    TensorAnnouncement,
-    Tokens,
-)
-KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
-"""In the order of their numbers on the wire."""
-
-
-class _Thread(threading.local):
-    """What a thread needs to write messages: to make a packer for each takes longer than to pack."""
-
-    def __init__(self) -> None:
-        self.packer = msgpack.Packer()
-
-
-_THREAD = _Thread()
-_PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
-_RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
-    Begin: lambda begin: len(begin.delivered) <= begin.params.max_new_tokens,
-    CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
-    Peers: lambda peers: len(peers.addresses) == len(peers.locations),
-    Tokens: lambda tokens: len(tokens.token_ids) == len(tokens.winners),
-}
-"""What has to hold between the fields of one message."""
-
-
-def encode(message: Message) -> list[Frame]:
-    """The message's frames: the header, then its tensor's bytes, in its own memory where they lie there in one piece.
-
-    Raises:
-        WireError: where the header would be longer, or the tensor another, than `decode` takes.
-    """
-    plan = _PLANS[type(message)]
-    values = plan.values(message)
-    tensor = values[plan.tensor - 2] if plan.tensor else None
-    if tensor is None:
-        return [_header(plan, values, None)]
-    form = outgoing(tensor.dtype, tensor.shape)
-    frame = form.bytes_of(tensor)
-    if frame is None:
-        tensor = tensor.detach().cpu().contiguous()
-        frame = form.bytes_of(tensor)
-        assert frame is not None
-    return [_header(plan, values, form.description), frame]
-
-
-def has_tensor(message: Message) -> bool:
-    """Whether a message holds a tensor."""
-    plan = _PLANS[type(message)]
-    return bool(plan.tensor) and plan.values(message)[plan.tensor - 2] is not None
-
-
-def split(message: Message) -> tuple[bytes, Tensor | None]:
-    """The message's header, and its tensor's bytes `[num_bytes]` on the tensor's device, perhaps in its memory.
-
-    Raises:
-        WireError: where the header would be longer, or the tensor another, than `decode` takes.
-    """
-    plan = _PLANS[type(message)]
-    values = plan.values(message)
-    tensor = values[plan.tensor - 2] if plan.tensor else None
-    if tensor is None:
-        return _header(plan, values, None), None
-    description = outgoing(tensor.dtype, tensor.shape).description
-    return _header(plan, values, description), tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def _header(plan: FieldPlan, values: Sequence[Any], description: bytes | None) -> bytes:
-    """`description` is of the message's tensor: dtype and shape."""
-    fields = [WIRE_VERSION, plan.number, *values]
-    for place, write in plan.writers:
-        fields[place] = write(fields[place])
-    if plan.tensor:
-        fields[plan.tensor] = description
-    header = _THREAD.packer.pack(fields)
-    if len(header) > _MAX_HEADER_BYTES:
-        raise WireError(f"a {KIND_NAMES[plan.number]} of {len(header)} bytes: {_MAX_HEADER_BYTES} are the most")
-    return header
-
-
-def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
-    """The message that `frames` hold; its tensor is a copy, but of a `Tensor` of bytes, which becomes the message's.
-
-    Raises:
-        WireError: for anything that `encode` of this version would not have written.
-    """
-    if not frames or isinstance(frames[0], Tensor) or len(frames[0]) > _MAX_HEADER_BYTES:
-        raise WireError("no header, or one that is too long")
-    header = _unpack(frames[0])
-    kind = _kind(header)
-    plan = _PLANS[kind]
-    if len(header) != 2 + plan.num_fields:
-        raise WireError(f"a {kind.__name__} with the wrong number of fields")
-    plan.read(header)
-    if plan.tensor and header[plan.tensor] is not None:
-        if len(frames) != 2:
-            raise WireError(f"a {kind.__name__} needs one frame for its tensor")
-        header[plan.tensor] = arriving(header[plan.tensor]).tensor_of(frames[1])
-    elif len(frames) != 1:
-        raise WireError(f"a {kind.__name__} with more frames than it has tensors")
-    message = kind(*header[2:])
-    if kind in _RELATIONS and not _RELATIONS[kind](message):
-        raise WireError(f"a {kind.__name__} whose fields contradict each other")
-    return message
-
-
-def _num_rows(entries: Tensor) -> int:
-    return len(entries) if entries.dim() else 1
-
-
-def _kind(header: list[Any]) -> type[Message]:
-    if type(header) is not list or len(header) < 2 or type(header[0]) is not int or header[0] != WIRE_VERSION:
-        raise WireError(f"not a message of wire version {WIRE_VERSION}")
-    number = header[1]
-    if type(number) is not int or not 0 <= number < len(_KINDS):
-        raise WireError("unknown kind of message")
-    return _KINDS[number]
-
-
-def _unpack(header: bytes | memoryview) -> Any:
-    try:
-        return msgpack.unpackb(header, max_array_len=MOST_TEXTS, max_map_len=0, max_ext_len=0)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"not a header: {type(error).__name__}") from error

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from ppd_runtime.pipeline.messages import KIND_NAMES, Spans, WireError
+from ppd_runtime.pipeline.messages import Spans
+from ppd_runtime.pipeline.wire import KIND_NAMES, WireError
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 MOST_SPANS = 4096

@@ -13,8 +13,9 @@ import time
 from collections import deque
 from pathlib import Path
 
-from ppd_runtime.pipeline.messages import Entries, Message, WireError, decode, encode
+from ppd_runtime.pipeline.messages import Entries, Message
 from ppd_runtime.pipeline.tensors import Frame
+from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.transport.network import socket_path
 
 logger = logging.getLogger(__name__)

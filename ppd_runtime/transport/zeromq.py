@@ -18,8 +18,9 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from ppd_runtime.pipeline.messages import Entries, Message, WireError, decode, encode
+from ppd_runtime.pipeline.messages import Entries, Message
 from ppd_runtime.pipeline.tensors import Frame
+from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.transport.network import Keys, Network, check_interface, socket_path
 
 logger = logging.getLogger(__name__)

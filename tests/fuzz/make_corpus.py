@@ -13,7 +13,6 @@ from fuzz.targets import frames_of
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import (
-    KIND_NAMES,
     Begin,
     Cancel,
     Candidate,
@@ -23,22 +22,22 @@ from ppd_runtime.pipeline.messages import (
     ExitState,
     Failed,
     Finished,
+    Guesses,
     HeadStart,
     LinkNote,
     Message,
     Missing,
     Peers,
+    PromptStates,
     Report,
+    Rows,
     Shutdown,
     Spans,
     TensorAnnouncement,
     Token,
     Tokens,
-    WireError,
-    decode,
-    encode,
-    split,
 )
+from ppd_runtime.pipeline.wire import KIND_NAMES, WireError, decode, encode, split
 from ppd_runtime.results import PathStats
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
@@ -73,6 +72,9 @@ MESSAGES: tuple[Message, ...] = (
     LinkNote(1, 0, "ab-cd", "word up/0", b"\x7f\0\0\1"),
     TensorAnnouncement(0, 1, "ab-cd", 3, 32, split(ExitState(0, 1, 4, STATE))[0]),
     Tokens(0, 1, 5, [17, 18, 9], [1, 0, -1]),
+    PromptStates(1, 1, 2, STATE),
+    Rows(1, 1, 2, 7, (12, 13), (11, 11), (5, 5), (17, 18), STATE.expand(1, 2, 8), 12.5),
+    Guesses(1, 1, 2, 7, (12,), (17, 18), (500_000, 250_000)),
 )
 
 
@@ -106,7 +108,7 @@ def main() -> None:
         header, *rest = (bytes(frame) for frame in encode(message))
         name = f"{number:02d}-{type(message).__name__}"
         write("decoding", name, len(header).to_bytes(2, "little") + header + b"".join(rest))
-        write("stream", name, bytes([number * 12]) + on_the_stream(message))
+        write("stream", name, bytes([number * 12 % 256]) + on_the_stream(message))
     whole = b"".join(map(on_the_stream, MESSAGES))
     for size in (0, 6, 63, 255):
         write("stream", f"all-{size}", bytes([size]) + whole)

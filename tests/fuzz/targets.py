@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.config import SamplingParams
-from ppd_runtime.pipeline.messages import Begin, Message, Token, WireError, decode, encode
+from ppd_runtime.pipeline.messages import Begin, Message, Token
+from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.transport.unix import _FIRST_BUFFER_BYTES, _Inlet
 
 

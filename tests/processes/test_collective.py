@@ -13,17 +13,8 @@ import torch
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    MAIN,
-    Candidate,
-    End,
-    Entries,
-    ExitState,
-    TensorAnnouncement,
-    encode,
-    split,
-)
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, ExitState, TensorAnnouncement
+from ppd_runtime.pipeline.wire import encode, split
 from ppd_runtime.transport.collective import links
 from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
 from ppd_runtime.transport.network import Network

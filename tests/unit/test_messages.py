@@ -29,22 +29,22 @@ from ppd_runtime.pipeline.messages import (
     ExitState,
     Failed,
     Finished,
+    Guesses,
     HeadStart,
     LinkNote,
     Message,
     Missing,
     Peers,
+    PromptStates,
     Report,
+    Rows,
     Shutdown,
     Spans,
     TensorAnnouncement,
     Token,
     Tokens,
-    WireError,
-    decode,
-    encode,
-    split,
 )
+from ppd_runtime.pipeline.wire import WireError, decode, encode, split
 from ppd_runtime.results import PathStats
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
@@ -68,10 +68,13 @@ KINDS = (
     LinkNote,
     TensorAnnouncement,
     Tokens,
+    PromptStates,
+    Rows,
+    Guesses,
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 11
+VERSION = 12
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -162,6 +165,11 @@ def agree(message: Message) -> bool:
         return message.entries.dim() > 0 and len(message.entries) <= len(message.token_ids)
     if isinstance(message, Tokens):
         return len(message.token_ids) == len(message.winners)
+    if isinstance(message, Rows):
+        return len(message.nodes) == len(message.parents) == len(message.positions) == len(message.token_ids)
+    if isinstance(message, Guesses):
+        told, size = len(message.nodes), len(message.token_ids)
+        return size == len(message.chances) and (size % told == 0 if told else not size)
     return not isinstance(message, Peers) or len(message.addresses) == len(message.locations)
 
 
@@ -241,6 +249,7 @@ def begin_header(**changes: object) -> bytes:
         "live": False,
         "traced": False,
         "delivered": EMPTY,
+        "epoch": 0,
     }
     fields |= {name: value for name, value in changes.items() if name not in params}
     return head(VERSION, 0, *fields.values())

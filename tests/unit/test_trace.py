@@ -13,8 +13,9 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.images import check_image_file
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.pipeline.messages import Spans, WireError, decode, encode
+from ppd_runtime.pipeline.messages import Spans
 from ppd_runtime.pipeline.span_messages import MOST_SPANS, pack, unpack
+from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 from ppd_runtime.tracing.timeline import Timeline, draw_timeline

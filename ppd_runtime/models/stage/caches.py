@@ -143,11 +143,15 @@ class _SharedMemory:
 
 
 class StageCache:
-    """The entries of a stage's layers for one sequence of at most `capacity` tokens; `windows` has each layer's."""
+    """The entries of a stage's layers for one sequence of at most `capacity` tokens.
 
-    def __init__(self, windows: Sequence[int | None], capacity: int) -> None:
-        self._memory = _SharedMemory(len(windows))
-        self.layers = [PreallocatedLayer(capacity, window, self._memory, i) for i, window in enumerate(windows)]
+    Args:
+        windows: each layer's, those before the stage's `first` layer too, of which nothing is stored.
+    """
+
+    def __init__(self, windows: Sequence[int | None], capacity: int, first: int = 0) -> None:
+        self._memory, self._first = _SharedMemory(len(windows) - first), first
+        self.layers = [PreallocatedLayer(capacity, window, self._memory, i - first) for i, window in enumerate(windows)]
         self._shapes: dict[int, tuple[int, ...]] = {}
 
     def entry_shape(self, last: int) -> tuple[int, ...]:
@@ -171,6 +175,20 @@ class StageCache:
         """Keep the first `length` tokens, drop the newer ones."""
         for layer in self.layers:
             layer.length = min(layer.length, length)
+
+    def set_length(self, length: int) -> None:
+        """Have the stage's layers hold so many tokens, whose entries lie in the first rows."""
+        for layer in self.layers[self._first :]:
+            layer.length = length
+
+    @torch.inference_mode()
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy a token's entries from one row to another, in all of the stage's layers."""
+        if (whole := self._memory.whole) is not None:
+            whole[:, :, target] = whole[:, :, source]
+            return
+        for rows in (rows for layer in self.layers for rows in layer.rows):
+            rows[target] = rows[source]
 
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
         """Of the entries from `position` on, keep those that are `nodes` (ascending) behind it, moved together."""

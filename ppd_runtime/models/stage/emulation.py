@@ -9,7 +9,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,10 +31,13 @@ class EmulatedDevice:
 
     layer_ms: float
     head_ms: float = 0.0
+    row_cost: float = 0.0
+    """What a further row of a stage's pass adds, as a share of the first one's time."""
 
     def __post_init__(self) -> None:
         check_number("layer_ms", self.layer_ms)
         check_number("head_ms", self.head_ms)
+        check_number("row_cost", self.row_cost)
 
 
 def emulation_note(device: EmulatedDevice | None) -> str:
@@ -45,10 +48,13 @@ def emulation_note(device: EmulatedDevice | None) -> str:
 class EmulatedStage(Stage):
     """A stage whose passes take at least as long as on the emulated device."""
 
-    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None, device: EmulatedDevice) -> None:
-        super().__init__(model, compiled)
+    def __init__(
+        self, model: PreTrainedModel, compiled: CompiledPasses | None, device: EmulatedDevice, first_layer: int = 0
+    ) -> None:
+        super().__init__(model, compiled, first_layer)
         self.layers_at_once = -(-self.num_layers // 3)
         self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
+        self._row_cost = device.row_cost
         _wake_in_time()
 
     def chain_drafting(self, layers: int | LayerSubset, behind: Stage | None = None) -> None:
@@ -58,6 +64,13 @@ class EmulatedStage(Stage):
         began = time.perf_counter()
         hidden = super()._run(first, last, inputs, position)
         _wait_until(began + (last - first) * self._layer_s)
+        return hidden
+
+    def _run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
+        began = time.perf_counter()
+        hidden = super()._run_rows(inputs, place)
+        passes = 1 + self._row_cost * (len(inputs) - 1)
+        _wait_until(began + (self.num_layers - self.first_layer) * self._layer_s * passes)
         return hidden
 
     def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:

@@ -5,7 +5,7 @@ masks, rotary tables, windows and soft caps stay the library's business.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -45,11 +45,12 @@ class Stage:
         model: its layers are the stage's.
         compiled: runs every one-token pass but the first one of a sequence, candidates of one position, and chains
             where it has code for them; the others, prompts, are run by the library over the same caches.
+        first_layer: those before it are not there; it counts from 0.
     """
 
-    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None = None, first_layer: int = 0) -> None:
         share_heads(model)
-        self.model, self._compiled = model, compiled
+        self.model, self._compiled, self.first_layer = model, compiled, first_layer
         self.device = model.device
         """Where the weights are; the library goes through all of a model's modules each time it is asked."""
         self._on_cuda = self.device.type == "cuda"
@@ -101,7 +102,7 @@ class Stage:
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
-        self.cache = StageCache(self._windows, capacity)
+        self.cache = StageCache(self._windows, capacity, self.first_layer)
         self._views.clear()
         if self._compiled:
             self._compiled.forget()
@@ -124,6 +125,22 @@ class Stage:
             self._note_time((ended - began) / (last - first))
         self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
         self.layer_passes += last - first
+        return hidden
+
+    def run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
+        """Run the stage's layers over several tokens that stand behind different texts, as one pass: a row each.
+
+        `inputs` are tokens' ids where the stage embeds, else hidden states `[1, 1, hidden_size]`. `place` puts the text
+        of a row into the caches' first rows and gives its position. The hidden states are `[1, rows, hidden_size]`, the
+        bits of each those of a pass of its own.
+        """
+        began = time.perf_counter()
+        hidden = self._run_rows(inputs, place)
+        self._wait_for_device()
+        ended, layers = time.perf_counter(), self.num_layers - self.first_layer
+        self._note_time((ended - began) / layers)
+        self.recorder.note(Kind.LAYERS, began, ended, self.length(-1) - 1, -1, self.first_layer, self.num_layers)
+        self.layer_passes += len(inputs) * layers
         return hidden
 
     def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
@@ -223,6 +240,10 @@ class Stage:
             return compiled(hidden, (*tokens, compiled.vocab_size))
         with torch.inference_mode():
             return self.head(hidden).view(*tokens, -1).float()
+
+    def _run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
+        rows = [Stage._run(self, self.first_layer, self.num_layers, row, place(i)) for i, row in enumerate(inputs)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         self.check_position(first, position)

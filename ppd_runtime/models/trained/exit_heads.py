@@ -24,6 +24,17 @@ class ExitHead(Protocol):
         ...
 
 
+class BoundaryHead(Protocol):
+    """Names what may follow several nodes of a pass; see `pipeline.staged`."""
+
+    def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """For each of several texts, k tokens that may follow, likeliest first, each with how likely it is.
+
+        `hidden` is `[1, texts, hidden_size]`, of their newest tokens.
+        """
+        ...
+
+
 class SharedHead:
     """The model's own final norm and head, as the paper's untrained rows use them, ranked with the shared noise."""
 
@@ -33,6 +44,11 @@ class SharedHead:
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth would be likeliest to choose if it ended here."""
         return self._sampler.rank(self._stage.logits(hidden), history, k)
+
+    def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """As full depth's, if it ended here."""
+        logits = self._stage.token_logits(hidden)
+        return [self._sampler.guesses(logits[row], text, k) for row, text in enumerate(texts)]
 
 
 class TrainedHead:
@@ -49,6 +65,12 @@ class TrainedHead:
         logits = self._network(hidden[:, -1:].to(self._device))[0, -1].float()
         self._recorder.note(Kind.HEAD, began, time.perf_counter())
         return self._sampler.rank(logits, history, k)
+
+    @torch.inference_mode()
+    def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """As `candidates`, with what the head finds them."""
+        logits = self._network(hidden.to(self._device))[0].float()
+        return [self._sampler.guesses(logits[row], text, k) for row, text in enumerate(texts)]
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,10 @@ class OracleHead:
         if rng.random() < self.match_rate:
             named[int(rng.integers(k))] = right
         return named
+
+    def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """As `candidates`, each as likely as the others."""
+        return [[(token, self.match_rate / k) for token in self.candidates(hidden, text, k)] for text in texts]
 
     def _right_token(self, history: Sequence[int]) -> int:
         known = tuple(history)

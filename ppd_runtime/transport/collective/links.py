@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppd_runtime.pipeline.messages import LinkNote, Message, TensorAnnouncement, WireError, decode
+from ppd_runtime.pipeline.messages import LinkNote, Message, TensorAnnouncement
+from ppd_runtime.pipeline.wire import WireError, decode
 from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, PairStore, Transfer
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The staged layout: each layer in one place, a tree of tokens in flight."""

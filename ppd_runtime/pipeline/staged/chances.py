@@ -1,0 +1,80 @@
+"""How likely a guess is right: what an exit head says of itself, corrected by how often it was."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Guess = tuple[int, float]
+"""A token, and how likely it is to come next."""
+
+_BINS = 8  # of what a head says, from 0 to 1
+_PRIOR_WEIGHT = 4.0  # trials that its word is worth
+_OVERRULED = 0.1  # of what is left: a token that a later boundary names no more
+_MILLION = 10**6
+
+
+class Calibration:
+    """Counts how often guesses were right, by boundary, rank and what the head said."""
+
+    def __init__(self) -> None:
+        self._trials: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+        self._hits: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+
+    def chance(self, boundary: int, rank: int, said: float) -> float:
+        """How likely a guess is right that a boundary's head ranks so (from 0), and finds so likely."""
+        cell = (boundary, rank, _bin(said))
+        return (self._hits[cell] + _PRIOR_WEIGHT * said) / (self._trials[cell] + _PRIOR_WEIGHT)
+
+    def learn(self, boundary: int, guesses: Sequence[Guess], token: int) -> None:
+        """A boundary's guesses for a place where `token` was right."""
+        for rank, (guessed, said) in enumerate(guesses):
+            cell = (boundary, rank, _bin(said))
+            self._trials[cell] += 1
+            self._hits[cell] += guessed == token
+
+
+def _bin(said: float) -> int:
+    return min(int(said * _BINS), _BINS - 1)
+
+
+@dataclass
+class Successors:
+    """What the boundaries have named for the place behind one node."""
+
+    by_boundary: dict[int, Sequence[Guess]] = field(default_factory=dict)
+
+    def chances(self, calibration: Calibration) -> dict[int, float]:
+        """Each token that was named with its chance, by the latest boundary that has spoken."""
+        if not self.by_boundary:
+            return {}
+        latest = max(self.by_boundary)
+        found = {
+            token: calibration.chance(latest, rank, said) for rank, (token, said) in enumerate(self.by_boundary[latest])
+        }
+        left = _OVERRULED * max(1 - sum(found.values()), 0.0)
+        for boundary in self.by_boundary.keys() - {latest}:
+            for token, _ in self.by_boundary[boundary]:
+                found.setdefault(token, left)
+        return found
+
+    def first_boundary(self, token: int) -> int | None:
+        """The first boundary that named the token; None where none did."""
+        named = (b for b in sorted(self.by_boundary) if any(token == guess for guess, _ in self.by_boundary[b]))
+        return next(named, None)
+
+    def learn(self, calibration: Calibration, token: int) -> None:
+        """The token was right."""
+        for boundary, guesses in self.by_boundary.items():
+            calibration.learn(boundary, guesses, token)
+
+
+def in_millionths(guesses: Sequence[Guess]) -> tuple[int, ...]:
+    """The guesses' chances as they travel."""
+    return tuple(round(_MILLION * min(max(said, 0.0), 1.0)) for _, said in guesses)
+
+
+def of_message(token_ids: Sequence[int], chances: Sequence[int], num_nodes: int) -> list[list[Guess]]:
+    """The guesses behind each of so many nodes, which a message holds one behind the other."""
+    guesses = [(token, said / _MILLION) for token, said in zip(token_ids, chances, strict=True)]
+    size = len(guesses) // max(num_nodes, 1)
+    return [guesses[i * size : (i + 1) * size] for i in range(num_nodes)]

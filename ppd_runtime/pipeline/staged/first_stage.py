@@ -1,0 +1,160 @@
+"""The first stage: chooses what enters the pipeline, the certain tokens first, then what is likeliest to follow."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from ppd_runtime.models.trained.exit_heads import BoundaryHead
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
+from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates
+from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_message
+from ppd_runtime.pipeline.staged.follower import FollowerStage
+from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.tree import Node
+
+_LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
+_TICK = 1  # layers' time that the stages behind may be later than this one
+
+
+class FirstStage(FollowerStage):
+    """Serves one request with rows of a tree; see `FollowerStage` for its other arguments.
+
+    Args:
+        rows: of a pass, at the most.
+        most_nodes: in flight at any time.
+        calibration: what earlier requests have taught; it learns on.
+    """
+
+    def __init__(
+        self,
+        stage: RowStageLike,
+        head: BoundaryHead,
+        num_stages: int,
+        k: int,
+        rows: int,
+        most_nodes: int,
+        send: Send,
+        begin: Begin,
+        calibration: Calibration | None = None,
+    ) -> None:
+        super().__init__(stage, head, 1, num_stages, k, send, begin)
+        self.num_stages, self.rows, self.most_nodes = num_stages, rows, most_nodes
+        self.calibration = calibration or Calibration()
+        self.first_boundary = [0] * num_stages
+        """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
+
+    def _attempt(self) -> Machine:
+        self._successors: dict[int, Successors] = {}
+        self._next_node, self._pass_number = 1, 0
+        self._passes: deque[tuple[int, list[Node]]] = deque(maxlen=self.num_stages)
+        self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each stage behind has finished
+        states = self.stage.run_prompt(self.begin.prompt_ids)
+        self.send((self.next,), PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
+        self._name([self.tree.prompt], states[:, -1:])
+        while not self._ends:
+            yield from self._take_all()
+            if not self._next_is_certain():
+                yield from self._keep_step()
+            if self._ends:
+                return
+            if nodes := self._chosen():
+                self._run_chosen(nodes)
+            elif (message := (yield WaitFor(None))) is not None:
+                self._take(message)
+
+    def _run_chosen(self, nodes: list[Node]) -> None:
+        self._pass_number += 1
+        self._passes.append((self._pass_number, nodes))
+        hidden = self._run(nodes, [node.token for node in nodes], self._pass_number)
+        self._name(nodes, hidden)
+
+    def _name(self, nodes: Sequence[Node], hidden: object) -> None:
+        for node, guesses in self._guesses(nodes, hidden):  # type: ignore[arg-type]
+            self._successors.setdefault(node.number, Successors()).by_boundary[self.rank] = guesses
+
+    def _keep_step(self) -> Machine:
+        """Wait, for a moment, for the stages behind to be done with the passes before this one's last.
+
+        All stages take about as long, so what they are about to say decides what should run next: a guess that comes
+        just after a pass has begun waits for the whole of it.
+        """
+        wanted = WaitFor(_TICK)
+        while not self._ends and not self._next_is_certain() and self._is_ahead():
+            message = yield wanted
+            if message is None:
+                return
+            self._take(message)
+
+    def _is_ahead(self) -> bool:
+        """Whether a stage behind has not yet finished a pass that it should have, with a node that may come true."""
+        for number, nodes in self._passes:
+            stage = self._pass_number - number  # as many stages behind this one
+            if stage == 0:
+                continue
+            rank = (self.rank + stage) % self.num_stages
+            if self._reached[rank] < number and any(not node.is_dropped and not node.is_certain for node in nodes):
+                return True
+            if self._reached[rank] < number and any(self.tree.is_newest(node) for node in nodes):
+                return True
+        return False
+
+    def _behind(self) -> list[int]:
+        return [rank % self.num_stages for rank in range(self.rank + 1, self.num_stages + 1)]
+
+    def _next_is_certain(self) -> bool:
+        """Whether a certain token waits for its pass."""
+        return self.tree.root.position + 1 < len(self.history)
+
+    def _chosen(self) -> list[Node]:
+        """The nodes of the next pass."""
+        if self._next_is_certain():
+            return [self._enter(self.tree.root, self.history[self.tree.root.position + 1])]
+        room = min(self.rows, self.most_nodes - len(self.tree))
+        return [self._enter(node, token) for _, node, token in self._candidates()[: max(room, 0)]]
+
+    def _candidates(self) -> list[tuple[float, Node, int]]:
+        """What may enter, with the chance that its whole path is right, the likeliest first."""
+        found: list[tuple[float, Node, int]] = []
+        chances = {self.tree.root.number: 1.0}
+        for node in self.tree.alive():  # parents come before their children
+            successors = self._successors.get(node.number)
+            if successors is None or node.position >= self.last_position:
+                continue
+            for token, chance in successors.chances(self.calibration).items():
+                whole = chances.get(node.number, 0.0) * chance
+                if token in node.children:
+                    chances[node.children[token].number] = whole
+                elif whole >= _LEAST_CHANCE:
+                    found.append((whole, node, token))
+        return sorted(found, key=lambda candidate: -candidate[0])
+
+    def _enter(self, parent: Node, token: int) -> Node:
+        number, self._next_node = self._next_node, self._next_node + 1
+        node = self.tree.add(number, token, parent.position + 1, parent.number)
+        assert node is not None, "what enters stands behind a node that may come true"
+        return node
+
+    def _learn(self, known: int) -> None:
+        for position in range(known, len(self.history)):
+            if self.tree.root.position == position - 1:
+                self._tally(self.history[position])
+            self.tree.settle()
+        alive = {node.number for node in self.tree.alive()}
+        self._successors = {number: named for number, named in self._successors.items() if number in alive}
+
+    def _tally(self, token: int) -> None:
+        """What followed the newest certain node is known."""
+        successors = self._successors.get(self.tree.root.number)
+        if successors is None or self.begin.params.max_new_tokens == 1:
+            return
+        boundary = successors.first_boundary(token)
+        self.first_boundary[(boundary or self.num_stages) - 1] += 1
+        successors.learn(self.calibration, token)
+
+    def _take_work(self, message: Message) -> None:
+        if not isinstance(message, Guesses) or message.epoch != self.begin.epoch:
+            return
+        self._reached[message.sender] = max(self._reached.get(message.sender, 0), message.pass_number)
+        named = of_message(message.token_ids, message.chances, len(message.nodes))
+        for number, guesses in zip(message.nodes, named, strict=True):
+            if self.tree.get(number) is not None and message.sender != MAIN:
+                self._successors.setdefault(number, Successors()).by_boundary[message.sender] = guesses

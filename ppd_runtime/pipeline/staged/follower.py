@@ -1,0 +1,138 @@
+"""What all stages but the last have in common: a request's attempts, and what they know of the certain tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ppd_runtime.models.trained.exit_heads import BoundaryHead
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
+from ppd_runtime.pipeline.messages import MAIN, Begin, CatchUp, End, Message, Missing, Rows, Token
+from ppd_runtime.pipeline.staged.chances import Guess
+from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
+
+_ASK_AGAIN = 8  # tokens later, where the answer may have been lost
+
+
+class FollowerStage(ABC):
+    """A stage with a boundary behind it, whose rank is the boundary's number; the last stage is MAIN.
+
+    Args:
+        head: names what may follow a node from the states behind this stage.
+        k: candidates that it names.
+        num_stages: all of them.
+    """
+
+    def __init__(
+        self, stage: RowStageLike, head: BoundaryHead, rank: int, num_stages: int, k: int, send: Send, begin: Begin
+    ) -> None:
+        self.stage, self.head, self.rank, self.k, self.send, self.begin = stage, head, rank, k, send, begin
+        self.next = (rank + 1) % num_stages
+        self.history: list[int] = []
+        self.layer_passes = 0
+        """Layer passes of this request, a row's as one token's."""
+        self.tree = NodeTree(stage, [*begin.prompt_ids], len(begin.prompt_ids))
+        self._over, self._ask_at = False, 0
+        self._again: Begin | None = None  # what the next attempt begins with
+
+    def serve(self) -> Machine:
+        """Follow the request to its end."""
+        before = self.stage.layer_passes
+        while not self._over:
+            self.history = [*self.begin.prompt_ids, *self.begin.delivered]
+            self._again, self._ask_at = None, 0
+            self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens)
+            self.tree = NodeTree(self.stage, self.history, len(self.begin.prompt_ids))
+            yield from self._attempt()
+            self.begin = self._again or self.begin
+            self.layer_passes = self.stage.layer_passes - before
+
+    @abstractmethod
+    def _attempt(self) -> Machine:
+        """Follow the request until it is over or begins anew."""
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the attempt is over."""
+        return self._over or self._again is not None
+
+    @property
+    def last_position(self) -> int:
+        """Of the last token that another follows."""
+        return len(self.begin.prompt_ids) + self.begin.params.max_new_tokens - 2
+
+    def _take_all(self) -> Machine:
+        while not self._ends and (message := (yield WaitFor(0))) is not None:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, End):
+            self._over = True
+        elif isinstance(message, Begin):
+            self._take_begin(message)
+        elif isinstance(message, Token):
+            self._take_tokens(message.position, [message.token_id])
+        elif isinstance(message, CatchUp):
+            self._take_tokens(message.position, message.token_ids)
+        else:
+            self._take_work(message)
+
+    @abstractmethod
+    def _take_work(self, message: Message) -> None:
+        """Anything that is not of the request as a whole."""
+
+    def _take_begin(self, begin: Begin) -> None:
+        if begin.epoch > self.begin.epoch:
+            self._again = begin
+        elif begin.epoch < self.begin.epoch:  # of a last stage that knows nothing of what was before it
+            self.send((MAIN,), Missing(self.rank, self.begin.request, 0, self.begin.epoch))
+
+    def _take_tokens(self, position: int, tokens: Sequence[int]) -> None:
+        known = len(self.history)
+        if not merged(self.history, position, tokens):
+            if position >= self._ask_at:
+                self.send((MAIN,), Missing(self.rank, self.begin.request, known, self.begin.epoch))
+                self._ask_at = position + _ASK_AGAIN
+        elif len(self.history) > known:
+            self._ask_at = 0
+            self._learn(known)
+
+    def _learn(self, known: int) -> None:
+        """There are certain tokens behind the `known` ones."""
+        self.tree.settle()
+
+    def _run(self, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, pass_number: int) -> Tensor:
+        """Run nodes as one pass, and send the states behind it on; they are given back, too."""
+        hidden = self.stage.run_rows(inputs, [self.tree.path(node) for node in nodes])
+        for node in nodes:
+            self.tree.note_run(node)
+        rows = Rows(
+            sender=self.rank,
+            request=self.begin.request,
+            epoch=self.begin.epoch,
+            pass_number=pass_number,
+            nodes=tuple(node.number for node in nodes),
+            parents=tuple(node.behind for node in nodes),
+            positions=tuple(node.position for node in nodes),
+            token_ids=tuple(node.token for node in nodes),
+            hidden=hidden,
+        )
+        self.send((self.next,), rows)
+        return hidden
+
+    def _guesses(self, nodes: Sequence[Node], hidden: Tensor) -> list[tuple[Node, Sequence[Guess]]]:
+        """What may follow those nodes behind which nothing is certain yet; `hidden` has a row for each node."""
+        open_ = [
+            row
+            for row, node in enumerate(nodes)
+            if not node.is_dropped
+            and node.position <= self.last_position
+            and (not node.is_certain or self.tree.is_newest(node))
+        ]
+        if not open_:
+            return []
+        states = hidden if len(open_) == len(nodes) else hidden[:, open_]
+        texts = [self.tree.text(nodes[row]) for row in open_]
+        named = self.head.guesses(states, texts, self.k)
+        return [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]

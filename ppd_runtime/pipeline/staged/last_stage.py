@@ -1,0 +1,183 @@
+"""The last stage: decides. Each certain token has gone through every layer, over exactly the certain text."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    MISS,
+    NOT_ASKED,
+    Begin,
+    Cancel,
+    CatchUp,
+    End,
+    Guesses,
+    Message,
+    Missing,
+    PromptStates,
+    Rows,
+    Token,
+)
+from ppd_runtime.pipeline.staged.arrivals import Arrivals
+from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.text import StopRule
+
+_FIRST = 1
+_PASSES = 64  # through all layers: the time for the newest token to come through them
+_LONGEST_PATIENCE = 2**40
+
+
+class LastStage:
+    """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
+
+    What it waits for longer than it can take is lost: it begins another attempt, with all that is certain.
+    """
+
+    def __init__(self, stage: RowStageLike, num_layers: int, others: Sequence[int], send: Send, begin: Begin) -> None:
+        self.stage, self.num_layers, self.others, self.send = stage, num_layers, tuple(others), send
+        self.begin = begin
+        self.history = [*begin.prompt_ids, *begin.delivered]
+        self.told: list[Token] = []
+        """What the client has been sent, in case it asks for it again."""
+        self.finish_reason = ""
+        self.epoch = 0
+        self.layer_passes = 0
+        """Layer passes of this request, a row's as one token's."""
+        self._delivered = len(begin.delivered)
+        self._cancelled = self._again = self._has_prompt = False
+        self._prompt: PromptStates | None = None
+        self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
+        self._arrivals = Arrivals(self._tree)
+        read = len(begin.prompt_ids) + len(begin.delivered)
+        self._patience = self._least_patience + 2 * num_layers * read
+
+    def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
+        """Decode to the end, telling each token to the stages and the client as soon as it is certain."""
+        before = self.stage.layer_passes
+        reasons = [stop.finish_reason(token) for token in self.begin.delivered]
+        self.finish_reason = (reasons[-1] if reasons else "") or ""
+        last = None if self.finish_reason else (yield from self._decode(sampler, stop))
+        self.send(self.others, End(MAIN, self.begin.request))
+        if last is not None:
+            self._tell_client(Token(MAIN, self.begin.request, len(self.history) - 1, last, NOT_ASKED))
+        self.layer_passes = self.stage.layer_passes - before
+
+    def repeat(self, delivered: int) -> None:
+        """Send the client again what follows the first `delivered` tokens behind the prompt."""
+        for message in self.told[max(delivered - self._delivered, 0) :]:
+            self.send((CLIENT,), message)
+
+    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[WaitFor, Message | None, int | None]:
+        """Decode to the end; the last token, which nobody has been told; None where the request was cancelled."""
+        self._begin_attempt()
+        while True:
+            hidden = yield from self._newest_state()
+            if hidden is None:
+                self.finish_reason = "cancelled"
+                return None
+            token = sampler.choose(self.stage.logits(hidden), self.history)
+            self.history.append(token)
+            self.finish_reason = stop.finish_reason(token) or ""
+            if self.finish_reason:
+                return token
+            certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, MISS)
+            self.send(self.others, certain)
+            self._tell_client(certain)
+            self._tree.settle()
+            self._patience = self._least_patience
+
+    def _tell_client(self, token: Token) -> None:
+        self.told.append(token)
+        self.send((CLIENT,), token)
+
+    def _newest_state(self) -> Generator[WaitFor, Message | None, Tensor | None]:
+        """The newest token's hidden state behind all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
+        wanted = WaitFor(self._patience)
+        while True:
+            yield from self._take_all()
+            if self._cancelled:
+                return None
+            if self._again:
+                self._begin_attempt()
+            root = self._tree.root
+            if self._tree.is_newest(root) and root.has_run and root.hidden is not None:
+                return root.hidden
+            if self._advance():
+                continue
+            message = yield wanted
+            if message is not None:
+                self._take(message)
+            else:
+                self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+                wanted = WaitFor(self._patience)
+                self._again = True
+
+    def _advance(self) -> bool:
+        """Run what waits, the certain first; whether anything did."""
+        if self._prompt is not None and not self._has_prompt:
+            self._has_prompt = True
+            self._tree.prompt.hidden = self.stage.run_prompt(self._prompt.hidden)[:, -1:]
+            return True
+        nodes = self._arrivals.next_pass() if self._has_prompt else []
+        if nodes:
+            self._run(nodes)
+        return bool(nodes)
+
+    def _run(self, nodes: list[Node]) -> None:
+        hidden = self.stage.run_rows(self._arrivals.states(nodes), [self._tree.path(node) for node in nodes])
+        for row, node in enumerate(nodes):
+            node.hidden = hidden[:, row : row + 1]
+            self._tree.note_run(node)
+        number = max(node.pass_number for node in nodes)
+        self.send((_FIRST,), Guesses(MAIN, self.begin.request, self.epoch, number, (), (), ()))
+
+    def _begin_attempt(self) -> None:
+        """Have all stages begin with what is certain."""
+        self.epoch += 1
+        self._again, self._has_prompt = False, False
+        self._prompt = None
+        prompt_size = len(self.begin.prompt_ids)
+        self.stage.begin(prompt_size + self.begin.params.max_new_tokens)
+        self._tree = NodeTree(self.stage, self.history, prompt_size)
+        self._arrivals = Arrivals(self._tree)
+        self.send(self.others, replace(self.begin, sender=MAIN, delivered=self.history[prompt_size:], epoch=self.epoch))
+
+    @property
+    def _least_patience(self) -> int:
+        """In one-token layer passes; at the beginning, and behind a lost stage, there is a whole text to be read."""
+        return _PASSES * self.num_layers
+
+    def _take_all(self) -> Machine:
+        while (message := (yield WaitFor(0))) is not None:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Cancel):
+            self._cancelled = True
+        elif isinstance(message, Begin):
+            self.repeat(len(message.delivered))
+        elif isinstance(message, Missing):
+            self._answer_missing(message)
+        elif isinstance(message, PromptStates) and message.epoch == self.epoch:
+            self._prompt = self._prompt or message
+        elif isinstance(message, Rows) and message.epoch == self.epoch:
+            self._arrivals.take(message)
+
+    def _answer_missing(self, missing: Missing) -> None:
+        """Tell a stage the tokens that it lacks; one that knows nothing of this attempt lacks more."""
+        if missing.sender not in self.others:
+            return
+        if missing.epoch > self.epoch:  # of an earlier life of this stage
+            self.epoch = missing.epoch
+            self._again = True
+        elif missing.epoch < self.epoch or missing.position < len(self.begin.prompt_ids):
+            self._again = True
+        elif missing.position < len(self.history):
+            tokens = self.history[missing.position :]
+            self.send((missing.sender,), CatchUp(MAIN, self.begin.request, missing.position, tokens))

@@ -1,0 +1,62 @@
+"""A stage in the middle: runs what comes, certain tokens first, passes it on, and names what may follow."""
+
+from collections.abc import Sequence
+
+from ppd_runtime.pipeline.machine import Machine, WaitFor
+from ppd_runtime.pipeline.messages import Guesses, Message, PromptStates, Rows
+from ppd_runtime.pipeline.staged.arrivals import Arrivals
+from ppd_runtime.pipeline.staged.chances import Guess, in_millionths
+from ppd_runtime.pipeline.staged.follower import FollowerStage
+from ppd_runtime.pipeline.staged.tree import Node
+
+_FIRST = 1
+
+
+class MiddleStage(FollowerStage):
+    """Serves one request between its neighbours; see `FollowerStage` for its arguments."""
+
+    def _attempt(self) -> Machine:
+        self._prompt: PromptStates | None = None
+        self._arrivals = Arrivals(self.tree)
+        has_prompt = False
+        while not self._ends:
+            yield from self._take_all()
+            if self._ends:
+                return
+            if self._prompt is not None and not has_prompt:
+                self._run_prompt(self._prompt)
+                has_prompt = True
+            elif has_prompt and (nodes := self._arrivals.next_pass()):
+                self._run_arrived(nodes)
+            elif (message := (yield WaitFor(None))) is not None:
+                self._take(message)
+
+    def _run_prompt(self, prompt: PromptStates) -> None:
+        states = self.stage.run_prompt(prompt.hidden)
+        self.send((self.next,), PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
+        self._name(self._guesses([self.tree.prompt], states[:, -1:]), 0)
+
+    def _run_arrived(self, nodes: list[Node]) -> None:
+        number = max(node.pass_number for node in nodes)
+        hidden = self._run(nodes, self._arrivals.states(nodes), number)
+        self._name(self._guesses(nodes, hidden), number)
+
+    def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
+        """Tell the first stage what may follow, and that this stage has got so far."""
+        guesses = [guess for _, of_node in named for guess in of_node]
+        message = Guesses(
+            sender=self.rank,
+            request=self.begin.request,
+            epoch=self.begin.epoch,
+            pass_number=pass_number,
+            nodes=tuple(node.number for node, _ in named),
+            token_ids=tuple(token for token, _ in guesses),
+            chances=in_millionths(guesses),
+        )
+        self.send((_FIRST,), message)
+
+    def _take_work(self, message: Message) -> None:
+        if isinstance(message, PromptStates) and message.epoch == self.begin.epoch:
+            self._prompt = self._prompt or message
+        elif isinstance(message, Rows) and message.epoch == self.begin.epoch:
+            self._arrivals.take(message)

@@ -1,0 +1,141 @@
+"""The tokens in flight as one stage knows them: a tree of nodes behind the newest certain token."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.staged.machine import RowStageLike
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A token at a position behind a parent."""
+
+    number: int
+    token: int
+    position: int
+    behind: int
+    """The number of its parent."""
+    parent: "Node | None"
+    """None where that is kept."""
+    children: "dict[int, Node]" = field(default_factory=dict)
+    """By their tokens."""
+    has_run: bool = False
+    """Whether the stage holds its entries."""
+    is_certain: bool = False
+    is_kept: bool = False
+    """Whether its entries lie in place for good."""
+    is_dropped: bool = False
+    hidden: Tensor | None = None
+    """What it enters this stage with, until it has run; at the last stage, what is behind all layers then."""
+    pass_number: int = 0
+
+
+class NodeTree:
+    """Nodes that may still come true; `history` holds the certain tokens, and grows while the tree lives.
+
+    Args:
+        stage: is told which nodes are kept and dropped.
+        history: prompt and certain tokens.
+        prompt_size: the first node stands for the prompt, which runs before all others.
+    """
+
+    def __init__(self, stage: RowStageLike, history: list[int], prompt_size: int) -> None:
+        self._stage, self.history = stage, history
+        self.prompt = self.root = Node(0, history[prompt_size - 1], prompt_size - 1, 0, None, is_certain=True)
+        """The prompt's last token; and the newest certain token that has a node here."""
+        self.root.has_run = self.root.is_kept = True
+        self._nodes = {0: self.root}
+
+    def get(self, number: int) -> Node | None:
+        """The node of this number, if it may still come true or is the newest certain one."""
+        return self._nodes.get(number)
+
+    def is_newest(self, node: Node) -> bool:
+        """Whether it is the newest of all certain tokens."""
+        return node is self.root and node.position == len(self.history) - 1
+
+    def add(self, number: int, token: int, position: int, parent: int) -> Node | None:
+        """A new node; None where it cannot come true, or is known."""
+        behind = self._nodes.get(parent)
+        if behind is None or behind.position != position - 1 or number in self._nodes or token in behind.children:
+            return None
+        if position < len(self.history) and self.history[position] != token:
+            return None
+        node = behind.children[token] = self._nodes[number] = Node(number, token, position, parent, behind)
+        self.settle()
+        return node
+
+    def settle(self) -> None:
+        """Follow the certain tokens as far as there are nodes for them, and drop what is not behind them."""
+        while (position := self.root.position + 1) < len(self.history):
+            right = self.root.children.get(self.history[position])
+            for child in list(self.root.children.values()):
+                if child is not right:
+                    self._drop(child)
+            if right is None:
+                return
+            del self._nodes[self.root.number]
+            self.root.children.clear()
+            right.is_certain, self.root = True, right
+            self._keep(right)
+
+    def note_run(self, node: Node) -> None:
+        """A node has run; where it was dropped meanwhile, its row is free again."""
+        node.has_run = True
+        if node.is_dropped:
+            self._stage.drop(node.number)
+        else:
+            self._keep(node)
+
+    def path(self, node: Node) -> list[int]:
+        """The numbers of the node and of those before it that are not kept, oldest first."""
+        path: list[int] = []
+        behind: Node | None = node
+        while behind is not None and not behind.is_kept:
+            path.append(behind.number)
+            behind = behind.parent
+        return path[::-1]
+
+    def text(self, node: Node) -> list[int]:
+        """The tokens up to a node, its own among them."""
+        tokens: list[int] = []
+        behind: Node | None = node
+        while behind is not None and not behind.is_certain:
+            tokens.append(behind.token)
+            behind = behind.parent
+        position = node.position - len(tokens)
+        return [*self.history[: position + 1], *reversed(tokens)]
+
+    def alive(self) -> Iterator[Node]:
+        """The newest certain node, and all that may come true."""
+        return iter(self._nodes.values())
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def _keep(self, node: Node) -> None:
+        if node.is_certain and node.has_run and not node.is_kept:
+            self._stage.keep(node.number)
+            node.is_kept, node.parent = True, None
+
+    def _drop(self, node: Node) -> None:
+        doomed = [node]
+        if node.parent:
+            del node.parent.children[node.token]
+        while doomed:
+            dropped = doomed.pop()
+            doomed += dropped.children.values()
+            dropped.children.clear()
+            dropped.is_dropped, dropped.hidden = True, None
+            self._nodes.pop(dropped.number, None)
+            self._stage.drop(dropped.number)
+
+
+def merged(history: list[int], position: int, tokens: Sequence[int]) -> bool:
+    """Add certain tokens from `position` on to those that are known; whether none is lacking before them."""
+    if position > len(history):
+        return False
+    history += tokens[len(history) - position :]
+    return True

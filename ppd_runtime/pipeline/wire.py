@@ -1,0 +1,196 @@
+"""Messages on the wire: a bounded msgpack header and raw tensor frames.
+
+A header is `[version, kind, *fields]`; a tensor field holds dtype and shape there and its bytes follow in a frame
+of their own. Decoding trusts nothing: every length, type, range and shape is checked before anything is allocated, and
+whatever is wrong becomes a `WireError`.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from ppd_runtime.pipeline.fields import MOST_TEXTS, FieldPlan, WireError, make_plan
+from ppd_runtime.pipeline.messages import (
+    Begin,
+    Cancel,
+    Candidate,
+    CatchUp,
+    End,
+    Entries,
+    ExitState,
+    Failed,
+    Finished,
+    Guesses,
+    HeadStart,
+    LinkNote,
+    Message,
+    Missing,
+    Peers,
+    PromptStates,
+    Report,
+    Rows,
+    Shutdown,
+    Spans,
+    TensorAnnouncement,
+    Token,
+    Tokens,
+)
+from ppd_runtime.pipeline.tensors import Frame, arriving, outgoing
+
+WIRE_VERSION = 12
+_MAX_HEADER_BYTES = 16 * 2**20
+
+_KINDS: tuple[type[Message], ...] = (
+    Begin,
+    ExitState,
+    Candidate,
+    HeadStart,
+    Token,
+    Entries,
+    End,
+    Cancel,
+    Finished,
+    Report,
+    Failed,
+    Shutdown,
+    Spans,
+    CatchUp,
+    Missing,
+    Peers,
+    LinkNote,
+    TensorAnnouncement,
+    Tokens,
+    PromptStates,
+    Rows,
+    Guesses,
+)
+KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
+"""In the order of their numbers on the wire."""
+
+
+class _Thread(threading.local):
+    """What a thread needs to write messages: to make a packer for each takes longer than to pack."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer()
+
+
+_THREAD = _Thread()
+_PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
+_RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
+    Begin: lambda begin: len(begin.delivered) <= begin.params.max_new_tokens,
+    CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
+    Peers: lambda peers: len(peers.addresses) == len(peers.locations),
+    Tokens: lambda tokens: len(tokens.token_ids) == len(tokens.winners),
+    Rows: lambda rows: len({len(rows.nodes), len(rows.parents), len(rows.positions), len(rows.token_ids)}) == 1,
+    Guesses: lambda guesses: (
+        len(guesses.token_ids) == len(guesses.chances)
+        and len(guesses.token_ids) % max(len(guesses.nodes), 1) == 0
+        and (bool(guesses.nodes) or not guesses.token_ids)
+    ),
+}
+"""What has to hold between the fields of one message."""
+
+
+def encode(message: Message) -> list[Frame]:
+    """The message's frames: the header, then its tensor's bytes, in its own memory where they lie there in one piece.
+
+    Raises:
+        WireError: where the header would be longer, or the tensor another, than `decode` takes.
+    """
+    plan = _PLANS[type(message)]
+    values = plan.values(message)
+    tensor = values[plan.tensor - 2] if plan.tensor else None
+    if tensor is None:
+        return [_header(plan, values, None)]
+    form = outgoing(tensor.dtype, tensor.shape)
+    frame = form.bytes_of(tensor)
+    if frame is None:
+        tensor = tensor.detach().cpu().contiguous()
+        frame = form.bytes_of(tensor)
+        assert frame is not None
+    return [_header(plan, values, form.description), frame]
+
+
+def has_tensor(message: Message) -> bool:
+    """Whether a message holds a tensor."""
+    plan = _PLANS[type(message)]
+    return bool(plan.tensor) and plan.values(message)[plan.tensor - 2] is not None
+
+
+def split(message: Message) -> tuple[bytes, Tensor | None]:
+    """The message's header, and its tensor's bytes `[num_bytes]` on the tensor's device, perhaps in its memory.
+
+    Raises:
+        WireError: where the header would be longer, or the tensor another, than `decode` takes.
+    """
+    plan = _PLANS[type(message)]
+    values = plan.values(message)
+    tensor = values[plan.tensor - 2] if plan.tensor else None
+    if tensor is None:
+        return _header(plan, values, None), None
+    description = outgoing(tensor.dtype, tensor.shape).description
+    return _header(plan, values, description), tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _header(plan: FieldPlan, values: Sequence[Any], description: bytes | None) -> bytes:
+    """`description` is of the message's tensor: dtype and shape."""
+    fields = [WIRE_VERSION, plan.number, *values]
+    for place, write in plan.writers:
+        fields[place] = write(fields[place])
+    if plan.tensor:
+        fields[plan.tensor] = description
+    header = _THREAD.packer.pack(fields)
+    if len(header) > _MAX_HEADER_BYTES:
+        raise WireError(f"a {KIND_NAMES[plan.number]} of {len(header)} bytes: {_MAX_HEADER_BYTES} are the most")
+    return header
+
+
+def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
+    """The message that `frames` hold; its tensor is a copy, but of a `Tensor` of bytes, which becomes the message's.
+
+    Raises:
+        WireError: for anything that `encode` of this version would not have written.
+    """
+    if not frames or isinstance(frames[0], Tensor) or len(frames[0]) > _MAX_HEADER_BYTES:
+        raise WireError("no header, or one that is too long")
+    header = _unpack(frames[0])
+    kind = _kind(header)
+    plan = _PLANS[kind]
+    if len(header) != 2 + plan.num_fields:
+        raise WireError(f"a {kind.__name__} with the wrong number of fields")
+    plan.read(header)
+    if plan.tensor and header[plan.tensor] is not None:
+        if len(frames) != 2:
+            raise WireError(f"a {kind.__name__} needs one frame for its tensor")
+        header[plan.tensor] = arriving(header[plan.tensor]).tensor_of(frames[1])
+    elif len(frames) != 1:
+        raise WireError(f"a {kind.__name__} with more frames than it has tensors")
+    message = kind(*header[2:])
+    if kind in _RELATIONS and not _RELATIONS[kind](message):
+        raise WireError(f"a {kind.__name__} whose fields contradict each other")
+    return message
+
+
+def _num_rows(entries: Tensor) -> int:
+    return len(entries) if entries.dim() else 1
+
+
+def _kind(header: list[Any]) -> type[Message]:
+    if type(header) is not list or len(header) < 2 or type(header[0]) is not int or header[0] != WIRE_VERSION:
+        raise WireError(f"not a message of wire version {WIRE_VERSION}")
+    number = header[1]
+    if type(number) is not int or not 0 <= number < len(_KINDS):
+        raise WireError("unknown kind of message")
+    return _KINDS[number]
+
+
+def _unpack(header: bytes | memoryview) -> Any:
+    try:
+        return msgpack.unpackb(header, max_array_len=MOST_TEXTS, max_map_len=0, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a header: {type(error).__name__}") from error
