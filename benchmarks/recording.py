@@ -15,6 +15,7 @@ from typing import Any
 
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.markdown import markdown_table
+from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 Figures = dict[str, Any]
@@ -58,7 +59,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median and quartiles, with so many significant digits."""
     if len(values) < 2:
         return f"{values[0]:.{digits}g}"
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = quartiles(values)
     return f"{middle:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
 
 
