@@ -22,6 +22,7 @@ from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime.config import DTYPES, SamplingParams
 from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_dtype
 from ppd_runtime.models.opening import compile_ahead, load_stage
@@ -107,7 +108,7 @@ def _figures(rounds: list[dict[str, float]], way: str) -> Figures:
         "step_ms": median_ms(way),
         "floor_ms": median_ms("floor"),
         "ratio_to_floor": statistics.median(to_floor),
-        "ratio_quartiles": statistics.quantiles(to_floor, n=4),
+        "ratio_quartiles": quartiles(to_floor),
         "hf_ms": median_ms("transformers"),
         "ratio_to_hf": statistics.median(times[way] / times["transformers"] for times in rounds),
     }

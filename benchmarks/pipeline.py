@@ -26,6 +26,7 @@ from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SHARED
 from ppd_runtime.measure.against_ordinary import on_core_of, summarise
+from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
@@ -150,7 +151,7 @@ def _figures(
         "ppd_ms": summary.ppd_time_per_token_s * 1000,
         "transformers_ms": statistics.median(library_times) * 1000 if library_times else None,
         "ratio": summary.ratio,
-        "ratio_quartiles": statistics.quantiles(ratios, n=4),
+        "ratio_quartiles": quartiles(ratios),
         "predicted_ratio": summary.predicted_ratio,
         "realised_saving": summary.realised_saving,
         "match_rate": summary.match_rate,

@@ -24,6 +24,7 @@ from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan
 from ppd_runtime.cost_model.tradeoff import Rates
 from ppd_runtime.measure.against_ordinary import on_core_of
+from ppd_runtime.measure.quartiles import quartiles
 
 ORDINARY = "ordinary"
 Setting = tuple[int, int]
@@ -91,7 +92,7 @@ def _rows(
             known["match_rate_in_time"] = statistics.fmean(realised[setting])
         prediction, measured = statistics.median(predicted), statistics.median(times[setting])
         figures = {"predicted_ms": prediction, "measured_ms": measured, "error": prediction / measured - 1}
-        rows.append(known | figures | {"measured_quartiles_ms": statistics.quantiles(times[setting], n=4)})
+        rows.append(known | figures | {"measured_quartiles_ms": quartiles(times[setting])})
     return rows
 
 

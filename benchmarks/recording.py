@@ -2,23 +2,21 @@
 
 import argparse
 import json
-import os
-import platform
 import re
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.markdown import markdown_table
+from ppd_runtime.measure.measured_on import machine, versions
+from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 Figures = dict[str, Any]
-_RECORDED = ("torch", "transformers", "ray", "pyzmq")
 
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -42,11 +40,7 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[Any], Figures], tabl
 
 def environment() -> Figures:
     """The machine, the versions and the commit."""
-    return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in _RECORDED},
-        "commit": _commit(),
-    }
+    return {"machine": machine(), "versions": versions(), "commit": _commit()}
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -58,7 +52,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median and quartiles, with so many significant digits."""
     if len(values) < 2:
         return f"{values[0]:.{digits}g}"
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = quartiles(values)
     return f"{middle:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
 
 
@@ -107,12 +101,6 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

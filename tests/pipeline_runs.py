@@ -30,6 +30,8 @@ from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
 PROMPTS = [" ".join(f"word{i}" for i in range(n)) for n in (1, 2, 3, 5, 8, 13, 21)]
+GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
 
 
 @functools.cache
@@ -72,6 +74,14 @@ class Decoded:
     def hits(self) -> int:
         """Passes that began with a sub-process' early start."""
         return sum(winner not in (MISS, NOT_ASKED) for winner in self.winners)
+
+
+def same(got: Decoded, expected: Decoded) -> None:
+    """Tokens and the hidden states that decided them, to the last bit."""
+    assert got.tokens == expected.tokens
+    assert got.reason == expected.reason
+    assert len(got.decisive) == len(expected.decisive)
+    assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True))
 
 
 @dataclass(frozen=True)

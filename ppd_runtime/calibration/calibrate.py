@@ -7,7 +7,6 @@ transport. The parts are timed inside that decoding, in turn, so that caches are
 import contextlib
 import itertools
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.machine_load import LoadMeter
+from ppd_runtime.measure.measured_on import machine
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, ExitState, HeadStart, Shutdown, Token
@@ -120,7 +120,7 @@ class Calibrator:
             half_factor=max(0.0, half_ms - times["pass_ms"]) / half,
             parallel_speedups=parallel_speedups,
             widths=widths,
-            machine=f"{platform.machine()}, {os.cpu_count()} cores, {self._ordinary.stage.device.type}",
+            machine=f"{machine()}, {self._ordinary.stage.device.type}",
             devices=self._devices(),
             cpu_share=load.share if self._on_cpu else None,
         )

@@ -1,6 +1,7 @@
 """`ppd plan`: whether pipelined decoding pays here, and with which exit layer, k and number of workers."""
 
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,13 +15,60 @@ from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.config import SamplingParams
 
 if TYPE_CHECKING:
+    from ppd_runtime.calibration.planning import Given, Planned
     from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking
 
 _MOST_ROWS = 12
-_TIME = "instead of measuring it."
 
 
-@takes(sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64), place=options.IN_PROCESS)
+@dataclass(frozen=True)
+class Known:
+    """What need not be measured, and what to plan with."""
+
+    match_rates: Path | None = None
+    """What `ppd match-rate --out` wrote, instead of measuring rates."""
+    calibration: Path | None = None
+    """What `ppd plan --out` wrote, instead of measuring times."""
+    layers: int | None = None
+    """Decoder layers, where the match rates' file lacks them."""
+    k: str | None = None
+    """Candidates to plan with, such as 1,3; default: all that fit."""
+    workers: str | None = None
+    """Sub-processes to plan with, such as 1,2; default: all that fit, up to k."""
+    width: tuple[str, ...] = ()
+    """N:FACTOR, a pass over N candidates in passes over one; may be given again."""
+
+    def given(self, times: "Times", run_ahead: bool) -> "Given":
+        """As the library has it; ValueError for what cannot be."""
+        from ppd_runtime.calibration.planning import Given
+        from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
+
+        ks = None if self.k is None else parse_list("--k", self.k, int)
+        counts = None if self.workers is None else parse_list("--workers", self.workers, int)
+        widths = parse_factors("--width", self.width)
+        return Given(self.match_rates, self.calibration, self.layers, ks, asdict(times), counts, widths, run_ahead)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times by their names in a calibration; None: not given."""
+
+    layer_ms: float | None = None
+    """Time of a layer, instead of measuring it."""
+    head_ms: float | None = None
+    """Time of the final head, instead of measuring it."""
+    exit_head_ms: float | None = None
+    """Time of an exit head, instead of measuring it."""
+    hop_ms: float | None = None
+    """Time of a message between two processes, instead of measuring it."""
+
+
+@takes(
+    known=options.group(Known, make=Known),
+    times=options.group(Times, make=Times),
+    sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64),
+    place=options.IN_PROCESS,
+)
 def plan(
     model: options.Model = "demo",
     prompts: options.Prompts = "demo",
@@ -28,35 +76,18 @@ def plan(
         int | None,
         typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
     ] = None,
-    match_rates: Annotated[
-        Path | None, typer.Option(help="What `ppd match-rate --out` wrote, instead of measuring rates.")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="What `ppd plan --out` wrote, instead of measuring times.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Decoder layers, where the match rates' file lacks them.")] = None,
-    k: Annotated[str | None, typer.Option(help="Candidates to plan with, such as 1,3; default: all that fit.")] = None,
-    workers: Annotated[
-        str | None, typer.Option(help="Sub-processes to plan with, such as 1,2; default: all that fit, up to k.")
-    ] = None,
-    width: Annotated[
-        list[str] | None,
-        typer.Option(help="N:FACTOR, a pass over N candidates in passes over one; may be given again."),
-    ] = None,
+    *,
+    known: Known,
     run_ahead: Annotated[
         bool, typer.Option(help="With k=1 and the exit at half depth, plan with running ahead, the runtime's default.")
     ] = True,
-    layer_ms: Annotated[float | None, typer.Option(help=f"Time of a layer, {_TIME}")] = None,
-    head_ms: Annotated[float | None, typer.Option(help=f"Time of the final head, {_TIME}")] = None,
-    exit_head_ms: Annotated[float | None, typer.Option(help=f"Time of an exit head, {_TIME}")] = None,
-    hop_ms: Annotated[float | None, typer.Option(help=f"Time of a message between two processes, {_TIME}")] = None,
+    times: Times,
     tensor_parallel_efficiency: Annotated[
         float | None,
         typer.Option(
             help="Rank tensor parallelism with this speed-up over devices; default: where it was measured, with that."
         ),
     ] = None,
-    *,
     sampling: Settings,
     limit: options.Limit = None,
     as_json: options.AsJson = False,
@@ -70,32 +101,27 @@ def plan(
     the answer comes at once.
     """
     with one_line_errors(plan):
-        from ppd_runtime.calibration.planning import Given, Subject, plan_with
+        from ppd_runtime.calibration.planning import Subject, plan_with
         from ppd_runtime.cost_model.planner import check_request
-        from ppd_runtime.cost_model.report import page_data, plan_data, write_page
-        from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 
         check_outputs(out, html)
         max_devices = (os.cpu_count() or 1) if devices is None else devices
         check_request(max_devices, tensor_parallel_efficiency)
-        times = {"layer_ms": layer_ms, "head_ms": head_ms, "exit_head_ms": exit_head_ms, "hop_ms": hop_ms}
-        ks = None if k is None else parse_list("--k", k, int)
-        counts = None if workers is None else parse_list("--workers", workers, int)
-        widths = parse_factors("--width", width or ())
-        given = Given(match_rates, calibration, layers, ks, times, counts, widths, run_ahead)
-        planned = plan_with(
-            given,
-            max_devices,
-            tensor_parallel_efficiency,
-            Subject(model, prompts, limit, SamplingParams(**sampling), **place),
-            show_progress,
-        )
-        found = (model, planned.ranking, planned.calibration, planned.rates)
-        if html is not None:
-            write_page(page_data(*found), html)
-        give_json(plan_data(*found), as_json, out)
-        if not as_json:
-            _print(planned.ranking, model, planned.notes)
+        given = known.given(times, run_ahead)
+        subject = Subject(model, prompts, limit, SamplingParams(**sampling), **place)
+        planned = plan_with(given, max_devices, tensor_parallel_efficiency, subject, show_progress)
+        _give(planned, model, as_json, out, html)
+
+
+def _give(planned: "Planned", model: str, as_json: bool, out: Path | None, html: Path | None) -> None:
+    from ppd_runtime.cost_model.report import page_data, plan_data, write_page
+
+    found = (model, planned.ranking, planned.calibration, planned.rates)
+    if html is not None:
+        write_page(page_data(*found), html)
+    give_json(plan_data(*found), as_json, out)
+    if not as_json:
+        _print(planned.ranking, model, planned.notes)
 
 
 def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:

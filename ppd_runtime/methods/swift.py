@@ -161,13 +161,13 @@ class SwiftSettings:
     """Candidates that a doubtful place has at the most; the paper's 10, 5, 3, 1 go by confidence, 1 drafts chains."""
     context_window: int = 32
     """γ: generated tokens by which the search scores a set."""
-    search_steps: int = 1000
+    search_steps: int = SearchSettings.steps
     """S: sets that are tried at the most; with 0 the uniform set stays."""
-    bayes_interval: int = 25
+    bayes_interval: int = SearchSettings.bayes_interval
     """β: each so manieth set is Bayesian optimisation's, which needs the extra `swift`; with 0 all are random."""
-    search_windows: int = 1
+    search_windows: int = SearchSettings.windows
     """Windows of text by which a set must have been scored before its score ends the search; 1 is the paper's."""
-    search_seed: int = 0
+    search_seed: int = SearchSettings.seed
     """The same seed and requests give the same search."""
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], Swift]:
@@ -189,7 +189,7 @@ class SwiftSettings:
         return lambda stage: Swift(stage, search, stopping, window, widest)
 
     def _search(self, num_layers: int) -> LayerSearch:
-        ratio = 0.45 if self.skip_ratio is None else self.skip_ratio
+        ratio = SearchSettings.skip_ratio if self.skip_ratio is None else self.skip_ratio
         seed, windows = self.search_seed, self.search_windows
         settings = SearchSettings(ratio, self.search_steps, self.bayes_interval, seed=seed, windows=windows)
         return LayerSearch(num_layers, settings)

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppd_runtime.measure.measured_on import versions
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -84,7 +84,7 @@ class TrainingRun(ABC):
             "data": self.data,
             "steps": self.training.num_steps,
             "tokens": self.training.num_tokens,
-            "torch_version": torch.__version__,
+            "torch_version": versions()["torch"],
         }
 
     def keep(self, learner: nn.Module) -> None:

@@ -113,9 +113,9 @@ def test_figures_are_written_with_machine_versions_and_commit(monkeypatch, tmp_p
 def test_tables():
     text = markdown(["a", "b"], [[1, 0.12345], [None, True]])
     assert text == "| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| - | yes |"
-    assert spread([1.0, 2.0, 3.0]) == "2 (1 to 3)"
+    assert spread([1.0, 2.0, 3.0]) == "2 (1.5 to 2.5)"
     assert spread([1.5]) == "1.5"
-    assert spread([1.0, 1.0012, 1.0024], 4) == "1.001 (1 to 1.002)"
+    assert spread([1.0, 1.0012, 1.0024], 4) == "1.001 (1.001 to 1.002)"
 
 
 def test_an_emulation_says_so_in_its_table():

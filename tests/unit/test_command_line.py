@@ -1,21 +1,33 @@
 """What all commands have in common: their words for mistakes, --json and --out, and terminals that know ASCII only."""
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
 import ppd_runtime
+from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.main import app
+from ppd_runtime.cli.search_layers import search_layers
+from ppd_runtime.cli.train.adapter import adapter
+from ppd_runtime.cli.train.layerskip import layerskip
+from ppd_runtime.cli.train.probe import probe
 from ppd_runtime.cli.words import in_its_words
+from ppd_runtime.methods.layer_search import SearchSettings
+from ppd_runtime.methods.swift import SwiftSettings
 from ppd_runtime.settings import UnknownSettingError
+from ppd_runtime.training.adapter import AdapterRecipe
+from ppd_runtime.training.layerskip import LayerSkipRecipe
+from ppd_runtime.training.probe import ProbeRecipe
 
 PPD = [sys.executable, "-m", "ppd_runtime.cli.main"]
 TIMES = "--layer-ms 1 --head-ms 1 --exit-head-ms 1 --hop-ms 0.1"
@@ -67,6 +79,32 @@ def test_only_options_that_there_are_are_listed() -> None:
 def test_the_version_is_told_without_torch() -> None:
     shown = invoke("--version")
     assert (shown.exit_code, shown.stdout) == (0, f"ppd {ppd_runtime.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [(generate, SwiftSettings), (layerskip, LayerSkipRecipe), (adapter, AdapterRecipe), (probe, ProbeRecipe)],
+    ids=lambda value: value.__name__,
+)
+def test_numbers_that_help_gives_as_defaults_are_the_settings_own(command: Callable[..., None], settings: type) -> None:
+    """Help is there without torch, so it does not ask the settings."""
+    told = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        about = get_args(parameter.annotation)[1].help or ""
+        if found := re.search(r"[Dd]efault: (?:the paper's )?([\d.e-]*\d)", about):
+            told[name] = float(found[1])
+    own = {name: getattr(settings, name) for name in told}
+    if settings is SwiftSettings:
+        assert own.pop("skip_ratio") is None, "a layer set's own, where there is one"
+        own["skip_ratio"] = SearchSettings.skip_ratio
+    assert len(told) >= 4
+    assert told == own
+
+
+def test_a_search_of_its_own_begins_with_swifts_settings() -> None:
+    shown = {name: parameter.default for name, parameter in inspect.signature(search_layers).parameters.items()}
+    names = {"skip_ratio": "skip_ratio", "search_steps": "steps", "bayes_interval": "bayes_interval", "seed": "seed"}
+    assert {name: shown[name] for name in names} == {name: getattr(SearchSettings, own) for name, own in names.items()}
 
 
 @pytest.mark.parametrize(

@@ -119,12 +119,20 @@ def _chain_kept(self: RunAheadSubProcess, position: int, token_ids: list[int]) -
     self._state = None
 
 
+def _owes_all_that_it_won(self: RunAheadSubProcess, message) -> None:
+    """A former life's early starts too."""
+    _TAKE_TOKEN(self, message)
+    if message.winner == self.rank and message.position not in self._owed:
+        self._owed.append(message.position)
+
+
 def _any_request(self: Worker, wanted, request: int):
     return self._endpoint.receive(self._time_left(wanted))
 
 
 _MOST_MOVES = 20_000
 _START_CANDIDATES = SubProcess._start_candidates
+_TAKE_TOKEN = RunAheadSubProcess._take_token
 _QUICK = {case.name: case for case in QUICK}
 _FAULT = _QUICK["one sub, a fault"]
 _COMES_BACK = _QUICK["one sub comes back after a fault"]
@@ -143,6 +151,7 @@ MUTANTS = (
     (SubProcess, "_start_candidates", _again_on_top, _FAULT),
     (RunAheadSubProcess, "_go_on_from", _chain_kept, Case("", ahead(3, 0, 1))),
     (RunAheadSubProcess, "_ask", _nobody_asks, _QUICK["run ahead comes back after a fault"]),
+    (RunAheadSubProcess, "_take_token", _owes_all_that_it_won, _QUICK["run ahead, two faults, a deviation"]),
     (RequestClient, "_is_next", _any_position, _FAULT),
     (RequestClient, "_finish", _whatever_came, _FAULT),
     (Worker, "_grant", _any_request, _QUICK["one sub, two requests, a fault"]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_runs import PROMPTS, Bench, begin_message, rehearsed
+from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, begin_message, rehearsed, same
 
 from ppd_runtime.calibration.simulated_cluster import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 from ppd_runtime.config import SamplingParams
@@ -18,8 +18,6 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.text import StopRule
 
-GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
 PENALISED = SamplingParams(max_new_tokens=14, repetition_penalty=1.3, ignore_eos=True)
 
 
@@ -29,12 +27,12 @@ def bench(model_folder):
     return Bench.of(model_folder("llama", num_layers=5))
 
 
-def same(got, expected):
-    """Tokens and the hidden states that decided them, to the last bit."""
-    assert got.tokens == expected.tokens
-    assert got.reason == expected.reason
-    assert len(got.decisive) == len(expected.decisive)
-    assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True))
+def agree(got, expected, k, workers):
+    """The same bits; the same tokens where siblings share a pass, which may round otherwise."""
+    if workers == k:
+        same(got, expected)
+    else:
+        assert (got.tokens, got.reason) == (expected.tokens, expected.reason)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -52,10 +50,11 @@ def test_bitwise_equal_at_every_exit_layer(model_folder, family, num_layers, dty
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-def test_bitwise_equal_with_the_models_own_head(bench, params):
+@pytest.mark.parametrize(("k", "workers"), [(3, 3), (3, 1), (4, 3), (5, 2)])
+def test_ordinary_decodings_with_the_models_own_head(bench, params, k, workers):
     for text in PROMPTS:
         prompt = bench.prompt_ids(text)
-        same(bench.pipelined(prompt, params, 3, 3), bench.ordinary(prompt, params))
+        agree(bench.pipelined(prompt, params, k, 3, workers=workers), bench.ordinary(prompt, params), k, workers)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
@@ -130,40 +129,45 @@ def test_one_new_token_asks_for_no_candidate(bench):
 
 @given(
     pattern=st.integers(0, 2**32 - 1),
-    rate=st.sampled_from([0.2, 0.5, 0.8, 0.95]),
-    k=st.integers(1, 4),
+    rate=st.sampled_from([0.2, 0.5, 0.8, 0.95, 1.0]),
+    layout=st.sampled_from([(1, 1), (2, 2), (3, 3), (4, 4), (3, 1), (4, 2), (4, 3), (5, 2)]),
     exit_layer=st.integers(3, 4),
     order=st.integers(0, 2**32 - 1),
     impatience=st.sampled_from([0.0, 0.05, 0.3]),
     length=st.integers(1, 24),
     sampled=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_any_hit_pattern_any_order_any_straggler(
-    bench, pattern, rate, k, exit_layer, order, impatience, length, sampled
+    bench, pattern, rate, layout, exit_layer, order, impatience, length, sampled
 ):
-    """Late candidates, late entries and unlucky orders cost passes, never a bit."""
+    """Late candidates, late entries and unlucky orders cost passes, never a token."""
     params = SamplingParams(max_new_tokens=length, temperature=0.8 * sampled, seed=5, ignore_eos=True)
     prompt = bench.prompt_ids(PROMPTS[pattern % len(PROMPTS)])
     expected = bench.ordinary(prompt, params)
     head = rehearsed(prompt, expected.tokens, rate, bench.info.vocab_size, pattern)
-    got = bench.pipelined(prompt, params, k, exit_layer, head, order, impatience)
-    same(got, expected)
+    k, workers = layout
+    got = bench.pipelined(prompt, params, k, exit_layer, head, order, impatience, workers=workers)
+    agree(got, expected, k, workers)
     early = bench.info.num_layers - exit_layer
     assert got.main.layer_passes == bench.info.num_layers * length - early * got.hits
     assert got.main.stage.layer_passes == got.main.layer_passes + got.main.recomputed_layer_passes
     for sub in got.subs:
-        assert sub.layer_passes <= early * (length - 1)
+        assert sub.layer_passes <= early * math.ceil(k / workers) * (length - 1)
+        assert sub.stage.layer_passes == sub.layer_passes + sub.coherence_layer_passes
 
 
-@pytest.mark.parametrize("lost", [(1,), (2, 3), (1, 2, 3)])
-def test_lost_sub_processes_cost_no_token(bench, lost):
+@pytest.mark.parametrize(
+    ("k", "workers", "lost"), [(3, 3, (1,)), (3, 3, (2, 3)), (3, 3, (1, 2, 3)), (4, 2, (1,)), (4, 2, (2,))]
+)
+def test_lost_sub_processes_cost_no_token(bench, k, workers, lost):
     prompt = bench.prompt_ids(PROMPTS[4])
     expected = bench.ordinary(prompt, GREEDY)
     head = rehearsed(prompt, expected.tokens, 1.0, bench.info.vocab_size)
-    got = bench.pipelined(prompt, GREEDY, 3, 3, head, lost=lost)
-    same(got, expected)
-    assert (got.hits == 0) == (len(lost) == 3)
+    got = bench.pipelined(prompt, GREEDY, k, 3, head, lost=lost, workers=workers)
+    agree(got, expected, k, workers)
+    assert (got.hits == 0) == (len(lost) == workers)
+    assert got.hits < len(got.tokens) - 1
 
 
 def test_a_late_sub_process_gets_another_chance():

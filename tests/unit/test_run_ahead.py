@@ -7,14 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_runs import PROMPTS, Bench, Decoded, begin_message, rehearsed
+from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, Decoded, begin_message, rehearsed, same
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import MAIN, MISS, Candidate, End, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 
-GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
 DEPTH, EXIT = 6, 3
 
 
@@ -22,13 +20,6 @@ DEPTH, EXIT = 6, 3
 def bench(model_folder):
     """A small Llama of even depth."""
     return Bench.of(model_folder("llama", num_layers=DEPTH))
-
-
-def same(got: Decoded, expected: Decoded) -> None:
-    """Tokens and the hidden states that decided them, to the last bit."""
-    assert got.tokens == expected.tokens
-    assert got.reason == expected.reason
-    assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True))
 
 
 def run(bench: Bench, params: SamplingParams, rate: float, **options: object) -> tuple[Decoded, Decoded]:

@@ -14,7 +14,6 @@ import argparse
 import json
 import logging
 import math
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,9 +26,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers import __version__ as transformers_version
 
 from ppd_runtime.measure.match_rates import teacher_forced_match_rates
+from ppd_runtime.measure.measured_on import versions
 from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.corpus import Document, corpus_hash, read_standard_library
 
@@ -242,9 +241,7 @@ def write_card(
     texts = [chunk[:-1] for chunk in chunks]
     card = {
         "corpus": "Python standard library sources and pydoc_data topics; tests, encodings and tables left out",
-        "python_version": platform.python_version(),
-        "torch_version": torch.__version__,
-        "transformers_version": transformers_version,
+        **{f"{name}_version": versions()[name] for name in ("python", "torch", "transformers")},
         "corpus_sha256": corpus_hash(documents),
         "held_out_files": sorted(d.path for d in documents if d.held_out),
         "steps": recipe.total_steps,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppd_runtime.cost_model.theory import drafting_ratio
+from ppd_runtime.measure.quartiles import quartiles
 
 WINDOWS = tuple(range(1, 7))
 """The w of CTAR(w), as in Kangaroo's Figure 3."""
@@ -208,8 +209,7 @@ def _text_deviation(pairs: Sequence[Pair]) -> Spread | None:
 
 def spread(values: Sequence[float]) -> Spread:
     """Median and quartiles of one value at least."""
-    low, median, high = np.percentile(values, (25, 50, 75))
-    return Spread(float(low), float(median), float(high))
+    return Spread(*quartiles(values))
 
 
 def _rate(run: TextRun) -> float:

@@ -1,21 +1,18 @@
 """A comparison's figures: all that was measured as JSON, and tables in Markdown."""
 
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime import __version__
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
 from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, Row, full_settings
 from ppd_runtime.measure.comparison.run import ComparisonRun
 from ppd_runtime.measure.machine_load import busy_note
 from ppd_runtime.measure.markdown import markdown_table
+from ppd_runtime.measure.measured_on import machine, versions
 
 Columns = Mapping[str, Callable[[MethodFigures], str]]
 """Heads, and what is below them for a method."""
@@ -224,8 +221,8 @@ def summarise(run: ComparisonRun, left_out: Sequence[LeftOut] = ()) -> Compariso
         rounds=run.rounds,
         num_prompts=run.num_prompts,
         cut_prompts=run.cut_prompts,
-        machine=f"{platform.machine()}, {os.cpu_count()} cores",
-        versions={"ppd-runtime": __version__} | {name: version(name) for name in ("torch", "transformers")},
+        machine=machine(),
+        versions=versions(),
     )
     return ComparisonReport(conditions, run.methods.rows, run.pairs(), run.failures, tuple(left_out))
 
