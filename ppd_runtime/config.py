@@ -50,6 +50,7 @@ SHARED = "shared"
 """Names the model's own final norm and head where an exit head is chosen."""
 MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
 _MOST = 2**31 - 1
+_MOST_ROWS = 64
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
 _MOST_PENALTY = 2.0  # OpenAI's range, and vLLM's
 _ADDED = {"added": True}
@@ -206,7 +207,14 @@ class RuntimeConfig:
     model: str = "demo"
     """A local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model."""
     k: int = 3
-    """Early candidates for each token."""
+    """Early candidates for each token; with `stages`, at each boundary."""
+    stages: int | None = None
+    """Split the model over so many stages in a row, each layer in one place; default: the paper's layout. Behind each
+    stage but the last k tokens are named that may come next, and enter the first stage before the last one decides."""
+    cuts: "str | tuple[int, ...] | None" = None
+    """The stages' borders, such as 3,6,9: layers before each; default: as even as can be."""
+    rows: int = 1
+    """Tokens of a stage's pass, at the most; each runs as a pass of its own where the device is not an emulated one."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -283,7 +291,40 @@ class RuntimeConfig:
         if self.workers is not None:
             check_int("workers", self.workers, 1)
         check_workers(self.k, self.workers)
+        self._check_stages()
         self._check_network()
+
+    def _check_stages(self) -> None:
+        check_int("rows", self.rows, 1, _MOST_ROWS)
+        if isinstance(self.cuts, str):
+            object.__setattr__(self, "cuts", _parsed_cuts(self.cuts))
+        if self.cuts is not None:
+            self._check_cuts()
+        if self.stages is None:
+            if self.rows != 1:
+                raise ValueError(f"rows={self.rows}: is for the staged layout, give stages too or leave it out")
+            return
+        check_int("stages", self.stages, 2)
+        for name in ("exit_layer", "workers"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
+        if self.exit_head != SHARED:
+            raise ValueError(
+                f"exit_head={self.exit_head!r:.200} with stages={self.stages}: boundaries use the model's own head"
+            )
+
+    def _check_cuts(self) -> None:
+        if not isinstance(self.cuts, tuple) or not self.cuts:
+            raise ValueError(f"cuts={self.cuts!r}: give layers in ascending order, such as 3,6,9")
+        for cut in self.cuts:
+            check_int("cuts", cut, 1)
+        if list(self.cuts) != sorted(set(self.cuts)):
+            raise ValueError(f"cuts={_joined(self.cuts)}: give layers in ascending order")
+        if self.stages is None:
+            object.__setattr__(self, "stages", len(self.cuts) + 1)
+        if self.stages != len(self.cuts) + 1:
+            wanted = f"{len(self.cuts)} borders make {len(self.cuts) + 1} stages"
+            raise ValueError(f"cuts={_joined(self.cuts)} with stages={self.stages}: {wanted}, drop one")
 
     def _name_objects(self) -> None:
         """Put names in the place of paths and of PyTorch's dtypes."""
@@ -338,7 +379,9 @@ class RuntimeConfig:
 
     @property
     def num_subs(self) -> int:
-        """Sub-processes that there are."""
+        """Processes beside the main one, which decides: sub-processes, or the stages before the last."""
+        if self.stages is not None:
+            return self.stages - 1
         return self.k if self.workers is None else self.workers
 
     def check_against(self, num_layers: int, vocab_size: int) -> int:
@@ -351,6 +394,30 @@ class RuntimeConfig:
         check_int("exit_layer", exit_layer)
         check_exit_layer(exit_layer, num_layers)
         return exit_layer
+
+
+    def borders(self, num_layers: int) -> tuple[int, ...]:
+        """The cuts for a model of so many layers; none in the paper's layout. ValueError where it has too few."""
+        if self.stages is None:
+            return ()
+        if self.stages > num_layers:
+            raise ValueError(f"stages={self.stages}: the model has {num_layers} layers, choose at most so many")
+        if not isinstance(self.cuts, tuple):
+            return tuple(round(i * num_layers / self.stages) for i in range(1, self.stages))
+        if self.cuts[-1] >= num_layers:
+            raise ValueError(f"cuts={_joined(self.cuts)}: the model has {num_layers} layers, cut before the last")
+        return self.cuts
+
+
+def _parsed_cuts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"cuts={text!r:.200}: give layers in ascending order, such as 3,6,9") from error
+
+
+def _joined(cuts: Iterable[int]) -> str:
+    return ",".join(map(str, cuts))
 
 
 RUNTIME_SETTINGS = tuple(setting.name for setting in fields(RuntimeConfig))

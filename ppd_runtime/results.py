@@ -110,6 +110,9 @@ class Stats(PathStats):
     predicted_ratio: float
     """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate; of a
     self-speculative method, that SWIFT's equation 6 gives for this run's drafts."""
+    first_boundary: tuple[int, ...] = ()
+    """Tokens that boundary 1, 2, … of the staged layout was the first to name, and last those that none named; empty in
+    other layouts."""
     speculation: Speculation | None = None
     """Drafts and verifications of a self-speculative method; None for other ways of decoding."""
 

@@ -102,7 +102,10 @@ class PPDRuntime(TextGenerator):
     def __repr__(self) -> str:
         config, layers = self.config, self.info.num_layers
         subs = f"{config.num_subs} sub-process{'es' if config.num_subs > 1 else ''}"
-        layout = f"k={config.k}, exit after layer {self.exit_layer} of {layers}, {subs}, transport {config.transport}"
+        shape = f"exit after layer {self.exit_layer} of {layers}, {subs}"
+        if cuts := self._specs[MAIN].cuts:
+            shape = f"{len(cuts) + 1} stages cut after layers {', '.join(map(str, cuts))} of {layers}"
+        layout = f"k={config.k}, {shape}, transport {config.transport}"
         state = "closed" if self._closed else "running" if self._workers else "not started"
         return f"PPDRuntime({self.info.name!r}, {layout}, {self.device}, {self.dtype}, {state})"
 
@@ -178,7 +181,8 @@ class PPDRuntime(TextGenerator):
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
-                yield Step(message.token_id, None if last else message.winner != MISS, last)
+                known = not (last or self.config.stages)  # stages tell at the end who was right
+                yield Step(message.token_id, message.winner != MISS if known else None, last)
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
@@ -204,6 +208,8 @@ class PPDRuntime(TextGenerator):
         return Trace(self.info.num_layers, self.exit_layer, self._conditions, reports.processes())
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
+        if totals.first_boundary:
+            return latency_share(totals.first_boundary)
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, max(num_new_tokens, 1))
 
 
@@ -245,6 +251,7 @@ def _totals(call: RequestClient, trace: Trace | None) -> Totals:
         sub_layer_passes=tuple(r.layer_passes for r in reports),
         sub_coherence_layer_passes=tuple(r.coherence_layer_passes for r in reports),
         trace=trace,
+        first_boundary=next((r.first_boundary for r in reports if r.first_boundary), ()),
     )
 
 
@@ -269,7 +276,7 @@ def _worker_specs(
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
     processes = 1 + config.num_subs
-    devices = [device] * processes
+    devices, cuts = [device] * processes, config.borders(info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
     return [
@@ -285,6 +292,8 @@ def _worker_specs(
             exit_head=exit_head,
             emulate=emulate,
             run_ahead=config.run_ahead,
+            cuts=cuts,
+            rows=config.rows,
         )
         for rank in range(processes)
     ]

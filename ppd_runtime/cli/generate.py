@@ -62,6 +62,9 @@ class Outputs:
 
 _LAYOUT = (
     "k",
+    "stages",
+    "cuts",
+    "rows",
     "exit_head",
     "workers",
     "transport",

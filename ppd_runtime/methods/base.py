@@ -216,6 +216,9 @@ class _Request:
 
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
         hits = [hit for hit in verdicts if hit is not None]
+        if totals.first_boundary:
+            *named, never = totals.first_boundary
+            hits = [True] * sum(named) + [False] * never
         rate = sum(hits) / len(hits) if hits else None
         return Stats(
             prompt_tokens=len(self._prompt_ids),
@@ -226,6 +229,7 @@ class _Request:
             predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts), totals),
             sub_layer_passes=totals.sub_layer_passes,
             sub_coherence_layer_passes=totals.sub_coherence_layer_passes,
+            first_boundary=totals.first_boundary,
             speculation=totals.speculation,
             **{field.name: getattr(totals.path, field.name) for field in fields(totals.path)},
         )

@@ -37,6 +37,8 @@ class Totals:
     speculation: Speculation | None = None
     run_lengths: tuple[int, ...] | None = None
     """None: as hits and misses have it."""
+    first_boundary: tuple[int, ...] = ()
+    """As `Stats` has it."""
 
     def and_then(self, later: "Totals") -> "Totals":
         """Of both parts of a request."""
@@ -48,6 +50,7 @@ class Totals:
             trace=self.trace and later.trace and self.trace.and_then(later.trace),
             speculation=self.speculation and later.speculation and self.speculation.and_then(later.speculation),
             run_lengths=self.run_lengths and later.run_lengths and (*self.run_lengths, *later.run_lengths),
+            first_boundary=_sums(self.first_boundary, later.first_boundary),
         )
 
 

@@ -20,16 +20,17 @@ def load_stage(
     device: str,
     code: Mapping[int, Sequence[Path]] | None = None,
     emulate: EmulatedDevice | None = None,
+    first: int = 0,
 ) -> Stage:
     """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
-    model = load_layers(info, last, dtype, device)
+    model = load_layers(info, last, dtype, device, first)
     compiled = None
     if code:
         from ppd_runtime.models.compiled.passes import CompiledLayers  # only compiled code needs all that it imports
 
         shares_halves = dtype == torch.float32 and device == "cpu"
-        compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares_halves else {})
-    return EmulatedStage(model, compiled, emulate) if emulate else Stage(model, compiled)
+        compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares_halves else {}, first=first)
+    return EmulatedStage(model, compiled, emulate, first) if emulate else Stage(model, compiled, first)
 
 
 def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:

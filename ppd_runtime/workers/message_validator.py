@@ -14,8 +14,11 @@ from ppd_runtime.pipeline.messages import (
     CatchUp,
     Entries,
     ExitState,
+    Guesses,
     HeadStart,
     Message,
+    PromptStates,
+    Rows,
     Token,
 )
 
@@ -32,6 +35,9 @@ class MessageValidator:
             ExitState: lambda m: self._are_states(m.hidden, 1),
             Candidate: lambda m: self._are_tokens(m.token_ids),
             HeadStart: lambda m: self._are_tokens(m.token_ids) and self._are_states(m.hidden, len(m.token_ids)),
+            PromptStates: lambda m: m.hidden.dim() == 3 and self._are_states(m.hidden, m.hidden.shape[1]),
+            Rows: lambda m: self._are_tokens(m.token_ids) and self._are_states(m.hidden, len(m.nodes)),
+            Guesses: lambda m: self._are_tokens(m.token_ids),
             Entries: lambda m: self._are_entries(m.entries),
             CatchUp: lambda m: self._are_tokens(m.token_ids) and (m.entries is None or self._are_entries(m.entries)),
         }

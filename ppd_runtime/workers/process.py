@@ -46,6 +46,7 @@ def read_spec(fields: dict[str, Any]) -> WorkerSpec:
             "dtype": getattr(torch, fields["dtype"]),
             "exit_head": _read_head(fields["exit_head"]),
             "cores": tuple(fields["cores"]),
+            "cuts": tuple(fields["cuts"]),
             "code": {int(num_candidates): tuple(map(Path, files)) for num_candidates, files in fields["code"].items()},
             "emulate": fields["emulate"] and EmulatedDevice(**fields["emulate"]),
         }

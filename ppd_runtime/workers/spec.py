@@ -39,16 +39,20 @@ class WorkerSpec:
 
     run_ahead: bool = True
     """Whether a sub-process that can go on without exit states does."""
+    cuts: tuple[int, ...] = ()
+    """The staged layout's borders, each the number of layers before it; empty: the paper's layout."""
+    rows: int = 1
+    """Of a pass of the staged layout, at the most."""
 
     @property
     def runs_ahead(self) -> bool:
         """Whether the only sub-process reads exit states off its own stage."""
-        return self.run_ahead and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
+        return self.run_ahead and not self.cuts and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
 
     @property
     def num_candidates(self) -> int:
         """Candidates that it runs as one pass: its share of k, and 1 for the main process."""
-        return 1 if self.rank == MAIN else len(range(self.rank, self.k + 1, self.num_subs))
+        return 1 if self.rank == MAIN or self.cuts else len(range(self.rank, self.k + 1, self.num_subs))
 
     @property
     def pass_kinds(self) -> frozenset[int]:
@@ -56,6 +60,15 @@ class WorkerSpec:
         return frozenset({PassKind.ONE, self.num_candidates})
 
     @property
+    def first_layer(self) -> int:
+        """The first layer that it holds, from 0."""
+        if not self.cuts:
+            return 0
+        return self.cuts[-1] if self.rank == MAIN else (0, *self.cuts)[self.rank - 1]
+
+    @property
     def num_layers(self) -> int:
-        """Layers it holds: all of them, or those of a head start."""
+        """The layer up to which it holds them: all of them, those of a head start, or those up to its cut."""
+        if self.cuts and self.rank != MAIN:
+            return self.cuts[self.rank - 1]
         return self.info.num_layers if self.rank == MAIN else self.info.num_layers - self.exit_layer

@@ -11,7 +11,8 @@ import torch
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
-from ppd_runtime.models.trained.exit_heads import ExitHead, OracleHead, SharedHead, TrainedHead
+from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import (
@@ -29,7 +30,9 @@ from ppd_runtime.pipeline.messages import (
     Message,
     Missing,
     Peers,
+    PromptStates,
     Report,
+    Rows,
     Shutdown,
     Token,
     Tokens,
@@ -39,6 +42,10 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.staged.chances import Calibration
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.results import PathStats
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
@@ -51,8 +58,10 @@ from ppd_runtime.workers.spec import WorkerSpec
 logger = logging.getLogger(__name__)
 _LONGEST_HOLD_S = 1.0
 _MOST_HELD = 2**16
-_STAMPED = (HeadStart, Entries)
+_STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
+_MOST_NODES = 64
+"""Of the staged layout, in flight at any time."""
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
 
 
@@ -79,7 +88,9 @@ class Worker:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(spec.threads)
         with current_device(spec.device):
-            self.stage = load_stage(spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate)
+            self.stage = load_stage(
+                spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate, spec.first_layer
+            )
             head = None if spec.rank == MAIN else spec.exit_head
             self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
         head_start = spec.info.num_layers - spec.exit_layer
@@ -88,9 +99,11 @@ class Worker:
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
+        self._row_stage = RowStage(self.stage, 2 * _MOST_NODES) if spec.cuts else None
+        self._calibration = Calibration()
         self._request = 0  # the newest that has begun
         self._pending: Begin | None = None
-        self._main: MainProcess | None = None
+        self._main: MainProcess | LastStage | None = None
         self._finished: Finished | None = None
         self._unknown = 0  # messages of later requests
         self._hold_tokens = False
@@ -146,7 +159,9 @@ class Worker:
 
     def _ask_for(self, message: Message) -> None:
         """Ask the main process for a request that it has begun, where its `Begin` has not come."""
-        if message.request > self._request and isinstance(message, Token | ExitState | CatchUp):
+        if message.request > self._request and isinstance(
+            message, Token | ExitState | CatchUp | PromptStates | Rows
+        ):
             if self._unknown % _ASK_AGAIN == 0:
                 self._endpoint.send(MAIN, Missing(self.spec.rank, message.request, 0))
             self._unknown += 1
@@ -162,10 +177,7 @@ class Worker:
             self._help(begin, sampler)
 
     def _decode(self, begin: Begin, sampler: Sampler) -> None:
-        asked = not self.spec.runs_ahead
-        layers = self.spec.exit_layer
-        main = MainProcess(self.stage, layers, self._subs, self._send, begin, asked, self._backoff)
-        self._main = main
+        main = self._main = self._decider(begin)
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, begin.prompt_ids)
         self._hold_tokens, self._released = not begin.live, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
@@ -191,7 +203,20 @@ class Worker:
         self._endpoint.send(CLIENT, finished)
         self._finished = finished
 
+    def _decider(self, begin: Begin) -> MainProcess | LastStage:
+        spec = self.spec
+        if self._row_stage:
+            return LastStage(self._row_stage, spec.info.num_layers, self._subs, self._send, begin)
+        asked = not spec.runs_ahead
+        return MainProcess(self.stage, spec.exit_layer, self._subs, self._send, begin, asked, self._backoff)
+
     def _help(self, begin: Begin, sampler: Sampler) -> None:
+        report = self._speculate(begin, sampler) if self._row_stage is None else self._follow(begin, sampler)
+        self._ship_spans(begin.request)
+        self._endpoint.send(CLIENT, report)
+
+    def _speculate(self, begin: Begin, sampler: Sampler) -> Report:
+        """As one of the paper's sub-processes."""
         spec, head = self.spec, self._exit_head(sampler)
         sub: SubProcess | RunAheadSubProcess
         if spec.runs_ahead:
@@ -199,16 +224,29 @@ class Worker:
         else:
             sub = SubProcess(self.stage, head, spec.rank, self._subs, spec.k, self._send, begin, ranks_ahead=True)
         self._drive(sub.serve(), begin.request)
-        report = Report(self.spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
-        self._ship_spans(begin.request)
-        self._endpoint.send(CLIENT, report)
+        return Report(spec.rank, begin.request, sub.layer_passes, sub.coherence_layer_passes)
+
+    def _follow(self, begin: Begin, sampler: Sampler) -> Report:
+        """As one of several stages, but the last."""
+        spec, stage, head = self.spec, self._row_stage, self._exit_head(sampler)
+        assert stage is not None
+        num_stages = len(spec.cuts) + 1
+        if spec.rank == 1:
+            first = FirstStage(
+                stage, head, num_stages, spec.k, spec.rows, _MOST_NODES, self._send, begin, self._calibration
+            )
+            self._drive(first.serve(), begin.request)
+            return Report(spec.rank, begin.request, first.layer_passes, 0, tuple(first.first_boundary))
+        middle = MiddleStage(stage, head, spec.rank, num_stages, spec.k, self._send, begin)
+        self._drive(middle.serve(), begin.request)
+        return Report(spec.rank, begin.request, middle.layer_passes, 0)
 
     def _ship_spans(self, request: int) -> None:
         recorded = self._recorder.spans(self.spec.rank)
         for message in pack(recorded, request) if recorded else ():
             self._endpoint.send(CLIENT, message)
 
-    def _exit_head(self, sampler: Sampler) -> ExitHead:
+    def _exit_head(self, sampler: Sampler) -> OracleHead | TrainedHead | SharedHead:
         if isinstance(self.spec.exit_head, OracleHead):
             return self.spec.exit_head
         if self._trained_head is not None:
@@ -241,12 +279,17 @@ class Worker:
             if isinstance(message, Begin) and message.request > request:
                 self._pending, message = message, None
                 break
-            if message.request == request and not (isinstance(message, Begin) and self.spec.rank != MAIN):
+            if message.request == request and (self._takes_begin or not isinstance(message, Begin)):
                 break
             if self.spec.rank != MAIN:
                 self._ask_for(message)
         self._note_receipt(wanted, began, time.perf_counter(), message)
         return message
+
+    @property
+    def _takes_begin(self) -> bool:
+        """Whether a request may begin again while it is served: by the client's word, or a further attempt of stages."""
+        return self.spec.rank == MAIN or self._row_stage is not None
 
     def _note_receipt(self, wanted: WaitFor, began: float, ended: float, message: Message | None) -> None:
         """Of a wait, what came before the message was sent was its sender's time, the rest was its way's."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ppd_runtime.models.checkpoint.config import first_layers_config, model_config, skeleton_of, weight_files
@@ -24,8 +24,11 @@ _MOST_IN_LARGE_PAGES = 2**30
 """Bytes of weights up to which compiled code gets a copy that Linux maps in large pages, however they are stored."""
 
 
-def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str, first: int = 0) -> PreTrainedModel:
     """A causal language model with the embedding, layers 1 to `last` of the original, the final norm and the head.
+
+    Without the `first` ones of these layers: they stand there, so that all keep their numbers, but have no memory. Then
+    the embedding has none either, unless the head shares it.
 
     Only these tensors are read from the files, mapped into memory; on CPUs in another dtype from a copy of the files
     that is kept, so that all processes of a host share them. With `last` below the model's depth this is what a
@@ -33,7 +36,9 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     """
     config = first_layers_config(model_config(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    tensors = _read_tensors(info, last, dtype if device == "cpu" else None)
+    tensors = _read_tensors(info, last, dtype if device == "cpu" else None, first)
+    if first:
+        tensors |= _placeholders(config, range(first), dtype)
     with no_progress_bar(), errors_only():
         model, report = model_class.from_pretrained(
             None,
@@ -49,9 +54,43 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str) -> 
     ):
         if names:
             raise ValueError(f"model {info.name!r}: its files {complaint} {names[0]} ({len(names)} tensors in all)")
-    model = model.to(device).eval()
+    model = _moved(model, device, first).eval()
     _check_cuts(info, model)
     return model
+
+
+def _placeholders(config: PretrainedConfig, layers: range, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of layers that are not there, by name: each is one number, shown again and again."""
+    names = skeleton_of(config, config.num_hidden_layers, dtype).state_dict().items()
+    return {
+        name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        for name, tensor in names
+        if _layer_number(name) in layers
+    }
+
+
+def _moved(model: PreTrainedModel, device: str, first: int) -> PreTrainedModel:
+    """The model on a device, its first layers without memory."""
+    absent = [model.model.layers[i] for i in range(first)]
+    for i in range(first):
+        model.model.layers[i] = nn.Identity()
+    if first and not _shares_embedding(model):
+        absent.append(model.model.embed_tokens)
+        model.model.embed_tokens = nn.Identity()
+    model = model.to(device)
+    for module in absent:
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    for i in range(first):
+        model.model.layers[i] = absent[i]
+    if len(absent) > first:
+        model.model.embed_tokens = absent[-1]
+    return model
+
+
+def _shares_embedding(model: PreTrainedModel) -> bool:
+    """Whether the head's weights are the embedding's."""
+    return model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
 def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
@@ -87,7 +126,7 @@ def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:
 def bfloat16_weights(info: ModelInfo, last: int) -> dict[str, Tensor]:
     """The first layers' tensors in bfloat16 as all processes share them, where they are stored that way."""
     copies = bfloat16_copies(info)
-    tensors = [pair for path in weight_files(info.folder) for pair in _first_layers(path, copies.get(path), last)]
+    tensors = [pair for path in weight_files(info.folder) for pair in _some_layers(path, copies.get(path), 0, last)]
     return {name: tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
 
 
@@ -102,13 +141,13 @@ def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
             raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
 
 
-def _read_tensors(info: ModelInfo, last: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of the first layers; in `dtype` where copies are kept, else as they are stored."""
+def _read_tensors(info: ModelInfo, last: int, dtype: torch.dtype | None, first: int = 0) -> dict[str, Tensor]:
+    """The tensors of layers `first` to `last`; in `dtype` where copies are kept, else as they are stored."""
     tensors = dict[str, Tensor]()
     copies = weight_copies(info, dtype) if dtype else {}
     for path in weight_files(info.folder):
         try:
-            tensors |= _first_layers(path, copies.get(path), last)
+            tensors |= _some_layers(path, copies.get(path), first, last)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
     return tensors
@@ -119,19 +158,24 @@ def _names(info: ModelInfo) -> list[str]:
     return list(skeleton_of(model_config(info.folder), info.num_layers).state_dict())
 
 
-def _first_layers(path: Path, copy: Path | None, last: int) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors up to layer `last`, mapped into memory: the copy's where there is one."""
+def _some_layers(path: Path, copy: Path | None, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors but those of other layers, mapped into memory: the copy's where there is one."""
+    absent = {*range(first)}
+
+    def is_wanted(name: str) -> bool:
+        return (number := _layer_number(name)) < last and number not in absent
+
     if copy:
         try:
             mapped = dict(map_tensors(copy))
         except (OSError, ValueError) as error:
             logger.warning("reading %s itself, for its copy cannot be: %s", path, one_line(error))
         else:
-            yield from ((name, tensor) for name, tensor in mapped.items() if _layer_number(name) < last)
+            yield from ((name, tensor) for name, tensor in mapped.items() if is_wanted(name))
             return
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-            if _layer_number(name) < last:
+            if is_wanted(name):
                 yield name, file.get_tensor(name)
 
 

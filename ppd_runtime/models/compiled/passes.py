@@ -68,6 +68,7 @@ class CompiledLayers:
         files: a file for each layer, by the number of tokens that a pass is over, or by what stands for one.
         halves: weights in bfloat16, by name, which other processes share.
         code_of: makes the model's files for a kind of passes, or for its head, where no earlier run has made them.
+        first: layers before it are not there; it counts from 0.
 
     Raises:
         ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
@@ -79,8 +80,9 @@ class CompiledLayers:
         files: Mapping[int, Sequence[Path]],
         halves: Mapping[str, Tensor] | None = None,
         code_of: "Callable[[PreTrainedModel, int], Sequence[Path]] | None" = None,
+        first: int = 0,
     ) -> None:
-        self._model, self._code_of = model, code_of or _code_of
+        self._model, self._code_of, self._first = model, code_of or _code_of, first
         files = {kind: self._whole(kind, paths) for kind, paths in files.items()}
         self._passes: Any = _passes(model, {path for paths in files.values() for path in paths})
         self._loaded: dict[Path, Any] = {}
@@ -114,7 +116,7 @@ class CompiledLayers:
             self.head = CompiledHead(part, self._passes.head, size, final)
             return
         self._layers[kind] = [
-            self._part(self._loaded[path], layer_for(self._model, i, kind))
+            self._part(self._loaded[path], layer_for(self._model, i, kind)) if i >= self._first else None
             for i, path in enumerate(paths[: self._model.config.num_hidden_layers])
         ]
 

@@ -31,6 +31,7 @@ from ppd_runtime.text import StopRule
 _FIRST = 1
 _PASSES = 64  # through all layers: the time for the newest token to come through them
 _LONGEST_PATIENCE = 2**40
+_MOST_ATTEMPTS = 2**20  # at one number of tokens
 
 
 class LastStage:
@@ -46,9 +47,11 @@ class LastStage:
         self.told: list[Token] = []
         """What the client has been sent, in case it asks for it again."""
         self.finish_reason = ""
-        self.epoch = 0
+        self.epoch = len(begin.delivered) * _MOST_ATTEMPTS  # later than those of an earlier life
         self.layer_passes = 0
         """Layer passes of this request, a row's as one token's."""
+        self.recomputed_layer_passes = 0
+        """None: what has to be computed again is among the others."""
         self._delivered = len(begin.delivered)
         self._cancelled = self._again = self._has_prompt = False
         self._prompt: PromptStates | None = None
