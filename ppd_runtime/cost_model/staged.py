@@ -146,13 +146,14 @@ def limit_latency_ratio(
 
 
 def dropped_rows(k: int, shares: Sequence[float]) -> float:
-    """Rows a token that run and are dropped, where k candidates follow each certain token: k, less the right one.
+    """Rows a token that run and are dropped, where each boundary up to the first right one adds k, less the right one.
 
-    That is the fewest: candidates that only later boundaries name, and candidates of candidates, come on top.
+    That is `k·E[min(J, N − 1)]` less J's shares before never. Candidates of candidates come on top, and those that only
+    boundaries behind the first right one name.
     """
     check_whole("k", k, 1)
-    check_shares(shares)
-    return k - (1 - shares[-1])
+    added = k * (expected_first_boundary(shares) - shares[-1])
+    return added - (1 - shares[-1])
 
 
 def compute_per_token(num_layers: int, cuts: Sequence[int], rows_per_token: float) -> float:

@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.match_rate import match_rate
-from ppd_runtime.cost_model.tradeoff import read_match_rates
+from ppd_runtime.cost_model.tradeoff import boundary_rows, read_match_rates
 from ppd_runtime.measure.match_rates import MatchRateMeter
 
 app = typer.Typer()
@@ -103,6 +103,8 @@ def test_first_boundaries_of_even_and_of_other_stages(model: str, prompts: str, 
     for row in report["first_boundary"]:
         assert row["shares"]["3"][0] == pytest.approx(report["match_rates"][str(row["cuts"][0])]["3"])
         assert sum(row["shares"]["1"]) == pytest.approx(1)
+    read = read_match_rates(out).first_boundary
+    assert boundary_rows(read) == report["first_boundary"]
 
 
 def test_the_heatmaps(model: str, prompts: str, tmp_path: Path) -> None:

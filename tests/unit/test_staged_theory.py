@@ -123,8 +123,14 @@ def test_the_longest_stage_and_its_rows_count() -> None:
     assert staged.stage_time(12, (3, 6, 9), Times(layer=2, hop=1, width=1.5)) == 10
 
 
+@given(distributions(), st.integers(1, 8))
+def test_boundaries_up_to_the_first_right_one_add_k_rows(shares: tuple[float, ...], k: int) -> None:
+    last = len(shares)
+    rows = (k * min(boundary, last - 1) - (boundary < last) for boundary in range(1, last + 1))
+    assert staged.dropped_rows(k, shares) == pytest.approx(sum(p * n for p, n in zip(shares, rows, strict=True)))
+
+
 def test_rows_that_are_dropped_run_up_to_the_last_cut() -> None:
-    assert staged.dropped_rows(3, (0.5, 0.3, 0.2)) == pytest.approx(3 - 0.8)
     assert staged.compute_per_token(12, (3, 6, 9), 6.0) == pytest.approx(1 + 6 * 0.75)
     assert staged.compute_per_token(12, (3, 6, 9), 0) == 1
 
