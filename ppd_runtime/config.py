@@ -396,19 +396,6 @@ class RuntimeConfig:
         return exit_layer
 
 
-    def borders(self, num_layers: int) -> tuple[int, ...]:
-        """The cuts for a model of so many layers; none in the paper's layout. ValueError where it has too few."""
-        if self.stages is None:
-            return ()
-        if self.stages > num_layers:
-            raise ValueError(f"stages={self.stages}: the model has {num_layers} layers, choose at most so many")
-        if not isinstance(self.cuts, tuple):
-            return tuple(round(i * num_layers / self.stages) for i in range(1, self.stages))
-        if self.cuts[-1] >= num_layers:
-            raise ValueError(f"cuts={_joined(self.cuts)}: the model has {num_layers} layers, cut before the last")
-        return self.cuts
-
-
 def _parsed_cuts(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))

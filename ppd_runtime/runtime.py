@@ -14,6 +14,7 @@ from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
 from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, SamplingParams, runtime_config
+from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts, expected_first_boundary
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
@@ -208,8 +209,8 @@ class PPDRuntime(TextGenerator):
         return Trace(self.info.num_layers, self.exit_layer, self._conditions, reports.processes())
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
-        if totals.first_boundary:
-            return latency_share(totals.first_boundary)
+        if told := sum(totals.first_boundary):
+            return expected_first_boundary([n / told for n in totals.first_boundary]) / len(totals.first_boundary)
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, max(num_new_tokens, 1))
 
 
@@ -263,6 +264,17 @@ def _find_head(exit_head: str | OracleHead, info: ModelInfo) -> str | HeadInfo |
     return describe_head(exit_head, info)
 
 
+def _cuts(config: RuntimeConfig, num_layers: int) -> tuple[int, ...]:
+    """The staged layout's borders in a model of so many layers; none in the paper's layout."""
+    if config.stages is None:
+        return ()
+    check_stages(num_layers, config.stages)
+    if not isinstance(config.cuts, tuple):
+        return even_cuts(num_layers, config.stages)
+    check_cuts(num_layers, config.cuts)
+    return config.cuts
+
+
 def _worker_specs(
     config: RuntimeConfig,
     launcher: str,
@@ -276,7 +288,7 @@ def _worker_specs(
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
     processes = 1 + config.num_subs
-    devices, cuts = [device] * processes, config.borders(info.num_layers)
+    devices, cuts = [device] * processes, _cuts(config, info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
     return [

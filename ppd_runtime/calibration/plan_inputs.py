@@ -6,6 +6,7 @@ from dataclasses import replace
 from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.cost_model.tradeoff import MatchRates
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.match_rate_report import summarise
@@ -42,11 +43,17 @@ class Measurement:
         """The model's layers."""
         return self.ordinary.info.num_layers
 
-    def match_rates(self, ks: Sequence[int], progress: Progress = lambda line: None) -> MatchRates:
-        """Rates of every exit layer from half depth on; the first token of a text, which has no candidates, is out."""
+    def match_rates(
+        self, ks: Sequence[int], progress: Progress = lambda line: None, most_stages: int = 1
+    ) -> MatchRates:
+        """Rates of every exit layer from half depth on, and first boundaries of 2 to `most_stages` even stages.
+
+        The first token of a text, which has no candidates, is out.
+        """
         layers = range((self.num_layers + 1) // 2, self.num_layers)
         vocab_size = self.ordinary.info.vocab_size
-        setting = MatchRateSetting(self.num_layers, vocab_size, tuple(layers), tuple(ks), self.sampling)
+        cuts = tuple(even_cuts(self.num_layers, n) for n in range(2, min(most_stages, self.num_layers) + 1))
+        setting = MatchRateSetting(self.num_layers, vocab_size, tuple(layers), tuple(ks), self.sampling, cuts)
         meter = MatchRateMeter(self.ordinary, setting)
         texts = []
         for number, prompt in enumerate(self.prompts):
@@ -55,9 +62,11 @@ class Measurement:
             texts += [text] if text.places[setting.rankings[0]][0] else []
         if not texts:
             raise ValueError("every text ended with its first token: give other prompts")
-        rates = summarise(self.ordinary.info.name, "", setting, texts).runtime_rates
-        table = {(layer, k): rates.rate(layer, k) for layer in setting.exit_layers for k in setting.ks}
-        return MatchRates(f"{len(texts)} prompts, {rates.comparisons} tokens", table, self.num_layers)
+        report = summarise(self.ordinary.info.name, "", setting, texts)
+        rates, found = report.runtime_rates, report.first_boundaries[setting.rankings[0]]
+        table = {(layer, k): rates.rate(layer, k) for layer in layers for k in setting.ks}
+        boundaries = {(row.cuts, k): row.shares(k) for row in found for k in setting.ks}
+        return MatchRates(f"{len(texts)} prompts, {rates.comparisons} tokens", table, self.num_layers, boundaries)
 
     def calibrate(
         self, max_devices: int, k: int, widths: Sequence[int] = (), progress: Progress = lambda line: None

@@ -16,6 +16,7 @@ from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import rank
 from ppd_runtime.cost_model.plans import Ranking
+from ppd_runtime.cost_model.staged import check_cuts
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
 from ppd_runtime.measure.machine_load import busy_note
 
@@ -128,7 +129,7 @@ def plan_with(
         times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
         _check_widths(given, times, shares)
     if rates is None:
-        rates = subject.measurement.match_rates(ks, progress)
+        rates = subject.measurement.match_rates(ks, progress, max_devices)
     else:
         notes.append(f"match rates from {rates.source}, which may hold texts' first tokens too")
     if times is None:
@@ -145,6 +146,7 @@ def plan_with(
         given.run_ahead,
         _devices(times, subject),
         _load_cautions(times),
+        rates.first_boundary,
     )
     return Planned(ranking, times, rates, notes)
 
@@ -187,4 +189,8 @@ def _chosen(known: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tup
     rows = select(covered.rates, None, ks)
     names = ", ".join(map(str, left_out))
     notes = [f"left out exit layers {names}: Theorem 4.1 needs at least half depth"] if left_out else []
-    return replace(covered, rates={(exit_layer, k): rate for exit_layer, k, rate in rows}), notes
+    boundaries = {(cuts, k): shares for (cuts, k), shares in covered.first_boundary.items() if not ks or k in ks}
+    for cuts, _ in boundaries:
+        check_cuts(num_layers, cuts)
+    kept = {(exit_layer, k): rate for exit_layer, k, rate in rows}
+    return replace(covered, rates=kept, first_boundary=boundaries), notes

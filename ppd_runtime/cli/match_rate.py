@@ -1,6 +1,7 @@
 """`ppd match-rate`: how often an early exit already holds the token that full depth gives."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from ppd_runtime.config import SHARED, SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ppd_runtime.measure.first_boundaries import FirstBoundaries
     from ppd_runtime.measure.match_rate_report import MatchRateReport, Rates
     from ppd_runtime.measure.match_rate_run import MatchRateRun
     from ppd_runtime.measure.match_rates import MatchRateSetting
@@ -35,6 +37,12 @@ def match_rate(
     ] = None,
     exit_head: options.ExitHead = "shared",
     k: Annotated[str, typer.Option(help="Numbers of candidates.")] = "1,3,5",
+    stages: Annotated[
+        str | None, typer.Option(help="Measure first boundaries for so many even stages, such as 2,4.")
+    ] = None,
+    cuts: Annotated[
+        list[str] | None, typer.Option(help="And for stages that end behind these layers: 3,6,9; may be given again.")
+    ] = None,
     *,
     sampling: Settings,
     limit: options.Limit = None,
@@ -47,7 +55,8 @@ def match_rate(
     """Measure how often a layer's k candidates hold the token that full depth generates.
 
     Every generated token is compared, the first and the last included. Every layer and every k come from one
-    generation of each prompt and one more pass over its text. `ppd tradeoff --match-rates` reads the --out file.
+    generation of each prompt and one more pass over its text. --stages and --cuts are the staged layout's: they add how
+    often each boundary is the first whose candidates hold the token. `ppd tradeoff --match-rates` reads the --out file.
     """
     with one_line_errors(match_rate):
         from ppd_runtime.measure.match_rate_run import MatchRateRun
@@ -63,7 +72,7 @@ def match_rate(
         params = SamplingParams(**sampling)
         info = describe(model)
         head = _trained_head(exit_head, info)
-        setting = _setting(info, head, exit_layers, k, params)
+        setting = _setting(info, head, exit_layers, k, params, _cuts(info.num_layers, stages, cuts or ()))
         with OrdinaryDecoding(model, **place) as ordinary:
             meter = trained_head_meter(ordinary, setting, head) if head else MatchRateMeter(ordinary, setting)
             run = MatchRateRun(meter, texts, out, resume)
@@ -83,8 +92,21 @@ def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
     return None if exit_head == SHARED else describe_head(exit_head, info)
 
 
+def _cuts(num_layers: int, stages: str | None, cuts: Sequence[str]) -> list[tuple[int, ...]]:
+    from ppd_runtime.cost_model.staged import even_cuts
+    from ppd_runtime.cost_model.tradeoff import parse_list
+
+    even = [] if stages is None else [even_cuts(num_layers, number) for number in parse_list("--stages", stages, int)]
+    return [*even, *(tuple(parse_list("--cuts", text, int)) for text in cuts)]
+
+
 def _setting(
-    info: "ModelInfo", head: "HeadInfo | None", exit_layers: str | None, k: str, sampling: SamplingParams
+    info: "ModelInfo",
+    head: "HeadInfo | None",
+    exit_layers: str | None,
+    k: str,
+    sampling: SamplingParams,
+    cuts: Sequence[tuple[int, ...]],
 ) -> "MatchRateSetting":
     from ppd_runtime.cost_model.tradeoff import parse_list
     from ppd_runtime.measure.match_rates import MatchRateSetting
@@ -95,9 +117,8 @@ def _setting(
         layers = list(range(1, info.num_layers))
     else:
         layers = parse_list("--exit-layers", str(exit_layers), int)
-    setting = MatchRateSetting(
-        info.num_layers, info.vocab_size, tuple(layers), tuple(parse_list("--k", k, int)), sampling
-    )
+    ks = tuple(parse_list("--k", k, int))
+    setting = MatchRateSetting(info.num_layers, info.vocab_size, tuple(layers), ks, sampling, tuple(cuts))
     if head is not None:
         head.check_layers(setting.exit_layers)
     return setting
@@ -139,6 +160,10 @@ def _print_tables(report: "MatchRateReport") -> None:
     for ranking, rates in report.overall.items():
         console.print(f"\n{_RANKINGS[ranking]}, with 95 % intervals", _rates_table(rates), highlight=False)
     console.print(f"\nby position in the output, k={report.middle_k}", _positions_table(report), highlight=False)
+    for ranking, boundaries in report.first_boundaries.items():
+        for row in boundaries:
+            title = f"\n{len(row.cuts) + 1} stages: the first boundary with the token, {_RANKINGS[ranking]}"
+            console.print(title, _boundaries_table(row), highlight=False)
 
 
 def _rates_table(rates: "Rates") -> "Table":
@@ -157,11 +182,23 @@ def _positions_table(report: "MatchRateReport") -> "Table":
     return table
 
 
-def _table(headings: list[str]) -> "Table":
+def _boundaries_table(row: "FirstBoundaries") -> "Table":
+    from ppd_runtime.cost_model.staged import expected_first_boundary, speedup_bound
+
+    table = _table([f"k={k}" for k in row.ks], first="boundary")
+    by_k = [row.shares(k) for k in row.ks]
+    for name, shares in zip([*(f"layer {cut}" for cut in row.cuts), "none"], zip(*by_k, strict=True), strict=True):
+        table.add_row(name, *(f"{share:.3f}" for share in shares))
+    table.add_row("stages a token", *(f"{expected_first_boundary(shares):.3f}" for shares in by_k))
+    table.add_row("speed-up at most", *(f"{speedup_bound(shares):.2f}" for shares in by_k))
+    return table
+
+
+def _table(headings: list[str], first: str = "exit") -> "Table":
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("exit", *headings):
+    for heading in (first, *headings):
         table.add_column(heading, justify="right", no_wrap=True)
     return table

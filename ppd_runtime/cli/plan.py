@@ -16,7 +16,7 @@ from ppd_runtime.config import SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime.calibration.planning import Given, Planned
-    from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking
+    from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, StagedPlan
 
 _MOST_ROWS = 12
 
@@ -97,6 +97,9 @@ def plan(
 ) -> None:
     """Rank exit layers, k and workers by predicted time per token, beside ordinary decoding and tensor parallelism.
 
+    Even stages of the staged layout are ranked as well, up to a stage for each device; with --match-rates, those whose
+    first boundaries the file has (`ppd match-rate --stages`).
+
     What is not given is measured here. With --match-rates and either --calibration or all four times nothing is, and
     the answer comes at once.
     """
@@ -134,7 +137,8 @@ def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
     table.add_column("", no_wrap=True)
     for heading in ("exit", "k", "devices", "match", "ms/token", "speed-up", "compute"):
         table.add_column(heading, justify="right", no_wrap=True)
-    rows: list[Plan | Alternative] = [*ranking.plans[:_MOST_ROWS], ranking.ordinary, *ranking.parallel]
+    rows: list[Plan | StagedPlan | Alternative] = [ranking.ordinary, *ranking.parallel]
+    rows += [*ranking.plans[:_MOST_ROWS], *ranking.staged[:_MOST_ROWS]]
     for row in sorted(rows, key=lambda row: row.ms_per_token):
         table.add_row(*_cells(ranking, row))
     summary = (
@@ -147,11 +151,13 @@ def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
     console.print(ranking.verdict, highlight=False, markup=False, soft_wrap=True)
 
 
-def _cells(ranking: "Ranking", row: "Plan | Alternative") -> list[str]:
-    from ppd_runtime.cost_model.plans import Plan
+def _cells(ranking: "Ranking", row: "Plan | StagedPlan | Alternative") -> list[str]:
+    from ppd_runtime.cost_model.plans import Plan, StagedPlan
 
     figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.compute_per_token:.2f}"]
     if isinstance(row, Plan):
         number = f"{ranking.plans.index(row) + 1}{', running ahead' if row.runs_ahead else ''}"
         return [number, str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", *figures]
+    if isinstance(row, StagedPlan):
+        return [f"{row.devices} stages", "", str(row.k), str(row.devices), "", *figures]
     return [row.name, "", "", str(row.devices), "", *figures]

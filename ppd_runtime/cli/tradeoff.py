@@ -1,6 +1,7 @@
-"""`ppd tradeoff`: what pipelined decoding saves and costs, by Theorem 4.1."""
+"""`ppd tradeoff`: what pipelined decoding saves and costs, by Theorem 4.1 or the staged layout's formulas."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,24 +10,35 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.outputs import check_outputs, give_json
+from ppd_runtime.cli.stages import (
+    USUAL_K,
+    USUAL_LAYERS,
+    StagedOptions,
+    predict_staged,
+    print_staged,
+    refuse_beside_stages,
+    refuse_without_stages,
+)
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.theory import Times
-    from ppd_runtime.cost_model.tradeoff import Tradeoff
+    from ppd_runtime.cost_model.tradeoff import Row, Tradeoff
 
-_LAYERS, _EXIT_LAYER, _K, _MATCH_RATE = 40, "20", "3", "0.6837"
+_EXIT_LAYER, _MATCH_RATE = "20", "0.6837"
 
 
 def tradeoff(
     layers: Annotated[
         int | None,
-        typer.Option(help="Decoder layers of the model; default: what --match-rates says.", show_default=str(_LAYERS)),
+        typer.Option(
+            help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)
+        ),
     ] = None,
     exit_layer: Annotated[
         str | None, typer.Option(help="Predict early after this layer; several: 20,30.", show_default=_EXIT_LAYER)
     ] = None,
     k: Annotated[
-        str | None, typer.Option(help="Early candidates for each token; several: 1,3,5.", show_default=_K)
+        str | None, typer.Option(help="Early candidates for each token; several: 1,3,5.", show_default=USUAL_K)
     ] = None,
     match_rate: Annotated[
         str | None,
@@ -35,6 +47,24 @@ def tradeoff(
     match_rates: Annotated[
         Path | None,
         typer.Option(help='Measured rates instead: {"match_rates": {"<exit_layer>": {"<k>": rate}}} in a JSON file.'),
+    ] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="The staged layout with so many stages instead; several: 2,4,8.")
+    ] = None,
+    first_boundary: Annotated[
+        str | None,
+        typer.Option(
+            help="With --stages: how often the first boundary to name the right token is no. 1, 2, …, and none of "
+            "them: .8,.1,.05,.05."
+        ),
+    ] = None,
+    rows_per_token: Annotated[
+        float | None,
+        typer.Option(help="With --stages: rows a token that run in vain; default: by k and the first boundaries."),
+    ] = None,
+    all_reduce_ms: Annotated[
+        float | None,
+        typer.Option(help="With --stages: tensor parallelism's all-reduce; default: 0.018 to 0.029, as in gpt-fast."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     layer_ms: Annotated[float | None, typer.Option(help="Time of a layer; adds the time per token.")] = None,
@@ -48,26 +78,44 @@ def tradeoff(
 ) -> None:
     """Predict latency and compute by Theorem 4.1; lists of values give a row for every combination.
 
+    --stages predicts the staged layout, with tensor parallelism on as many devices beside it: from --first-boundary,
+    or from the first boundaries that `ppd match-rate --stages` or --cuts wrote into the file of --match-rates.
+
     --match-rates FILE takes measured rates from a JSON file of the form
     {"match_rates": {"<exit_layer>": {"<k>": rate}}}: all that Theorem 4.1 covers, or those of --exit-layer and --k.
     Where the file notes the model's num_layers, as `ppd match-rate` does, --layers is not needed.
     """
     with one_line_errors(tradeoff):
-        from ppd_runtime.cost_model.tradeoff import predict, write_csv
+        from ppd_runtime.cost_model.tradeoff import predict
 
         check_outputs(out, csv, plot)
         times = _times(layer_ms, head_ms, exit_head_ms, hop_ms)
+        if stages is not None:
+            refuse_beside_stages(stages, exit_layer=exit_layer, match_rate=match_rate, plot=plot)
+            asked = StagedOptions(stages, first_boundary, match_rates, layers, k, rows_per_token, all_reduce_ms)
+            staged = predict_staged(asked, tokens, times)
+            _give(staged, as_json, out, csv)
+            if not as_json:
+                print_staged(staged, asked)
+            return
+        refuse_without_stages(first_boundary=first_boundary, rows_per_token=rows_per_token, all_reduce_ms=all_reduce_ms)
         num_layers, settings = _settings(layers, exit_layer, k, match_rate, match_rates)
         rows = [predict(num_layers, *setting, tokens, times) for setting in settings]
         if plot is not None:
             from ppd_runtime.cost_model.plots import draw
 
             draw(rows, plot)
-        if csv is not None:
-            write_csv(rows, csv)
-        give_json(rows[0].as_dict() if len(rows) == 1 else [row.as_dict() for row in rows], as_json, out)
+        _give(rows, as_json, out, csv)
         if not as_json:
             _print_table(rows)
+
+
+def _give(rows: "Sequence[Row]", as_json: bool, out: Path | None, csv: Path | None) -> None:
+    from ppd_runtime.cost_model.tradeoff import write_csv
+
+    if csv is not None:
+        write_csv(rows, csv)
+    give_json(rows[0].as_dict() if len(rows) == 1 else [row.as_dict() for row in rows], as_json, out)
 
 
 def _times(layer: float | None, head: float | None, exit_head: float | None, hop: float | None) -> "Times | None":
@@ -89,9 +137,9 @@ def _settings(
         if match_rate is not None:
             raise ValueError(f"--match-rate {match_rate} and --match-rates {file}: give one of them")
         return _measured_settings(layers, exit_layer, k, file)
-    return _LAYERS if layers is None else layers, combine(
+    return USUAL_LAYERS if layers is None else layers, combine(
         parse_list("--exit-layer", _EXIT_LAYER if exit_layer is None else exit_layer, int),
-        parse_list("--k", _K if k is None else k, int),
+        parse_list("--k", USUAL_K if k is None else k, int),
         parse_list("--match-rate", _MATCH_RATE if match_rate is None else match_rate, float),
     )
 
@@ -102,7 +150,7 @@ def _measured_settings(
     from ppd_runtime.cost_model.tradeoff import parse_list, read_match_rates, select
 
     measured = read_match_rates(file)
-    num_layers = measured.layers(layers, _LAYERS)
+    num_layers = measured.layers(layers, USUAL_LAYERS)
     if exit_layer is None:
         measured, left_out = measured.covered(num_layers)
         if left_out:

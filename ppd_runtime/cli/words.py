@@ -22,6 +22,7 @@ _OTHER_NAMES = {
     "head": "head_ms",
     "exit_head": "exit_head_ms",
     "hop": "hop_ms",
+    "all_reduce": "all_reduce_ms",
 }
 """Settings whose options are called otherwise, where the command has no option of the setting's own name."""
 _VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s:,;]+"""

@@ -13,8 +13,9 @@ from ppd_runtime.cost_model import verdict as words
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, TokenTime
 from ppd_runtime.cost_model.run_ahead_model import entry_messages, follow
+from ppd_runtime.cost_model.staged_planner import rank_stages
 from ppd_runtime.cost_model.theory import can_run_ahead
-from ppd_runtime.cost_model.tradeoff import Rates
+from ppd_runtime.cost_model.tradeoff import BoundaryShares, Rates
 
 
 def rank(
@@ -27,6 +28,7 @@ def rank(
     run_ahead: bool = True,
     devices_here: int | None = None,
     cautions: Sequence[str] = (),
+    boundaries: BoundaryShares | None = None,
 ) -> Ranking:
     """Rank every (exit layer, k) of `rates` on every number of workers that fits within `max_devices`.
 
@@ -39,6 +41,8 @@ def rank(
     `devices_here` is how many devices there are, None where nobody knows; plans for more are ranked, with a caution.
     `cautions` are the caller's own, for the verdict.
 
+    `boundaries` are the staged layout's first boundaries; what fits of it is ranked beside, one device for each stage.
+
     Raises:
         ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
     """
@@ -50,12 +54,12 @@ def rank(
         if count + 1 <= max_devices
     ]
     plans.sort(key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
-    counts = sorted({row.devices for row in plans} | ({max_devices} - {1}))
     ordinary = _ordinary(num_layers, calibration)
+    staged = rank_stages(num_layers, calibration, boundaries or {}, max_devices, ordinary.ms_per_token)
+    counts = sorted({row.devices for row in plans} | {row.devices for row in staged} | ({max_devices} - {1}))
     parallel = _parallel(ordinary, _speedups(counts, max_devices, calibration, efficiency))
-    gains = bool(plans) and plans[0].speedup >= words.WORTH_IT
     least = 1 + min(min(worker_counts(k, calibration, workers), default=k) for _, k in rates)
-    cautions = (*words.beyond(plans, max_devices, devices_here), *cautions)
+    cautions = (*words.beyond(plans, staged, max_devices, devices_here), *cautions)
     return Ranking(
         num_layers=num_layers,
         max_devices=max_devices,
@@ -63,10 +67,11 @@ def rank(
         plans=tuple(plans),
         ordinary=ordinary,
         parallel=parallel,
-        gains=gains,
-        verdict=words.verdict(plans, parallel, least, max_devices, calibration, cautions),
+        gains=any(rows[0].speedup >= words.WORTH_IT for rows in (plans, staged) if rows),
+        verdict=words.verdict(plans, staged, parallel, least, max_devices, calibration, cautions),
         cautions=cautions,
         footnotes=words.footnotes(counts, parallel),
+        staged=staged,
     )
 
 

@@ -51,6 +51,27 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class StagedPlan:
+    """A setting of the staged layout and what is predicted for it."""
+
+    devices: int
+    """Stages: each has a device."""
+    cuts: tuple[int, ...]
+    """The layers behind which stages end, the last stage's excluded."""
+    k: int
+    """Candidates that each boundary names."""
+    first_boundary: tuple[float, ...]
+    """How often boundary 1, 2, … is the first to name the right token, and how often none does."""
+    ms_per_token: float
+    speedup: float
+    """Ordinary decoding's time per token over this one's."""
+    compute_per_token: float
+    """Full passes of all layers, by all stages; ordinary decoding's is 1."""
+    ideal_speedup: float
+    """With nothing but layers taking time, for long texts."""
+
+
+@dataclass(frozen=True)
 class Alternative:
     """A way of decoding without pipelining."""
 
@@ -65,7 +86,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What the planner found; the fastest plan comes first."""
+    """What the planner found; the fastest plan of the paper's layout comes first in `plans`."""
 
     num_layers: int
     max_devices: int
@@ -77,10 +98,12 @@ class Ranking:
     """Tensor parallelism on the numbers of devices for which it was measured here; where an efficiency is given, on as
     many devices as the plans have, and on all of them."""
     gains: bool
-    """Whether a plan is at least 5 % faster than ordinary decoding."""
+    """Whether a plan of either layout is at least 5 % faster than ordinary decoding."""
     verdict: str
     """What to do, and every caution."""
     cautions: tuple[str, ...] = ()
     """What makes the figures less certain than they look, a sentence each."""
     footnotes: tuple[str, ...] = ()
     """What is published about ways that are not ranked, a sentence each."""
+    staged: tuple[StagedPlan, ...] = ()
+    """The staged layout's plans, the fastest first; none where no first boundaries are known."""

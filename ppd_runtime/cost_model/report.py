@@ -12,7 +12,7 @@ from pathlib import Path
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import plan
 from ppd_runtime.cost_model.plans import Plan, Ranking
-from ppd_runtime.cost_model.tradeoff import MatchRates
+from ppd_runtime.cost_model.tradeoff import MatchRates, boundary_rows
 from ppd_runtime.files.whole import whole_file
 
 _STYLE, _DATA = "/*STYLE*/", "/*DATA*/null"
@@ -31,6 +31,7 @@ def plan_data(model: str, ranking: Ranking, calibration: Calibration, measured: 
         "calibration": asdict(calibration),
         "match_rates_source": measured.source,
         "match_rates": _by_exit(measured),
+        "first_boundary": boundary_rows(measured.first_boundary),
     }
 
 

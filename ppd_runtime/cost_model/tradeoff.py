@@ -3,18 +3,20 @@
 import csv
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ppd_runtime.checks import check_share, check_whole
-from ppd_runtime.cost_model import theory
+from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.files.whole import whole_file
 
 T = TypeVar("T", int, float)
 Rates = dict[tuple[int, int], float]
 """Match rate by (exit layer, k)."""
+BoundaryShares = Mapping[tuple[tuple[int, ...], int], tuple[float, ...]]
+"""Shares of the staged layout's first boundaries by (cuts, k); see `ppd_runtime.cost_model.staged`."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class MatchRates:
     rates: Rates
     num_layers: int | None = None
     """The model's layers; None where nobody noted them."""
+    first_boundary: BoundaryShares = field(default_factory=dict)
+    """The staged layout's; empty where none were measured."""
 
     def layers(self, given: int | None, otherwise: int | None = None) -> int:
         """The model's layers: these rates' own, else those `given`, else `otherwise`.
@@ -53,7 +57,7 @@ class MatchRates:
         kept = {setting: rate for setting, rate in self.rates.items() if setting[0] not in shallow}
         if not kept:
             raise ValueError(f"{self.source}: no exit layer at half depth or behind, which Theorem 4.1 needs")
-        return MatchRates(self.source, kept, self.num_layers), shallow
+        return replace(self, rates=kept), shallow
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ def select(rates: Rates, exit_layers: Sequence[int] | None, ks: Sequence[int] | 
 def read_match_rates(path: Path) -> MatchRates:
     """Measured rates from a JSON file `{"match_rates": {"<exit_layer>": {"<k>": rate}}, "num_layers": d}`.
 
-    The number of layers may be missing; other keys are ignored.
+    First boundaries are read from `"first_boundary": [{"cuts": [layer, …], "shares": {"<k>": [share, …]}}]`. They and
+    the number of layers may be missing; other keys are ignored.
 
     Raises:
         ValueError: for a file that cannot be read or has another form.
@@ -148,6 +153,7 @@ def read_match_rates(path: Path) -> MatchRates:
         whole = json.loads(path.read_text(encoding="utf-8"))
         by_exit, num_layers = whole["match_rates"], whole.get("num_layers")
         rates = {(int(exit_layer), int(k)): rate for exit_layer, by_k in by_exit.items() for k, rate in by_k.items()}
+        boundaries = _boundary_shares(whole.get("first_boundary", []))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file of match rates") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -160,7 +166,32 @@ def read_match_rates(path: Path) -> MatchRates:
         check_whole(f"{path}: k", k, 1)
     if num_layers is not None:
         check_whole(f"{path}: num_layers", num_layers, 2)
-    return MatchRates(str(path), rates, num_layers)
+    _check_boundaries(path, num_layers, boundaries)
+    return MatchRates(str(path), rates, num_layers, boundaries)
+
+
+def boundary_rows(boundaries: BoundaryShares) -> list[dict[str, object]]:
+    """First boundaries as `read_match_rates` reads them."""
+    by_cuts: dict[tuple[int, ...], dict[str, list[float]]] = {}
+    for (cuts, k), shares in sorted(boundaries.items(), key=lambda row: (len(row[0][0]), row[0])):
+        by_cuts.setdefault(cuts, {})[str(k)] = list(shares)
+    return [{"cuts": list(cuts), "shares": shares} for cuts, shares in by_cuts.items()]
+
+
+def _check_boundaries(path: Path, num_layers: int | None, boundaries: BoundaryShares) -> None:
+    try:
+        for (cuts, k), shares in boundaries.items():
+            check_whole("k", k, 1)
+            for cut in cuts:
+                check_whole("cuts", cut, 1)
+            staged.check_cuts(num_layers or max((1, *cuts)) + 1, cuts)
+            staged.check_shares(shares, len(cuts) + 1)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _boundary_shares(rows: Sequence[Any]) -> BoundaryShares:
+    return {(tuple(row["cuts"]), int(k)): tuple(shares) for row in rows for k, shares in row["shares"].items()}
 
 
 def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
@@ -184,9 +215,20 @@ def parse_factors(name: str, texts: Sequence[str]) -> dict[int, float]:
     return factors
 
 
-def write_csv(rows: Sequence[Tradeoff], path: Path) -> None:
-    """Write one line a row under the fields' names; the file appears when it is whole."""
+class Row(Protocol):
+    """A prediction."""
+
+    def as_dict(self) -> Mapping[str, object]:
+        """Its fields by name."""
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Write one line a row under the fields' names, a field's numbers with spaces; the file appears when whole."""
     with whole_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0].as_dict()))
         writer.writeheader()
-        writer.writerows(row.as_dict() for row in rows)
+        writer.writerows({name: _cell(value) for name, value in row.as_dict().items()} for row in rows)
+
+
+def _cell(value: object) -> object:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else value

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.cost_model.plans import Alternative, Plan
+from ppd_runtime.cost_model.plans import Alternative, Plan, StagedPlan
 
+AnyPlan = Plan | StagedPlan
 WORTH_IT = 1.05
 """A speed-up below this is not worth a second device."""
 _PUBLISHED = (
@@ -16,6 +17,7 @@ _PUBLISHED = (
 
 def verdict(
     plans: Sequence[Plan],
+    staged: Sequence[StagedPlan],
     parallel: Sequence[Alternative],
     least: int,
     max_devices: int,
@@ -23,7 +25,9 @@ def verdict(
     cautions: Sequence[str],
 ) -> str:
     """What to do, and why not, with every caution; `least` is the fewest devices that any plan needs."""
-    advice = _advice(plans, parallel, least, max_devices, calibration)
+    advice = _advice(plans, staged, least, max_devices, calibration)
+    ranked = _ranked(plans, staged)
+    advice += _beside(ranked[0], parallel) if ranked else ""
     return f"{advice}. {' '.join(cautions)}" if cautions else advice
 
 
@@ -34,43 +38,69 @@ def footnotes(counts: Sequence[int], parallel: Sequence[Alternative]) -> tuple[s
     return (_PUBLISHED.format(more=" on other numbers of devices" if parallel else ""),)
 
 
-def beyond(plans: Sequence[Plan], max_devices: int, here: int | None) -> tuple[str, ...]:
+def beyond(plans: Sequence[Plan], staged: Sequence[StagedPlan], max_devices: int, here: int | None) -> tuple[str, ...]:
     """A caution where plans may have more devices than there are, with the best of those that fit."""
     if here is None or max_devices <= here:
         return ()
     text = f"The plan may have {max_devices} devices, but there {'is' if here == 1 else 'are'} {here}"
-    if not plans or plans[0].devices <= here:
+    ranked = _ranked(plans, staged)
+    if not ranked or ranked[0].devices <= here:
         return (f"{text}.",)
-    fitting = next((row for row in plans if row.devices <= here), None)
+    fitting = next((row for row in ranked if row.devices <= here), None)
     best = f"the best that fits is {_setting(fitting)}: {_speed(fitting)}" if fitting else "no plan fits"
     return (f"{text}: the others are taken to be like {'it' if here == 1 else 'them'}; {best}.",)
 
 
+def _ranked(plans: Sequence[Plan], staged: Sequence[StagedPlan]) -> list[AnyPlan]:
+    rows: list[AnyPlan] = [*plans, *staged]
+    return sorted(rows, key=lambda row: row.ms_per_token)
+
+
 def _advice(
-    plans: Sequence[Plan],
-    parallel: Sequence[Alternative],
-    least: int,
-    max_devices: int,
-    calibration: Calibration,
+    plans: Sequence[Plan], staged: Sequence[StagedPlan], least: int, max_devices: int, calibration: Calibration
 ) -> str:
+    if _ranked(plans, staged)[:1] == list(staged[:1]) != []:
+        return _staged_advice(staged[0], calibration) + _papers_layout(plans)
+    text = _papers_advice(plans, least, max_devices, calibration)
+    return f"{text}; {_setting(staged[0])} would reach {staged[0].speedup:.2f} times" if staged else text
+
+
+def _staged_advice(best: StagedPlan, calibration: Calibration) -> str:
+    if best.speedup >= WORTH_IT:
+        return f"{_setting(best)}: {_speed(best)}"
+    text = f"don't: the best, {_setting(best)}, reaches {best.speedup:.2f} times ordinary decoding's speed, less than "
+    allowed = f"its candidates allow {best.ideal_speedup:.2f} times at the most"
+    return f"{text}1.05: {allowed}, and a hop takes {calibration.hop_ms:.3g} ms"
+
+
+def _papers_layout(plans: Sequence[Plan]) -> str:
+    return f"; the paper's layout reaches {plans[0].speedup:.2f} times with {_setting(plans[0])}" if plans else ""
+
+
+def _papers_advice(plans: Sequence[Plan], least: int, max_devices: int, calibration: Calibration) -> str:
     if not plans:
         return f"don't: a main process and its sub-processes need at least {least} devices, the limit is {max_devices}"
     best = plans[0]
     if best.speedup >= WORTH_IT:
-        text = f"{_setting(best)}: {_speed(best)}"
-    else:
-        text = f"don't: the best, {_setting(best)}, reaches {best.speedup:.2f} times ordinary decoding's speed, "
-        text += f"less than 1.05: {_reason(best, calibration)}"
-    return text + _beside(best, parallel)
+        return f"{_setting(best)}: {_speed(best)}"
+    text = f"don't: the best, {_setting(best)}, reaches {best.speedup:.2f} times ordinary decoding's speed, "
+    return f"{text}less than 1.05: {_reason(best, calibration)}"
 
 
-def _setting(row: Plan) -> str:
+def _setting(row: AnyPlan) -> str:
+    if isinstance(row, StagedPlan):
+        return f"{row.devices} stages (cut after {_layers(row.cuts)}) with k={row.k} on {row.devices} devices"
     fewer = f", workers={row.workers}" if row.workers < row.k else ""
     ahead = ", running ahead" if row.runs_ahead else ""
     return f"exit layer {row.exit_layer} with k={row.k}{fewer} on {row.devices} devices{ahead}"
 
 
-def _speed(row: Plan) -> str:
+def _layers(cuts: Sequence[int]) -> str:
+    *first, last = map(str, cuts)
+    return f"layers {', '.join(first)} and {last}" if first else f"layer {last}"
+
+
+def _speed(row: AnyPlan) -> str:
     return f"{row.ms_per_token:.3g} ms a token, {row.speedup:.2f} times ordinary decoding's speed"
 
 
@@ -104,7 +134,7 @@ def _waiting_for(best: Plan, calibration: Calibration) -> str:
     return f"waiting for {what} ({why})"
 
 
-def _beside(best: Plan, parallel: Sequence[Alternative]) -> str:
+def _beside(best: AnyPlan, parallel: Sequence[Alternative]) -> str:
     """What tensor parallelism does on the fewest devices on which it is faster."""
     faster = [row for row in parallel if row.ms_per_token < best.ms_per_token]
     if not faster:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppd_runtime.config import SHARED
+from ppd_runtime.measure.first_boundaries import FirstBoundaries, count_first_boundaries
 from ppd_runtime.measure.match_rates import MatchRateSetting, TextPlaces
 
 _NORMAL_QUANTILE = 1.959964  # two-sided 95 %
@@ -58,6 +59,8 @@ class MatchRateReport:
     """By ranking, the runtime's first: `setting.rankings`."""
     by_position: dict[str, dict[tuple[int, int], Rates]]
     """By ranking and range of output positions, from 1, both ends included; ranges that no text reached are absent."""
+    first_boundaries: dict[str, tuple[FirstBoundaries, ...]]
+    """By ranking, one for each of the setting's cuts."""
     generation_s: float
     measuring_s: float
     exit_head: str = SHARED
@@ -90,8 +93,9 @@ class MatchRateReport:
             "skipped_prompts": self.skipped_prompts,
             "ranking": self.setting.rankings[0],
             **self.runtime_rates.as_dict(),
+            **self._boundaries(self.setting.rankings[0]),
             "rankings": {
-                ranking: rates.as_dict() | {"by_position": self._ranges(ranking)}
+                ranking: rates.as_dict() | {"by_position": self._ranges(ranking)} | self._boundaries(ranking)
                 for ranking, rates in self.overall.items()
             },
             "cost": {
@@ -103,6 +107,11 @@ class MatchRateReport:
 
     def _ranges(self, ranking: str) -> list[dict[str, object]]:
         return [{"positions": list(ends), **rates.as_dict()} for ends, rates in self.by_position[ranking].items()]
+
+    def _boundaries(self, ranking: str) -> dict[str, object]:
+        """Nothing where no cuts were asked for."""
+        found = [row.as_dict() for row in self.first_boundaries[ranking]]
+        return {"first_boundary": found} if found else {}
 
 
 def summarise(
@@ -130,6 +139,7 @@ def summarise(
             ranking: {ends: _rates(setting, *table, ends) for ends in ranges if table[1][ends[0] - 1]}
             for ranking, table in tables.items()
         },
+        first_boundaries={ranking: count_first_boundaries(setting, texts, ranking) for ranking in setting.rankings},
         generation_s=sum(text.generation_s for text in texts),
         measuring_s=sum(text.measuring_s for text in texts),
         exit_head=exit_head,

@@ -96,7 +96,9 @@ class MatchRateRun:
 
     def _header(self) -> dict[str, object]:
         names = {"model": self._model_name(), "dtype": self._dtype(), "exit_head": self.meter.exit_head}
-        return {**names, **asdict(self.meter.setting), "sampling": self.meter.setting.sampling.as_dict()}
+        setting = {**asdict(self.meter.setting), "sampling": self.meter.setting.sampling.as_dict()}
+        del setting["cuts"]  # whatever the cuts, the same places are kept
+        return {**names, **setting}
 
     def _model_name(self) -> str:
         return self.meter.ordinary.info.name

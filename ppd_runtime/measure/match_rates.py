@@ -5,6 +5,7 @@ states behind every exit layer: all layers and all k come from these two.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.checks import check_whole
 from ppd_runtime.config import SHARED, SamplingParams
+from ppd_runtime.cost_model.staged import check_cuts
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
@@ -35,7 +37,7 @@ _ROWS = 128  # positions ranked at once: bounds the memory that a large vocabula
 
 @dataclass(frozen=True)
 class MatchRateSetting:
-    """What to measure on a model of `num_layers` layers; exit layers and ks are kept in rising order.
+    """What to measure on a model of `num_layers` layers; exit layers, ks and cuts are kept in rising order.
 
     Raises:
         ValueError: naming the value and the allowed range.
@@ -49,6 +51,9 @@ class MatchRateSetting:
     """Numbers of candidates."""
     sampling: SamplingParams
     """How full depth chooses the tokens; its seed is the first prompt's, the next prompt's is one more, and so on."""
+    cuts: tuple[tuple[int, ...], ...] = ()
+    """Layers behind which the staged layout's stages end, for one or several numbers of stages; their exits are
+    measured too."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 2:
@@ -66,8 +71,11 @@ class MatchRateSetting:
         for name in _BY_THE_TEXT:
             if (value := getattr(self.sampling, name)) != getattr(SamplingParams, name):
                 raise ValueError(f"{name}={value}: match rates are measured without it, leave it out")
-        object.__setattr__(self, "exit_layers", tuple(sorted(set(self.exit_layers))))
+        for cuts in self.cuts:
+            check_cuts(self.num_layers, cuts)
+        object.__setattr__(self, "exit_layers", tuple(sorted({*self.exit_layers, *itertools.chain(*self.cuts)})))
         object.__setattr__(self, "ks", tuple(sorted(set(self.ks))))
+        object.__setattr__(self, "cuts", tuple(sorted(set(self.cuts), key=lambda cuts: (len(cuts), cuts))))
 
     @property
     def rankings(self) -> tuple[str, ...]:

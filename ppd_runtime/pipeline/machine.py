@@ -18,6 +18,8 @@ class WaitFor:
     """
 
     patience: int | None
+    least_s: float = 0.0
+    """Seconds that it is at the least, whatever a pass takes, where clocks are real."""
     deadline: float | None = None
     """Set by whoever runs the machine, in its own clock."""
 

@@ -159,9 +159,7 @@ class Worker:
 
     def _ask_for(self, message: Message) -> None:
         """Ask the main process for a request that it has begun, where its `Begin` has not come."""
-        if message.request > self._request and isinstance(
-            message, Token | ExitState | CatchUp | PromptStates | Rows
-        ):
+        if message.request > self._request and isinstance(message, Token | ExitState | CatchUp | PromptStates | Rows):
             if self._unknown % _ASK_AGAIN == 0:
                 self._endpoint.send(MAIN, Missing(self.spec.rank, message.request, 0))
             self._unknown += 1
@@ -269,7 +267,7 @@ class Worker:
     def _grant(self, wanted: WaitFor, request: int) -> Message | None:
         began = time.perf_counter()
         if wanted.patience and wanted.deadline is None:
-            wanted.deadline = began + wanted.patience * self.stage.layer_seconds
+            wanted.deadline = began + max(wanted.patience * self.stage.layer_seconds, wanted.least_s)
         while True:
             message = self._receive(lambda: self._time_left(wanted))
             if message is None:
@@ -288,7 +286,7 @@ class Worker:
 
     @property
     def _takes_begin(self) -> bool:
-        """Whether a request may begin again while it is served: by the client's word, or a further attempt of stages."""
+        """Whether a request that is served may begin again: the client asks, or the stages attempt it once more."""
         return self.spec.rank == MAIN or self._row_stage is not None
 
     def _note_receipt(self, wanted: WaitFor, began: float, ended: float, message: Message | None) -> None:

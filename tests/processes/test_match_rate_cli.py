@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.match_rate import match_rate
-from ppd_runtime.cost_model.tradeoff import read_match_rates
+from ppd_runtime.cost_model.tradeoff import boundary_rows, read_match_rates
 from ppd_runtime.measure.match_rates import MatchRateMeter
 
 app = typer.Typer()
@@ -88,6 +88,23 @@ def test_a_sampled_measurement_gives_both_rankings(model: str, prompts: str, tmp
     assert [list(rates) for rates in report["match_rates"].values()] == [["2"], ["2"]]
     assert list(report["match_rates"]) == ["2", "3"]
     assert report["comparisons"] == 16
+
+
+def test_first_boundaries_of_even_and_of_other_stages(model: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "rates.json"
+    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--exit-layers", 3, "--k", "1,3")
+    shown = run(*arguments, "--stages", "4,2", "--cuts", "1,3", "--cuts", 3, "--temperature", 1, "--out", out)
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert "4 stages: the first boundary with the token, candidates by logits and shared noise" in words
+    report = json.loads(out.read_text())
+    assert [row["cuts"] for row in report["first_boundary"]] == [[2], [3], [1, 3], [1, 2, 3]]
+    assert report["first_boundary"] == report["rankings"]["shared_noise"]["first_boundary"]
+    for row in report["first_boundary"]:
+        assert row["shares"]["3"][0] == pytest.approx(report["match_rates"][str(row["cuts"][0])]["3"])
+        assert sum(row["shares"]["1"]) == pytest.approx(1)
+    read = read_match_rates(out).first_boundary
+    assert boundary_rows(read) == report["first_boundary"]
 
 
 def test_the_heatmaps(model: str, prompts: str, tmp_path: Path) -> None:
@@ -170,6 +187,11 @@ def test_a_plot_without_matplotlib_says_what_to_install(
         ("--exit-layers 4", "exit_layer=4: with 4 layers choose 1 to 3"),
         ("--exit-layers 0,2", "exit_layer=0"),
         ("--exit-layers some", "--exit-layers some: give whole numbers with commas between them"),
+        ("--stages 1,2", "--stages 1: give a whole number of at least 2"),
+        ("--stages 5", "--stages 5: with 4 layers choose 2 to 4"),
+        ("--stages two", "--stages two: give whole numbers with commas between them"),
+        ("--cuts 3,1", "--cuts 3,1: with 4 layers give layers from 1 to 3, each above the one before"),
+        ("--cuts 1 --cuts 4", "--cuts 4: with 4 layers"),
         ("--k 301", "--k 301 is more than the 300 tokens of the vocabulary"),
         ("--k 0", "--k 0"),
         ("--k 1,", "--k 1,"),

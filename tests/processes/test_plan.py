@@ -71,6 +71,10 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
     assert 0 < calibration.cpu_share <= 1
     assert calibration.devices == available_cores()
     assert {row["source"] for row in data["parallel"]} <= {"measured"}
+    assert {(tuple(row["cuts"]), row["k"]) for row in data["staged"]} == {((2,), k) for k in range(1, 6)}
+    for row in data["staged"]:  # at half depth, a match and a first boundary are one
+        assert row["first_boundary"][0] == pytest.approx(rates.rates[2, row["k"]])
+    assert set(rates.first_boundary) == {((2,), k) for k in range(1, 6)}
 
 
 def test_other_programs_are_noticed_while_times_are_measured(model_folder: Callable[..., Path]) -> None:
@@ -160,6 +164,32 @@ def test_the_page_shows_the_ranking(page: webdriver.Chrome) -> None:
     assert named == [row.runs_ahead for row in ranking.plans]
     assert any(named)
     assert len(page.find_elements(By.CSS_SELECTOR, "#heatmap td")) == len(RATES)
+
+
+def test_the_page_shows_stages_beside(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    shares = {((6,), 3): (0.9, 0.1), ((3, 6, 9), 3): (0.7, 0.2, 0.05, 0.05)}
+    ranking = rank(12, CALIBRATION, RATES, 4, boundaries=shares)
+    open_page(browser, tmp_path, ranking, CALIBRATION)
+    assert browser.find_element(By.ID, "verdict").text == ranking.verdict
+    rows = browser.find_elements(By.CSS_SELECTOR, "#ranking tbody tr")
+    cells = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in rows]
+    assert [row[1:] for row in cells if row[0].startswith("staged")] == [
+        [
+            ", ".join(map(str, row.cuts)),
+            str(row.k),
+            "",
+            str(row.devices),
+            "",
+            f"{row.ms_per_token:.3f}",
+            f"{row.speedup:.2f}",
+            f"{row.compute_per_token:.3f}",
+        ]
+        for row in ranking.staged
+    ]
+    times = [float(row[6]) for row in cells]
+    assert times == sorted(times)
+    assert "stages, k=3, 4 devices" in browser.find_element(By.ID, "plot").text
+    assert browser.get_log("browser") == []
 
 
 def click_row(page: webdriver.Chrome, row: Plan) -> None:

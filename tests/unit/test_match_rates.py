@@ -120,6 +120,64 @@ def test_rates_of_a_trained_head_are_the_pipelines(
         trained_head_meter(ordinary, setting_of(sampling), head)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED[1]], ids=["greedy", "top-p"])
+def test_first_boundaries_are_those_of_the_pipelines_exit_heads(
+    model_folder: ModelFolder, sampling: SamplingParams
+) -> None:
+    """Token by token: the first of several boundaries whose candidates hold it."""
+    folder, cuts = model_folder("llama"), ((2,), (1, 3), (1, 2, 3))
+    meter = MatchRateMeter(OrdinaryDecoding(str(folder)), setting_of(sampling, cuts=cuts))
+    run = MatchRateRun(meter, PROMPTS)
+    run.measure_rest()
+    report = run.report()
+    for row, (places, k) in itertools.product(report.first_boundaries[report.setting.rankings[0]], enumerate(KS)):
+        expected = [0] * (len(row.cuts) + 1)
+        for named in candidates_token_by_token(folder, sampling, k):
+            expected[next((at for at, cut in enumerate(row.cuts) if named[cut]), len(row.cuts))] += 1
+        assert row.counts[places].tolist() == expected
+        assert row.shares(k) == tuple(count / (len(PROMPTS) * NEW_TOKENS) for count in expected)
+    assert [row.cuts for row in report.first_boundaries[LOGITS]] == list(cuts)
+
+
+def candidates_token_by_token(folder: Path, sampling: SamplingParams, k: int) -> Iterator[dict[int, bool]]:
+    """For each token and each exit layer whether the pipeline's exit head names it among k."""
+    stage = load_stage(folder)
+    for prompt_ids, tokens, own in generated(folder, sampling):
+        head = SharedHead(stage, Sampler(own))
+        stage.begin(len(prompt_ids) + len(tokens))
+        history, inputs = list(prompt_ids), list(prompt_ids)
+        for token in tokens:
+            hidden, named = inputs, {}
+            position = stage.length(0)
+            for layer in range(1, NUM_LAYERS):
+                hidden = stage.run(layer - 1, layer, hidden, position)
+                named[layer] = token in head.candidates(hidden, history, k)
+            yield named
+            history, inputs = [*history, token], [token]
+
+
+def test_first_boundaries_of_given_places() -> None:
+    text = TextPlaces({LOGITS: [[0, 1, 5, 5], [5, 0, 2, 5], [0, 0, 0, 5]]}, 1.0, 0.5)
+    report = summarise("m", "float32", setting_of(SamplingParams(16), cuts=((1, 2, 3), (3,))), [text, text])
+    (one, all_three) = report.first_boundaries[LOGITS]
+    assert (one.cuts, all_three.cuts) == ((3,), (1, 2, 3))
+    assert [one.shares(k) for k in KS] == [(0.75, 0.25)] * 3
+    assert all_three.shares(1) == (0.25, 0.25, 0.25, 0.25)
+    assert all_three.shares(3) == (0.5, 0.25, 0, 0.25)
+    held = report.as_dict()
+    assert held["first_boundary"] == held["rankings"][LOGITS]["first_boundary"] == [one.as_dict(), all_three.as_dict()]
+    assert one.as_dict() == {"cuts": [3], "shares": {str(k): [0.75, 0.25] for k in KS}}
+    without = summarise("m", "float32", setting_of(SamplingParams(16)), [text, text]).as_dict()
+    assert "first_boundary" not in without
+    del held["first_boundary"], held["rankings"][LOGITS]["first_boundary"]
+    assert held == without
+
+
+def test_the_exits_at_cuts_are_measured_too() -> None:
+    assert setting_of(exit_layers=(2,), cuts=((3,), (1, 3), (3,))).exit_layers == (1, 2, 3)
+    assert setting_of(cuts=((1, 3), (3,), (1, 3))).cuts == ((3,), (1, 3))
+
+
 def test_measuring_more_than_a_block_of_positions(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = report_on(model_folder("llama"), SAMPLED[0])
     monkeypatch.setattr(match_rates, "_ROWS", 3)
@@ -296,6 +354,8 @@ def test_prompts_too_long_for_the_model_are_skipped(model_folder: ModelFolder) -
         ({"exit_layers": (0,)}, "exit_layer=0: with 4 layers choose 1 to 3"),
         ({"exit_layers": (2, 4)}, "exit_layer=4: with 4 layers choose 1 to 3"),
         ({"ks": (0,)}, "k=0: give a whole number of at least 1"),
+        ({"cuts": ((2,), (3, 2))}, "cuts='3,2': with 4 layers give layers from 1 to 3, each above the one before"),
+        ({"cuts": ((4,),)}, "cuts='4': with 4 layers"),
         ({"ks": (1, 301)}, "k=301 is more than the 300 tokens of the vocabulary"),
         ({"num_layers": 1, "exit_layers": ()}, "the model has 1 layer"),
         ({"exit_layers": ()}, "no exit layers"),

@@ -70,6 +70,33 @@ def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
     assert "k=1 on 2 devices" in one.stdout
 
 
+def test_stages_are_ranked_where_their_first_boundaries_are_known(rates: Path, tmp_path: Path) -> None:
+    boundaries = [
+        {"cuts": [4], "shares": {"1": [0.6, 0.4], "3": [0.8, 0.2]}},
+        {"cuts": [2, 4, 6], "shares": {"1": [0.3, 0.3, 0.2, 0.2], "3": [0.6, 0.2, 0.1, 0.1]}},
+        {"cuts": [1, 2, 4, 6], "shares": {"3": [0.5, 0.1, 0.2, 0.1, 0.1]}},
+    ]
+    known, out, page = (tmp_path / name for name in ("known.json", "plan.json", "page.html"))
+    known.write_text(json.dumps({**json.loads(rates.read_text()), "first_boundary": boundaries}))
+    result = invoke("--match-rates", known, *TIMES, "--devices", 4, "--out", out, "--html", page)
+    data = json.loads(out.read_text())
+    assert [(row["devices"], row["cuts"], row["k"]) for row in data["staged"]] == [
+        (4, [2, 4, 6], 3),
+        (2, [4], 3),
+        (4, [2, 4, 6], 1),
+        (2, [4], 1),
+    ]
+    assert data["verdict"].startswith("4 stages (cut after layers 2, 4 and 6) with k=3 on 4 devices: ")
+    assert data["verdict"] in result.stdout
+    assert sum(line.split()[1:2] == ["stages"] for line in result.stdout.splitlines()) == 4 + 1  # and the verdict
+    assert data["first_boundary"] == boundaries
+    assert read_match_rates(out).first_boundary == read_match_rates(known).first_boundary
+    assert '"staged":[{' in page.read_text()
+    one = json.loads(invoke("--match-rates", known, *TIMES, "--devices", 4, "--k", 1, "--json").stdout)
+    assert {row["k"] for row in one["staged"]} == {1}
+    assert json.loads(invoke("--match-rates", rates, *TIMES, "--json").stdout)["staged"] == []
+
+
 def test_the_verdict_tells_of_missing_devices_and_of_load(rates: Path, tmp_path: Path) -> None:
     """As on two busy cores: what others published for GPUs is not recommended beside what was measured."""
     times = {"layer_ms": 0.4, "parallel_speedups": {"2": 0.06}, "devices": 2, "cpu_share": 0.55}
@@ -116,6 +143,7 @@ def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None
     [
         ("--match-rates FOLDER/high.json TIMES", "match_rates[4][1]=1.5: give a number from 0 to 1"),
         ("--match-rates FOLDER/deep.json TIMES", "deep.json: exit layer 8 is not before the last of 8 layers"),
+        ("--match-rates FOLDER/cuts.json --layers 6 TIMES", "cuts='4,7': with 6 layers give layers from 1 to 5"),
         ("--match-rates FOLDER/zero.json TIMES", "zero.json: num_layers=0: give a whole number of at least 2"),
         ("--match-rates FOLDER/rates.json TIMES --layers 6", "--layers 6, but FOLDER/rates.json is of 8 layers"),
         ("--match-rates FOLDER/rates.json TIMES --layers 0", "--layers 0"),
@@ -148,6 +176,8 @@ def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: 
         "high.json": '{"match_rates": {"4": {"1": 1.5}}, "num_layers": 8}',
         "deep.json": '{"match_rates": {"8": {"1": 0.5}}, "num_layers": 8}',
         "zero.json": '{"match_rates": {"4": {"1": 0.5}}, "num_layers": 0}',
+        "cuts.json": '{"match_rates": {"4": {"1": 0.5}}, "first_boundary": '
+        '[{"cuts": [4, 7], "shares": {"1": [0.5, 0.3, 0.2]}}]}',
         "bare.json": '{"match_rates": {"4": {"1": 0.5}}}',
         "broken.jsonl": '{"prompt": "a"}\n{"prompt": \n',
     }

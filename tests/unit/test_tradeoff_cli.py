@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.tradeoff import tradeoff
-from ppd_runtime.cost_model import plots, theory
+from ppd_runtime.cost_model import plots, staged, theory
 from ppd_runtime.cost_model.tradeoff import predict
 from ppd_runtime.files.whole import whole_file
 
@@ -117,6 +117,136 @@ def test_plot(tmp_path: Path, measured: Path, name: str) -> None:
     _run("--match-rates", str(measured), "--plot", str(path))
     assert path.read_bytes().startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
     assert sorted(tmp_path.iterdir()) == sorted([path, measured])
+
+
+SHARES = (0.8, 0.1, 0.05, 0.05)
+STAGED = {"num_layers", "stages", "cuts", "k", "first_boundary", "num_new_tokens", "rows_per_token"}
+STAGED_KEYS = {"expected_first_boundary", "speedup_bound", "latency_ratio", "speedup", "compute_per_token"}
+BOUNDARIES = {
+    "match_rates": {"6": {"1": 0.8, "3": 0.95}},
+    "num_layers": 12,
+    "first_boundary": [
+        {"cuts": [6], "shares": {"1": [0.8, 0.2], "3": [0.95, 0.05]}},
+        {"cuts": [3, 6, 9], "shares": {"3": list(SHARES)}},
+        {"cuts": [2, 5, 9], "shares": {"3": [0.7, 0.2, 0.05, 0.05]}},
+    ],
+}
+
+
+@pytest.fixture
+def boundaries(tmp_path: Path) -> Path:
+    """A file with first boundaries."""
+    path = tmp_path / "boundaries.json"
+    path.write_text(json.dumps(BOUNDARIES))
+    return path
+
+
+def test_stages_with_given_shares() -> None:
+    row = _json("--layers", "12", "--stages", "4", "--first-boundary", ".8,.1,.05,.05")
+    assert set(row) == STAGED | STAGED_KEYS | {"tensor_parallel_speedups"}
+    assert (row["cuts"], row["first_boundary"], row["k"]) == ([3, 6, 9], list(SHARES), 3)
+    assert row["expected_first_boundary"] == pytest.approx(1.35)
+    assert row["speedup_bound"] == pytest.approx(4 / 1.35)
+    assert row["latency_ratio"] == pytest.approx((4 + 127 * 1.35) / (128 * 4))
+    assert row["speedup"] == pytest.approx(1 / row["latency_ratio"])
+    assert row["rows_per_token"] == pytest.approx(3 * 1.3 - 0.95)
+    assert row["compute_per_token"] == pytest.approx(1 + row["rows_per_token"] * 0.75)
+    low, high = row["tensor_parallel_speedups"]
+    layer = staged.GPT_FAST_LAYER_MS
+    assert low == pytest.approx(12 * layer / (3 * layer + 24 * 0.029))
+    assert high == pytest.approx(12 * layer / (3 * layer + 24 * 0.018))
+
+
+def test_two_stages_are_the_papers_layout_at_half_depth() -> None:
+    paper = _json("--k", "5")
+    row = _json("--k", "5", "--stages", "2", "--first-boundary", "0.6837,0.3163")
+    assert row["latency_ratio"] == pytest.approx(paper["latency_ratio"])
+    assert row["compute_per_token"] == pytest.approx(paper["compute_per_token"], rel=2e-3)  # of long texts
+
+
+def test_times_and_rows_of_stages() -> None:
+    asked = ("--layers", "12", "--stages", "4", "--first-boundary", ".8,.1,.05,.05")
+    times = ("--layer-ms", "2", "--head-ms", "3", "--exit-head-ms", "4", "--hop-ms", "1", "--all-reduce-ms", "0.1")
+    row = _json(*asked, *times, "--rows-per-token", "6")
+    token = 7 * 1.35 + 0.95 * 4 + 0.05 * 3
+    assert row["latency_ms_per_token"] == pytest.approx((31 + 127 * token) / 128)
+    assert row["latency_ratio"] == pytest.approx(row["latency_ms_per_token"] / 27)
+    assert row["tensor_parallel_speedups"] == [pytest.approx(27 / (6 + 2.4 + 3))] * 2
+    assert row["compute_per_token"] == pytest.approx(1 + 6 * 0.75)
+    shown = _run(*asked, *times)
+    assert "all-reduces of 0.1 ms" in " ".join(shown.split())
+    assert f"{row['latency_ms_per_token']:.3f}" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_stages_from_measured_first_boundaries(boundaries: Path, tmp_path: Path) -> None:
+    rows = _json("--stages", "4,2", "--match-rates", str(boundaries))
+    settings = [(row["stages"], row["cuts"], row["k"]) for row in rows]
+    assert settings == [(4, [2, 5, 9], 3), (4, [3, 6, 9], 3), (2, [6], 1), (2, [6], 3)]
+    assert rows[1]["first_boundary"] == list(SHARES)
+    assert rows[0]["latency_ratio"] == pytest.approx((4 + 127 * 1.45) * 4 / (128 * 12))  # the longest has 4 of 12
+    assert [row["k"] for row in _json("--stages", "4,2", "--match-rates", str(boundaries), "--k", "3")] == [3, 3, 3]
+    path = tmp_path / "rows.csv"
+    shown = _run("--stages", "2,4", "--match-rates", str(boundaries), "--csv", str(path))
+    assert "2,5,9" in shown
+    with path.open(newline="") as file:
+        assert [row["cuts"] for row in csv.DictReader(file)] == ["6", "6", "2 5 9", "3 6 9"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--stages 1 --first-boundary 1", "--stages 1: give a whole number of at least 2"),
+        ("--stages 41 --first-boundary .5,.5", "--stages 41: with 40 layers choose 2 to 40"),
+        ("--stages 4 --first-boundary .8,.2", "--first-boundary 0.8,0.2: 4 stages need 4 shares"),
+        ("--stages 2 --first-boundary .8,.1", "--first-boundary 0.8,0.1: the shares sum to 0.9, give shares that sum"),
+        ("--stages 2 --first-boundary 1.2,-.2", "--first-boundary 1.2: give a number from 0 to 1"),
+        ("--stages 2 --first-boundary .8,x", "--first-boundary .8,x: give numbers with commas between them"),
+        ("--stages two --first-boundary .8,.2", "--stages two: give whole numbers"),
+        ("--stages 2,4 --first-boundary .8,.2", "--stages 2,4: --first-boundary is for one number of stages"),
+        ("--stages 2", "--stages 2: give one of --first-boundary and --match-rates"),
+        ("--stages 2 --first-boundary .8,.2 --match-rates FOLDER/good.json", "give one of"),
+        ("--stages 2 --first-boundary .8,.2 --exit-layer 20", "--stages 2 and --exit-layer 20"),
+        ("--stages 2 --first-boundary .8,.2 --match-rate 0.5", "--stages 2 and --match-rate 0.5"),
+        ("--stages 2 --first-boundary .8,.2 --plot FOLDER/a.png", "is the paper's layout's, leave one of them out"),
+        ("--stages 2 --first-boundary .8,.2 --k 0", "--k 0"),
+        ("--stages 2 --first-boundary .8,.2 --tokens 0", "--tokens 0"),
+        ("--stages 2 --first-boundary .8,.2 --rows-per-token -1", "--rows-per-token -1"),
+        ("--stages 2 --first-boundary .8,.2 --all-reduce-ms 0.1", "--all-reduce-ms 0.1: needs --layer-ms as well"),
+        ("--stages 2 --first-boundary .8,.2 --layer-ms 1 --all-reduce-ms -1", "--all-reduce-ms -1"),
+        ("--first-boundary .8,.2", "--first-boundary .8,.2: is the staged layout's, give --stages as well"),
+        ("--rows-per-token 3", "--rows-per-token 3.0: is the staged layout's"),
+        ("--stages 3 --match-rates FOLDER/good.json", "no first boundaries of 3 stages; it has those of 2, 4, and"),
+        ("--stages 2 --match-rates FOLDER/bare.json", "bare.json: no first boundaries of 2 stages; `ppd match-rate"),
+        ("--stages 4 --k 1 --match-rates FOLDER/good.json", "of 4 stages with --k 1: choose among 3"),
+        ("--stages 13 --match-rates FOLDER/good.json", "--stages 13: with 12 layers choose 2 to 12"),
+        ("--stages 2 --match-rates FOLDER/sum.json", "first_boundary='0.8,0.1': the shares sum to 0.9"),
+        ("--stages 2 --match-rates FOLDER/count.json", "2 stages need 2 shares"),
+        ("--stages 2 --match-rates FOLDER/order.json", "cuts='6,3': with 12 layers give layers from 1 to 11"),
+        ("--stages 2 --match-rates FOLDER/deep.json", "cuts='12': with 12 layers"),
+        ("--stages 2 --match-rates FOLDER/text.json", "cuts='x': give a whole number"),
+        ("--stages 2 --match-rates FOLDER/odd.json", "its form is"),
+    ],
+)
+def test_mistakes_with_stages_are_named_in_one_line(tmp_path: Path, arguments: str, named: str) -> None:
+    rows = {
+        "sum": [{"cuts": [6], "shares": {"1": [0.8, 0.1]}}],
+        "count": [{"cuts": [6], "shares": {"1": [0.8, 0.1, 0.1]}}],
+        "order": [{"cuts": [6, 3], "shares": {"1": [0.8, 0.1, 0.1]}}],
+        "deep": [{"cuts": [12], "shares": {"1": [0.8, 0.2]}}],
+        "text": [{"cuts": ["x"], "shares": {"1": [0.8, 0.2]}}],
+        "odd": [{"cuts": 6, "shares": {"1": [0.8, 0.2]}}],
+        "bare": [],
+    }
+    for name, boundaries in {**rows, "good": BOUNDARIES["first_boundary"]}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**BOUNDARIES, "first_boundary": boundaries}))
+    before = sorted(tmp_path.iterdir())
+    result = CliRunner().invoke(app, arguments.replace("FOLDER", str(tmp_path)).split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_curves_join_the_ks_of_an_exit_layer_or_of_a_rate() -> None:

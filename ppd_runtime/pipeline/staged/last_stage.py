@@ -31,6 +31,8 @@ from ppd_runtime.text import StopRule
 _FIRST = 1
 _PASSES = 64  # through all layers: the time for the newest token to come through them
 _LONGEST_PATIENCE = 2**40
+_FIRST_S = 5.0  # until a pass has run here, nobody knows how long one takes
+_LEAST_S, _LONGEST_S = 0.25, 60.0
 _MOST_ATTEMPTS = 2**20  # at one number of tokens
 
 
@@ -58,7 +60,7 @@ class LastStage:
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
         read = len(begin.prompt_ids) + len(begin.delivered)
-        self._patience = self._least_patience + 2 * num_layers * read
+        self._patience, self._least_s = self._least_patience + 2 * num_layers * read, _FIRST_S
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
         """Decode to the end, telling each token to the stages and the client as soon as it is certain."""
@@ -93,7 +95,7 @@ class LastStage:
             self.send(self.others, certain)
             self._tell_client(certain)
             self._tree.settle()
-            self._patience = self._least_patience
+            self._patience, self._least_s = self._least_patience, _LEAST_S
 
     def _tell_client(self, token: Token) -> None:
         self.told.append(token)
@@ -101,7 +103,7 @@ class LastStage:
 
     def _newest_state(self) -> Generator[WaitFor, Message | None, Tensor | None]:
         """The newest token's hidden state behind all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
-        wanted = WaitFor(self._patience)
+        wanted = WaitFor(self._patience, self._least_s)
         while True:
             yield from self._take_all()
             if self._cancelled:
@@ -117,8 +119,8 @@ class LastStage:
             if message is not None:
                 self._take(message)
             else:
-                self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
-                wanted = WaitFor(self._patience)
+                self._lose_patience()
+                wanted = WaitFor(self._patience, self._least_s)
                 self._again = True
 
     def _advance(self) -> bool:
@@ -150,6 +152,11 @@ class LastStage:
         self._tree = NodeTree(self.stage, self.history, prompt_size)
         self._arrivals = Arrivals(self._tree)
         self.send(self.others, replace(self.begin, sender=MAIN, delivered=self.history[prompt_size:], epoch=self.epoch))
+
+    def _lose_patience(self) -> None:
+        """Whoever was too slow has twice as long the next time."""
+        self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+        self._least_s = min(2 * self._least_s, _LONGEST_S)
 
     @property
     def _least_patience(self) -> int:

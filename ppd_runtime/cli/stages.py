@@ -1,0 +1,116 @@
+"""What `ppd tradeoff --stages` predicts and prints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ppd_runtime.cost_model.staged_tradeoff import Setting, StagedTradeoff
+    from ppd_runtime.cost_model.theory import Times
+
+USUAL_LAYERS, USUAL_K = 40, "3"
+"""What `ppd tradeoff` takes where nothing else says them."""
+
+
+@dataclass(frozen=True)
+class StagedOptions:
+    """Options of `ppd tradeoff` that the staged layout has."""
+
+    stages: str
+    first_boundary: str | None
+    match_rates: Path | None
+    layers: int | None
+    k: str | None
+    rows_per_token: float | None
+    all_reduce_ms: float | None
+
+
+def refuse_beside_stages(stages: str, **given: object) -> None:
+    """Raise ValueError for an option of the paper's layout."""
+    for name, value in given.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')} {value}"
+            raise ValueError(
+                f"--stages {stages} and {option}: that option is the paper's layout's, leave one of them out"
+            )
+
+
+def refuse_without_stages(**given: object) -> None:
+    """Raise ValueError for an option of the staged layout."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: is the staged layout's, give --stages as well")
+
+
+def predict_staged(options: StagedOptions, tokens: int, times: "Times | None") -> "list[StagedTradeoff]":
+    """A row for each number of stages, cuts and k.
+
+    Raises:
+        ValueError: for what was given and cannot be, before anything is predicted.
+    """
+    from ppd_runtime.cost_model.staged_tradeoff import check_rows, predict
+
+    rows, all_reduce = options.rows_per_token, options.all_reduce_ms
+    check_rows(rows, all_reduce)
+    if all_reduce is not None and times is None:
+        raise ValueError(f"--all-reduce-ms {all_reduce:g}: needs --layer-ms as well, give it too")
+    num_layers, settings = _settings(options)
+    return [predict(num_layers, setting, tokens, times, rows, all_reduce) for setting in settings]
+
+
+def _settings(options: StagedOptions) -> "tuple[int, list[Setting]]":
+    from ppd_runtime.cost_model.staged_tradeoff import given_settings, measured_settings
+    from ppd_runtime.cost_model.tradeoff import parse_list, read_match_rates
+
+    shares, file = options.first_boundary, options.match_rates
+    if (shares is None) == (file is None):
+        raise ValueError(f"--stages {options.stages}: give one of --first-boundary and --match-rates")
+    stages = parse_list("--stages", options.stages, int)
+    ks = None if options.k is None else parse_list("--k", options.k, int)
+    if file is not None:
+        measured = read_match_rates(file)
+        num_layers = measured.layers(options.layers, USUAL_LAYERS)
+        return num_layers, measured_settings(num_layers, stages, measured, ks)
+    num_layers = USUAL_LAYERS if options.layers is None else options.layers
+    if len(stages) > 1:
+        raise ValueError(
+            f"--stages {options.stages}: --first-boundary is for one number of stages, --match-rates for all"
+        )
+    given = parse_list("--first-boundary", str(shares), float)
+    return num_layers, given_settings(num_layers, stages[0], given, ks or [int(USUAL_K)])
+
+
+def print_staged(rows: "Sequence[StagedTradeoff]", options: StagedOptions) -> None:
+    """The rows as a table; cuts are shown where they are not even."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ppd_runtime.cost_model.staged import even_cuts
+
+    title = f"The staged layout: {rows[0].num_layers} layers, {rows[0].num_new_tokens} tokens"
+    table = Table(title=title, caption=_caption(options, rows[0]), box=box.SIMPLE_HEAD, padding=0)
+    timed = rows[0].latency_ms_per_token is not None
+    uneven = any(row.cuts != even_cuts(row.num_layers, row.stages) for row in rows)
+    headings = ["stages", *["cuts"] * uneven, "k", "E[J]", "at most", "ratio", "speed-up", "compute", "tensor parallel"]
+    for heading in headings + ["ms/token"] * timed:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        slow, fast = (f"{speedup:.2f}" for speedup in row.tensor_parallel_speedups)
+        cells = [str(row.stages), *[",".join(map(str, row.cuts))] * uneven, str(row.k)]
+        cells += [f"{row.expected_first_boundary:.3f}", f"{row.speedup_bound:.2f}", f"{row.latency_ratio:.3f}"]
+        cells += [f"{row.speedup:.2f}", f"{row.compute_per_token:.2f}", slow if slow == fast else f"{slow}–{fast}"]
+        table.add_row(*cells, *([f"{row.latency_ms_per_token:.3f}"] if timed else []))
+    Console().print(table)
+
+
+def _caption(options: StagedOptions, row: "StagedTradeoff") -> str:
+    if options.all_reduce_ms is not None:
+        how = f"all-reduces of {options.all_reduce_ms:g} ms"
+    else:
+        how = f"gpt-fast's all-reduces{' and layers' * (row.latency_ms_per_token is None)} on A100 GPUs"
+    return (
+        "E[J]: stage times a token; at most: stages/E[J]; the rest: ordinary decoding is 1; "
+        f"tensor parallel: its speed-up on as many devices, with {how}"
+    )
