@@ -68,9 +68,6 @@ def predict(
     cuts, k, shares = setting
     ratio = staged.latency_ratio(num_layers, cuts, shares, num_new_tokens, times_ms)
     rows = staged.dropped_rows(k, shares) if rows_per_token is None else rows_per_token
-    per_token_ms = None
-    if times_ms is not None:
-        per_token_ms = staged.expected_time(num_layers, cuts, shares, num_new_tokens, times_ms) / num_new_tokens
     return StagedTradeoff(
         num_layers,
         len(shares),
@@ -83,7 +80,7 @@ def predict(
         rows_per_token=rows,
         compute_per_token=staged.compute_per_token(num_layers, cuts, rows),
         tensor_parallel_speedups=tensor_parallel_speedups(num_layers, len(shares), times_ms, all_reduce_ms),
-        latency_ms_per_token=per_token_ms,
+        latency_ms_per_token=ratio * miss_time(num_layers, times_ms) if times_ms else None,
     )
 
 
