@@ -32,6 +32,9 @@ def job() -> None:
 _RUNTIME = (
     "model",
     "k",
+    "stages",
+    "cuts",
+    "rows",
     "exit_layer",
     "exit_head",
     "workers",
@@ -93,7 +96,10 @@ def _requests(runtime: "PPDRuntime", prompts: Sequence[str], sampling: SamplingP
 def _settings(runtime: "PPDRuntime") -> dict[str, Any]:
     """What the results depend on: everything but where the workers are and how their messages travel."""
     config = runtime.config
+    cuts = list(config.cuts) if config.cuts else None
+    stages = {"stages": config.stages, "cuts": cuts} if config.stages else {}
     return {
+        **stages,
         "model": config.model,
         "k": config.k,
         "workers": config.num_subs,

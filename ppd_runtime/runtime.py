@@ -206,7 +206,9 @@ class PPDRuntime(TextGenerator):
     def _trace(self, reports: RequestReports) -> Trace | None:
         if not self._traced:
             return None
-        return Trace(self.info.num_layers, self.exit_layer, self._conditions, reports.processes())
+        cuts = self._specs[MAIN].cuts
+        exit_layer = None if cuts else self.exit_layer
+        return Trace(self.info.num_layers, exit_layer, self._conditions, reports.processes(), cuts)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         if told := sum(totals.first_boundary):

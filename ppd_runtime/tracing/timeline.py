@@ -27,6 +27,11 @@ COLOURS = {
     "a candidate that was wrong": "#d98a2b",
     "a sub-process' own cache": "#b9c2cb",
 }
+STAGE_COLOURS = {
+    "a certain token": "#2f6fb0",
+    "tokens in flight": "#7fb0de",
+    "head and choice": "#17405f",
+}
 _ORDINARY_LAYERS = {"layers up to the exit": "layers"}
 _HEIGHT = 0.64  # of a row's box
 _CHARACTER_INCHES = 0.075
@@ -36,9 +41,9 @@ _UNPRINTABLE = "�"
 
 @dataclass(frozen=True)
 class Box:
-    """A piece of work: its process' rank, times in milliseconds, what it is, and words for it."""
+    """A piece of work: its process' row, times in milliseconds, what it is, and words for it."""
 
-    rank: int
+    row: int
     began: float
     ended: float
     kind: str
@@ -69,12 +74,16 @@ class Timeline:
         found = {span.position: span.kind == Kind.HIT for span in main if span.kind in (Kind.HIT, Kind.MISS)}
         self.verdicts = [TokenOutcome(self._ms(s.ended_ns), s.token, found.get(s.position)) for s in chosen]
         self._chosen = {span.position: span.token for span in main if span.kind == Kind.CHOOSE}
+        self._certain_at = {span.position: span.ended_ns for span in main if span.kind == Kind.CHOOSE}
         self._winners = {(span.peer, span.position) for span in main if span.kind == Kind.HIT}
 
     def boxes(self) -> Iterator[Box]:
         """Every piece of work that begins before the end."""
         for process in self.trace.processes:
-            boxes = self._sub_boxes(process) if process.rank else self._main_boxes(process)
+            if self.trace.cuts:
+                boxes = self._stage_boxes(process)
+            else:
+                boxes = self._sub_boxes(process) if process.rank else self._main_boxes(process)
             yield from (box for box in boxes if box.began < self.end and box.ended > self.begin)
 
     def early_starts(self) -> Iterator[tuple[Hop, float, float]]:
@@ -97,6 +106,16 @@ class Timeline:
         text = "".join(character if character.isprintable() else _UNPRINTABLE for character in text)
         short = text if len(text) <= _LONGEST_WORD else text[: _LONGEST_WORD - 1] + "…"
         return short.replace("$", r"\$")
+
+    def _stage_boxes(self, process: ProcessSpans) -> Iterator[Box]:
+        """A pass is for a certain token where that was chosen before the pass began."""
+        for span in process.spans:
+            if span.kind == Kind.LAYERS:
+                is_certain = self._certain_at.get(span.position, 0) <= span.began_ns  # as the prompt is
+                kind = "a certain token" if is_certain else "tokens in flight"
+                yield self._box(process, span, kind, str(span.position))
+            elif span.kind in (Kind.HEAD, Kind.CHOOSE):
+                yield self._box(process, span, "head and choice")
 
     def _main_boxes(self, process: ProcessSpans) -> Iterator[Box]:
         behind = self.trace.exit_layer if self.trace.exit_layer is not None else self.trace.num_layers
@@ -139,7 +158,7 @@ class Timeline:
         return named.token == self._chosen.get(named.position)
 
     def _box(self, process: ProcessSpans, span: Span, kind: str, label: str = "") -> Box:
-        return Box(process.rank, self._ms(span.began_ns), self._ms(span.ended_ns), kind, label)
+        return Box(self.trace.row(process.rank), self._ms(span.began_ns), self._ms(span.ended_ns), kind, label)
 
     def _beginning(self, chosen: list[Span]) -> float:
         """The first span's begin; of a long prompt's pass only what two tokens take."""
@@ -171,7 +190,7 @@ def draw_timeline(trace: Trace, path: Path, word: Callable[[int], str], num_toke
     for verdict in timeline.verdicts:
         _draw_verdict(axes, verdict, timeline)
     axes.set_ylim(num_rows - 0.5, -0.95)
-    axes.set_yticks([p.rank for p in trace.processes], [trace.name(p.rank) for p in trace.processes])
+    axes.set_yticks([trace.row(p.rank) for p in trace.processes], [trace.name(p.rank) for p in trace.processes])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     axes.set_xlabel("ms since the request arrived")
@@ -184,12 +203,16 @@ def draw_timeline(trace: Trace, path: Path, word: Callable[[int], str], num_toke
 
 def _draw_box(axes: "Axes", box: Box, timeline: Timeline, inches_per_ms: float) -> None:
     began, ended = max(box.began, timeline.begin), min(box.ended, timeline.end)
-    bottom = box.rank - _HEIGHT / 2
+    bottom = box.row - _HEIGHT / 2
     axes.broken_barh(
-        [(began, ended - began)], (bottom, _HEIGHT), facecolors=COLOURS[box.kind], edgecolor="white", lw=0.5
+        [(began, ended - began)],
+        (bottom, _HEIGHT),
+        facecolors=(COLOURS | STAGE_COLOURS)[box.kind],
+        edgecolor="white",
+        lw=0.5,
     )
     if len(box.label) * _CHARACTER_INCHES < (ended - began) * inches_per_ms:
-        axes.text((began + ended) / 2, box.rank, box.label, ha="center", va="center", size=7, color="white")
+        axes.text((began + ended) / 2, box.row, box.label, ha="center", va="center", size=7, color="white")
 
 
 def _draw_verdict(axes: "Axes", verdict: TokenOutcome, timeline: Timeline) -> None:
@@ -206,6 +229,8 @@ def _arrow(axes: "Axes", start: tuple[float, float], end: tuple[float, float]) -
 def _title(timeline: Timeline) -> str:
     trace, hits = timeline.trace, [v.hit for v in timeline.verdicts if v.hit is not None]
     parts = [f"first {len(timeline.verdicts)} tokens", f"{trace.num_layers} layers"]
+    if trace.cuts:
+        parts.append(f"{len(trace.cuts) + 1} stages")
     if trace.exit_layer is not None:
         parts += [f"exit after layer {trace.exit_layer}", f"hits {sum(hits)}, misses {len(hits) - sum(hits)}"]
     return ", ".join(filter(None, [*parts, trace.conditions]))
@@ -217,7 +242,8 @@ def _legend(figure: "Figure", trace: Trace) -> None:
 
     names = list(COLOURS) if trace.exit_layer is not None else ["layers up to the exit", "head and choice"]
     labels = _ORDINARY_LAYERS if trace.exit_layer is None else {}
-    handles: list[Patch | Line2D] = [Patch(color=COLOURS[name], label=labels.get(name, name)) for name in names]
+    colours = STAGE_COLOURS if trace.cuts else {labels.get(name, name): COLOURS[name] for name in names}
+    handles: list[Patch | Line2D] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     if trace.exit_layer is not None:
         handles.append(Line2D([], [], color=HIT, label="hit: its hidden state is used"))
         handles.append(Line2D([], [], color=MISS, label="miss"))

@@ -34,11 +34,13 @@ class Trace:
 
     num_layers: int
     exit_layer: int | None
-    """None for ordinary decoding."""
+    """None but in the paper's layout."""
     conditions: str
     """What a reader of its times has to know, such as that devices were emulated."""
     processes: tuple[ProcessSpans, ...]
     """By rank, the main process first; those of lost sub-processes are missing."""
+    cuts: tuple[int, ...] = ()
+    """The staged layout's borders; the main process is its last stage."""
 
     def and_then(self, later: "Trace") -> "Trace":
         """Of both parts of a request; of a process that was replaced meanwhile, the new one's."""
@@ -48,9 +50,15 @@ class Trace:
 
     def name(self, rank: int) -> str:
         """What a process is called."""
+        if self.cuts:
+            return f"stage {self.row(rank) + 1}"
         if rank:
             return f"sub-process {rank}"
         return "main process" if self.exit_layer is not None else "ordinary decoding"
+
+    def row(self, rank: int) -> int:
+        """A process' place from above, from 0: stages stand in their order."""
+        return (rank - 1) % (len(self.cuts) + 1) if self.cuts else rank
 
     def hops(self) -> Iterator[Hop]:
         """The messages between the processes whose sending and arrival were both recorded."""
@@ -80,6 +88,7 @@ class Trace:
                 "conditions": self.conditions,
                 "num_layers": self.num_layers,
                 "exit_layer": self.exit_layer,
+                "cuts": list(self.cuts),
                 "processes": [
                     {
                         "name": self.name(process.rank),
@@ -106,7 +115,7 @@ class Trace:
         name = f"{self.name(process.rank)} (pid {process.pid})"
         yield {"ph": "M", "name": "process_name", **place, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_name", **place, "args": {"name": self.name(process.rank)}}
-        yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": process.rank}}
+        yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": self.row(process.rank)}}
         for span in process.spans:
             event = {"name": _title(span), "cat": Kind(span.kind).name.lower(), "ts": _us(span.began_ns - origin)}
             if span.kind in _VERDICTS:

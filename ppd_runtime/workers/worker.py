@@ -320,7 +320,7 @@ class Worker:
         if not self._clock.first_token:
             self._clock.first_token = time.perf_counter() - self._clock.began
             self._clock.first_ledger = self._recorder.ledger()
-        if CLIENT in addresses and message.winner != NOT_ASKED:
+        if CLIENT in addresses and message.winner != NOT_ASKED and not self.spec.cuts:
             self._recorder.note_verdict(message.position, message.token_id, message.winner)
 
     def _deliver(self, address: int, message: Message) -> None:

@@ -1,17 +1,26 @@
 """The staged layout's machines over real stages: every token is ordinary decoding's, whatever the order of messages."""
 
+import re
+from collections import Counter
+from itertools import pairwise
+
 import pytest
+import torch
+from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench
 
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SamplingParams
-
-FAMILIES = ["llama", "gemma2", "mistral"]
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.tracing.timeline import Timeline
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("cuts", "k", "rows"), [((2,), 1, 1), ((1, 2, 3), 3, 4), ((1, 3), 2, 8)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 def test_tokens_and_bits_are_ordinary_decodings(model_folder, family, cuts, k, rows, temperature, dtype):
     bench = Bench.of(model_folder(family), dtype)
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
@@ -22,3 +31,94 @@ def test_tokens_and_bits_are_ordinary_decodings(model_folder, family, cuts, k, r
         assert staged.tokens == ordinary.tokens
         assert staged.reason == ordinary.reason
         assert all(a.equal(b) for a, b in zip(staged.decisive, ordinary.decisive, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_past_its_window(model_folder, family):
+    bench = Bench.of(model_folder(family))
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    prompt = bench.prompt_ids(PROMPTS[-1])
+    expected = bench.ordinary(prompt, params)
+    cuts = tuple(range(1, bench.info.num_layers))
+    staged = bench.staged(prompt, params, cuts, k=2, rows=3, seed=5)
+    assert staged.tokens == expected.tokens
+    assert all(a.equal(b) for a, b in zip(staged.decisive, expected.decisive, strict=True))
+
+
+def test_the_first_boundary_of_each_token_is_counted(model_folder):
+    bench = Bench.of(model_folder("llama"))
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    staged = bench.staged(bench.prompt_ids(PROMPTS[2]), params, (1, 3), k=300, rows=1)
+    assert staged.first.first_boundary == [19, 0, 0], "among so many candidates is every token"
+    staged = bench.staged(bench.prompt_ids(PROMPTS[2]), params, (1, 3), k=1, rows=1)
+    assert sum(staged.first.first_boundary) == 19
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_weight_is_in_one_stage(model_folder, tied):
+    """But for the heads: each boundary has the final norm and the head, too."""
+    info = describe(str(model_folder("llama", tied=tied)))
+    whole = load_layers(info, info.num_layers, torch.float32, "cpu")
+    head = {"lm_head.weight", "model.norm.weight"}
+    sizes = {name: tensor.numel() for name, tensor in whole.state_dict().items()}
+    found: Counter[str] = Counter()
+    for first, last in pairwise([0, 1, 3, info.num_layers]):
+        stage = load_layers(info, last, torch.float32, "cpu", first)
+        stored = {name: tensor for name, tensor in stage.state_dict().items() if occupied(tensor) == tensor.nbytes}
+        assert all(occupied(t) == 4 for name, t in stage.state_dict().items() if name not in stored)
+        found.update(list(stored))
+    embedding = {"model.embed_tokens.weight"}
+    assert found.keys() == sizes.keys()
+    assert {name for name, times in found.items() if times > 1} == head | (embedding if tied else set())
+
+
+def occupied(tensor):
+    """Bytes of memory behind a tensor."""
+    return tensor.untyped_storage().nbytes()
+
+
+def test_a_stage_without_the_layers_before_it_gives_the_same_bits(model_folder):
+    info = describe(str(model_folder("gemma2")))
+    whole = Stage(load_layers(info, info.num_layers, torch.float32, "cpu"))
+    part = Stage(load_layers(info, info.num_layers, torch.float32, "cpu", 2), None, 2)
+    for stage in (whole, part):
+        stage.begin(8)
+    states = whole.run(0, 2, [1, 2, 3], 0)
+    assert part.run(2, info.num_layers, states, 0).equal(whole.run(2, info.num_layers, states, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"stages": 1}, "stages=1: must be at least 2"),
+        ({"stages": 5}, "stages=5: with 4 layers choose 2 to 4"),
+        ({"stages": True}, "stages=True: give a whole number"),
+        ({"cuts": "3,2"}, "cuts=3,2: give layers in ascending order"),
+        ({"cuts": "0,3"}, "cuts=0: must be at least 1"),
+        ({"cuts": "a"}, "cuts='a': give layers"),
+        ({"cuts": ""}, "cuts='': give layers"),
+        ({"cuts": (1, 4)}, "cuts='1,4': with 4 layers give layers from 1 to 3"),
+        ({"cuts": "1,2", "stages": 4}, "cuts=1,2 with stages=4: 2 borders make 3 stages"),
+        ({"stages": 2, "exit_layer": 2}, "exit_layer=2 with stages=2: is for the paper's layout"),
+        ({"stages": 2, "workers": 1}, "workers=1 with stages=2: is for the paper's layout"),
+        ({"stages": 2, "exit_head": "folder"}, "exit_head='folder' with stages=2"),
+        ({"stages": 2, "rows": 0}, "rows=0: must be at least 1"),
+        ({"rows": 2}, "rows=2: is for the staged layout"),
+        ({"stages": 2, "k": 0}, "k=0: must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_starts(model_folder, settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        PPDRuntime(model_folder("llama", num_layers=4), **settings)
+
+
+def test_in_threads_with_a_trace(model_folder):
+    folder = model_folder("llama", num_layers=4)
+    expected = OrdinaryDecoding(folder).generate("word1 word2", max_new_tokens=20, ignore_eos=True)
+    with PPDRuntime(folder, stages=3, transport="local", trace=True) as runtime:
+        result = runtime.generate("word1 word2", max_new_tokens=20, ignore_eos=True)
+    assert result.token_ids == expected.token_ids
+    assert sum(result.stats.first_boundary) == result.stats.hits + result.stats.misses == 19
+    names = [result.trace.name(process.rank) for process in result.trace.processes]
+    assert sorted(names) == ["stage 1", "stage 2", "stage 3"]
+    assert {box.row for box in Timeline(result.trace, 12, str).boxes()} == {0, 1, 2}

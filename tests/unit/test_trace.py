@@ -235,7 +235,7 @@ def test_the_timeline_shows_every_token_candidate_and_hit(traced):
     assert [verdict.token for verdict in timeline.verdicts] == list(traced.token_ids[:12])
     assert [verdict.hit for verdict in timeline.verdicts] == _hits(traced)[:12]
     assert [verdict.time for verdict in timeline.verdicts] == sorted(verdict.time for verdict in timeline.verdicts)
-    main = Counter(box.kind for box in timeline.boxes() if box.rank == 0)
+    main = Counter(box.kind for box in timeline.boxes() if box.row == 0)
     assert main["layers behind the exit"] + main["layers across the exit"] == 12
     assert main["layers up to the exit"] <= main["layers behind the exit"]
     labels = {box.label for box in timeline.boxes() if box.kind == "a candidate that was right"}

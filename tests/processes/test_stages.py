@@ -1,0 +1,58 @@
+"""The staged layout in processes of its own: ordinary decoding's texts by every launcher and transport."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+
+pytestmark = pytest.mark.processes
+PROMPT = "def read_lines(path):"
+SAMPLED = {"temperature": 1.0, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def ordinary():
+    """The oracle."""
+    return OrdinaryDecoding("demo", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "way"),
+    [
+        ({"stages": 2}, {"launcher": "processes", "transport": "unix"}),
+        ({"cuts": "2,5,9", "k": 2, "rows": 3}, {"launcher": "processes", "transport": "zeromq"}),
+        ({"stages": 3, "k": 1}, {"launcher": "processes", "transport": "collective"}),
+        ({"stages": 3}, {"launcher": "ray", "ray_address": "local"}),
+    ],
+    ids=str,
+)
+def test_texts_are_ordinary_decodings(ordinary, settings, way):
+    with PPDRuntime("demo", dtype="float32", **settings, **way) as runtime:
+        for sampling in ({}, SAMPLED):
+            expected = ordinary.generate(PROMPT, max_new_tokens=32, **sampling)
+            result = runtime.generate(PROMPT, max_new_tokens=32, **sampling)
+            assert result.token_ids == expected.token_ids
+            assert result.finish_reason == expected.finish_reason
+            assert sum(result.stats.first_boundary) == result.stats.new_tokens - 1
+
+
+def test_compiled(ordinary):
+    compiled = OrdinaryDecoding("demo", dtype="float32", compile=True)
+    with PPDRuntime("demo", stages=2, dtype="float32", compile=True, launcher="processes") as runtime:
+        for sampling in ({}, SAMPLED):
+            expected = compiled.generate(PROMPT, max_new_tokens=48, **sampling)
+            assert runtime.generate(PROMPT, max_new_tokens=48, **sampling).token_ids == expected.token_ids
+
+
+def test_the_command_line(ordinary, tmp_path):
+    out, timeline = tmp_path / "out.json", tmp_path / "timeline.png"
+    settings = ["--stages", "3", "--k", "2", "--dtype", "float32", "--max-new-tokens", "16"]
+    files = ["--out", str(out), "--timeline", str(timeline)]
+    command = [sys.executable, "-m", "ppd_runtime.cli.entry", "generate", PROMPT, *settings, *files]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    expected = ordinary.generate(PROMPT, max_new_tokens=16)
+    assert json.loads(out.read_text())["token_ids"] == list(expected.token_ids)
+    assert timeline.stat().st_size
