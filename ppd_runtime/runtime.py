@@ -104,7 +104,7 @@ class PPDRuntime(TextGenerator):
         config, layers = self.config, self.info.num_layers
         subs = f"{config.num_subs} sub-process{'es' if config.num_subs > 1 else ''}"
         shape = f"exit after layer {self.exit_layer} of {layers}, {subs}"
-        if cuts := self._specs[MAIN].cuts:
+        if cuts := self.cuts:
             shape = f"{len(cuts) + 1} stages cut after layers {', '.join(map(str, cuts))} of {layers}"
         layout = f"k={config.k}, {shape}, transport {config.transport}"
         state = "closed" if self._closed else "running" if self._workers else "not started"
@@ -138,6 +138,11 @@ class PPDRuntime(TextGenerator):
     def device(self) -> str:
         """The kind of device that the workers run on, cpu or cuda; what "auto" came to."""
         return self._specs[MAIN].device.partition(":")[0]
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The staged layout's borders, each the number of layers before it; empty in the paper's layout."""
+        return self._specs[MAIN].cuts
 
     @property
     def restarts(self) -> int:
@@ -206,9 +211,8 @@ class PPDRuntime(TextGenerator):
     def _trace(self, reports: RequestReports) -> Trace | None:
         if not self._traced:
             return None
-        cuts = self._specs[MAIN].cuts
-        exit_layer = None if cuts else self.exit_layer
-        return Trace(self.info.num_layers, exit_layer, self._conditions, reports.processes(), cuts)
+        exit_layer = None if self.cuts else self.exit_layer
+        return Trace(self.info.num_layers, exit_layer, self._conditions, reports.processes(), self.cuts)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         if told := sum(totals.first_boundary):

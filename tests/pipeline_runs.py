@@ -23,7 +23,7 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
-from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.sampling import Sampler
@@ -179,10 +179,10 @@ class Bench:
         ]
         for stage in stages:
             stage.decisive, stage.ranges = [], []
-        rows_of = [RowStage(stage, 64) for stage in stages]
+        rows_of = [RowStage(stage, 2 * MOST_NODES) for stage in stages]
         size = len(stages)
         heads = [SharedHead(stage, sampler) for stage in stages]
-        first = FirstStage(rows_of[0], heads[0], size, k, rows, 48, network.send, begin)
+        first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin)
         others = [MiddleStage(rows_of[i], heads[i], i + 1, size, k, network.send, begin) for i in range(1, size - 1)]
         last = LastStage(rows_of[-1], self.info.num_layers, range(1, size), network.send, begin)
         for machine in (first, *others):

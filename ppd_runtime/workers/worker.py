@@ -43,7 +43,7 @@ from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.chances import Calibration
-from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.results import PathStats
@@ -60,8 +60,6 @@ _LONGEST_HOLD_S = 1.0
 _MOST_HELD = 2**16
 _STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
-_MOST_NODES = 64
-"""Of the staged layout, in flight at any time."""
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
 
 
@@ -99,7 +97,7 @@ class Worker:
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
-        self._row_stage = RowStage(self.stage, 2 * _MOST_NODES) if spec.cuts else None
+        self._row_stage = RowStage(self.stage, 2 * MOST_NODES) if spec.cuts else None
         self._calibration = Calibration()
         self._request = 0  # the newest that has begun
         self._pending: Begin | None = None
@@ -230,9 +228,7 @@ class Worker:
         assert stage is not None
         num_stages = len(spec.cuts) + 1
         if spec.rank == 1:
-            first = FirstStage(
-                stage, head, num_stages, spec.k, spec.rows, _MOST_NODES, self._send, begin, self._calibration
-            )
+            first = FirstStage(stage, head, num_stages, spec.k, spec.rows, self._send, begin, self._calibration)
             self._drive(first.serve(), begin.request)
             return Report(spec.rank, begin.request, first.layer_passes, 0, tuple(first.first_boundary))
         middle = MiddleStage(stage, head, spec.rank, num_stages, spec.k, self._send, begin)

@@ -11,6 +11,8 @@ from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.tree import Node
 
+MOST_NODES = 64
+"""In flight at any time."""
 _LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
 _TICK = 1  # layers' time that the stages behind may be later than this one
 
@@ -20,7 +22,6 @@ class FirstStage(FollowerStage):
 
     Args:
         rows: of a pass, at the most.
-        most_nodes: in flight at any time.
         calibration: what earlier requests have taught; it learns on.
     """
 
@@ -31,13 +32,12 @@ class FirstStage(FollowerStage):
         num_stages: int,
         k: int,
         rows: int,
-        most_nodes: int,
         send: Send,
         begin: Begin,
         calibration: Calibration | None = None,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
-        self.num_stages, self.rows, self.most_nodes = num_stages, rows, most_nodes
+        self.num_stages, self.rows = num_stages, rows
         self.calibration = calibration or Calibration()
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
@@ -108,7 +108,7 @@ class FirstStage(FollowerStage):
         """The nodes of the next pass."""
         if self._next_is_certain():
             return [self._enter(self.tree.root, self.history[self.tree.root.position + 1])]
-        room = min(self.rows, self.most_nodes - len(self.tree))
+        room = min(self.rows, MOST_NODES - len(self.tree))
         return [self._enter(node, token) for _, node, token in self._candidates()[: max(room, 0)]]
 
     def _candidates(self) -> list[tuple[float, Node, int]]:
