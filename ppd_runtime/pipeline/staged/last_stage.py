@@ -57,6 +57,7 @@ class LastStage:
         self._delivered = len(begin.delivered)
         self._cancelled = self._again = self._has_prompt = False
         self._prompt: PromptStates | None = None
+        self._finished_pass = 0
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
         read = len(begin.prompt_ids) + len(begin.delivered)
@@ -94,6 +95,7 @@ class LastStage:
             certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, MISS)
             self.send(self.others, certain)
             self._tell_client(certain)
+            self._tell_progress()
             self._tree.settle()
             self._patience, self._least_s = self._least_patience, _LEAST_S
 
@@ -113,6 +115,7 @@ class LastStage:
             root = self._tree.root
             if self._tree.is_newest(root) and root.has_run and root.hidden is not None:
                 return root.hidden
+            self._tell_progress()
             if self._advance():
                 continue
             message = yield wanted
@@ -139,8 +142,13 @@ class LastStage:
         for row, node in enumerate(nodes):
             node.hidden = hidden[:, row : row + 1]
             self._tree.note_run(node)
-        number = max(node.pass_number for node in nodes)
-        self.send((_FIRST,), Guesses(MAIN, self.begin.request, self.epoch, number, (), (), ()))
+        self._finished_pass = max(node.pass_number for node in nodes)
+
+    def _tell_progress(self) -> None:
+        """Tell the first stage which pass is finished, behind what that has decided: it waits for the decision."""
+        if self._finished_pass:
+            self.send((_FIRST,), Guesses(MAIN, self.begin.request, self.epoch, self._finished_pass, (), (), ()))
+            self._finished_pass = 0
 
     def _begin_attempt(self) -> None:
         """Have all stages begin with what is certain."""
