@@ -215,6 +215,8 @@ class RuntimeConfig:
     """The stages' borders, such as 3,6,9: layers before each; default: as even as can be."""
     rows: int = 1
     """Tokens of a stage's pass, at the most; each runs as a pass of its own where the device is not an emulated one."""
+    repetitions: bool = True
+    """With `stages`, also name what followed the same tokens earlier in the text, which needs no layer."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -286,7 +288,7 @@ class RuntimeConfig:
         self._check_placement()
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
-        for name in ("compile", "run_ahead", "trace"):
+        for name in ("compile", "run_ahead", "trace", "repetitions"):
             check_bool(name, getattr(self, name))
         if self.workers is not None:
             check_int("workers", self.workers, 1)

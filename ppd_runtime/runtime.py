@@ -312,6 +312,7 @@ def _worker_specs(
             run_ahead=config.run_ahead,
             cuts=cuts,
             rows=config.rows,
+            repetitions=config.repetitions,
         )
         for rank in range(processes)
     ]

@@ -65,6 +65,7 @@ _LAYOUT = (
     "stages",
     "cuts",
     "rows",
+    "repetitions",
     "exit_head",
     "workers",
     "transport",

@@ -43,6 +43,8 @@ class WorkerSpec:
     """The staged layout's borders, each the number of layers before it; empty: the paper's layout."""
     rows: int = 1
     """Of a pass of the staged layout, at the most."""
+    repetitions: bool = True
+    """Whether the staged layout has candidates from the text's own repetitions."""
 
     @property
     def runs_ahead(self) -> bool:

@@ -228,7 +228,9 @@ class Worker:
         assert stage is not None
         num_stages = len(spec.cuts) + 1
         if spec.rank == 1:
-            first = FirstStage(stage, head, num_stages, spec.k, spec.rows, self._send, begin, self._calibration)
+            first = FirstStage(
+                stage, head, num_stages, spec.k, spec.rows, self._send, begin, self._calibration, spec.repetitions
+            )
             self._drive(first.serve(), begin.request)
             return Report(spec.rank, begin.request, first.layer_passes, 0, tuple(first.first_boundary))
         middle = MiddleStage(stage, head, spec.rank, num_stages, spec.k, self._send, begin)

@@ -29,7 +29,10 @@ class Arrivals:
         if not ready:
             return []
         first = next((node for node in ready if node.is_certain), ready[0])
-        chosen = [node for node in ready if node.pass_number == first.pass_number]
+        chosen: list[Node] = []
+        for node in self._waiting:  # parents come before their children
+            if node.pass_number == first.pass_number and (self._is_ready(node) or node.parent in chosen):
+                chosen.append(node)
         self._waiting = [node for node in self._waiting if node not in chosen]
         return chosen
 

@@ -1,5 +1,6 @@
 """The first stage: chooses what enters the pipeline, the certain tokens first, then what is likeliest to follow."""
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptS
 from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.ngrams import Repetitions
 from ppd_runtime.pipeline.staged.tree import Node
 
 MOST_NODES = 64
@@ -17,12 +19,23 @@ _LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
 _TICK = 1  # layers' time that the stages behind may be later than this one
 
 
+class _Candidate:
+    """A token that may enter behind a parent, with the chance that its whole path is right; likelier ones are less."""
+
+    def __init__(self, chance: float, parent: Node, token: int) -> None:
+        self.chance, self.parent, self.token = chance, parent, token
+
+    def __lt__(self, other: "_Candidate") -> bool:
+        return self.chance > other.chance
+
+
 class FirstStage(FollowerStage):
     """Serves one request with rows of a tree; see `FollowerStage` for its other arguments.
 
     Args:
         rows: of a pass, at the most.
         calibration: what earlier requests have taught; it learns on.
+        repetitions: whether there is a boundary 0.
     """
 
     def __init__(
@@ -35,21 +48,25 @@ class FirstStage(FollowerStage):
         send: Send,
         begin: Begin,
         calibration: Calibration | None = None,
+        repetitions: bool = True,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
         self.num_stages, self.rows = num_stages, rows
-        self.calibration = calibration or Calibration()
+        self.calibration, self._has_boundary_0 = calibration or Calibration(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
 
     def _attempt(self) -> Machine:
         self._successors: dict[int, Successors] = {}
         self._next_node, self._pass_number = 1, 0
+        self._repetitions = Repetitions()
+        self._repetitions.follow(self.history)
         self._passes: deque[tuple[int, list[Node]]] = deque(maxlen=self.num_stages)
         self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each stage behind has finished
         states = self.stage.run_prompt(self.begin.prompt_ids)
         self.send((self.next,), PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
         self._name([self.tree.prompt], states[:, -1:])
+        self._name_repetition(self.tree.prompt)
         while not self._ends:
             yield from self._take_all()
             if not self._next_is_certain():
@@ -105,35 +122,62 @@ class FirstStage(FollowerStage):
         return self.tree.root.position + 1 < len(self.history)
 
     def _chosen(self) -> list[Node]:
-        """The nodes of the next pass."""
+        """The nodes of the next pass: a certain token, or else what is likeliest; behind them what needs no layer."""
+        chosen: list[Node] = []
+        waiting: list[_Candidate] = []
         if self._next_is_certain():
-            return [self._enter(self.tree.root, self.history[self.tree.root.position + 1])]
-        room = min(self.rows, MOST_NODES - len(self.tree))
-        return [self._enter(node, token) for _, node, token in self._candidates()[: max(room, 0)]]
+            chosen.append(self._enter(self.tree.root, self.history[self.tree.root.position + 1]))
+            if self.tree.is_newest(chosen[0]):
+                waiting = self._candidates_behind(chosen[0], 1.0)
+        else:
+            waiting = self._candidates()
+        heapq.heapify(waiting)
+        while waiting and len(chosen) < min(self.rows, MOST_NODES - len(self.tree)):
+            best = heapq.heappop(waiting)
+            chosen.append(self._enter(best.parent, best.token))
+            for further in self._candidates_behind(chosen[-1], best.chance):
+                heapq.heappush(waiting, further)
+        return chosen
 
-    def _candidates(self) -> list[tuple[float, Node, int]]:
-        """What may enter, with the chance that its whole path is right, the likeliest first."""
-        found: list[tuple[float, Node, int]] = []
+    def _candidates(self) -> "list[_Candidate]":
+        """What may enter."""
+        found: list[_Candidate] = []
         chances = {self.tree.root.number: 1.0}
         for node in self.tree.alive():  # parents come before their children
-            successors = self._successors.get(node.number)
-            if successors is None or node.position >= self.last_position:
-                continue
-            for token, chance in successors.chances(self.calibration).items():
-                whole = chances.get(node.number, 0.0) * chance
-                if token in node.children:
-                    chances[node.children[token].number] = whole
-                elif whole >= _LEAST_CHANCE:
-                    found.append((whole, node, token))
-        return sorted(found, key=lambda candidate: -candidate[0])
+            found += self._candidates_behind(node, chances.get(node.number, 0.0), chances)
+        return found
+
+    def _candidates_behind(
+        self, node: Node, chance: float, of_children: dict[int, float] | None = None
+    ) -> "list[_Candidate]":
+        """What may enter behind a node whose whole path is right with this chance; notes that of its children."""
+        successors = self._successors.get(node.number)
+        if successors is None or node.position >= self.last_position:
+            return []
+        found: list[_Candidate] = []
+        for token, own in successors.chances(self.calibration).items():
+            if (child := node.children.get(token)) is None:
+                if chance * own >= _LEAST_CHANCE:
+                    found.append(_Candidate(chance * own, node, token))
+            elif of_children is not None:
+                of_children[child.number] = chance * own
+        return found
 
     def _enter(self, parent: Node, token: int) -> Node:
         number, self._next_node = self._next_node, self._next_node + 1
         node = self.tree.add(number, token, parent.position + 1, parent.number)
         assert node is not None, "what enters stands behind a node that may come true"
+        self._name_repetition(node)
         return node
 
+    def _name_repetition(self, node: Node) -> None:
+        """Boundary 0: what followed the same tokens earlier in the text."""
+        guess = self._repetitions.guess(self.tree.text(node)) if self._has_boundary_0 else None
+        if guess is not None:
+            self._successors.setdefault(node.number, Successors()).by_boundary[0] = [guess]
+
     def _learn(self, known: int) -> None:
+        self._repetitions.follow(self.history)
         for position in range(known, len(self.history)):
             if self.tree.root.position == position - 1:
                 self._tally(self.history[position])
@@ -147,6 +191,7 @@ class FirstStage(FollowerStage):
         if successors is None or self.begin.params.max_new_tokens == 1:
             return
         boundary = successors.first_boundary(token)
+        boundary = 1 if boundary == 0 else boundary  # no later than what it is counted with
         self.first_boundary[(boundary or self.num_stages) - 1] += 1
         successors.learn(self.calibration, token)
 
