@@ -52,6 +52,7 @@ def measure(options: argparse.Namespace) -> Figures:
             cuts=options.cuts,
             k=options.k,
             rows=options.rows,
+            repetitions=not options.no_repetitions,
             launcher=options.launcher,
             **place,
         )
@@ -69,6 +70,7 @@ def table(figures: Figures) -> str:
     columns = ["layout", "ordinary, ms a token", "stages", "speed-up", "quartiles", "lock-step", "N/E[J]"]
     columns += ["realised saving", "tokens first named at boundary 1, 2, …, never", "tokens identical", "texts"]
     layout = f"{figures['stages']} stages, k={figures['k']}, rows={figures['rows']}, T={figures['temperature']:g}"
+    layout += "" if figures["repetitions"] else ", without repetitions"
     conditions = f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""
     row = [
         layout + ", compiled" * figures["compiled"] + conditions,
@@ -105,6 +107,7 @@ def _figures(options: argparse.Namespace, runtime: PPDRuntime, pairs: list[Pair]
         "cuts": options.cuts,
         "k": options.k,
         "rows": options.rows,
+        "repetitions": not options.no_repetitions,
         "temperature": options.temperature,
         "launcher": runtime.launcher,
         "compiled": options.compile,
@@ -127,7 +130,9 @@ def _lock_step_speedup(
     options: argparse.Namespace, runtime: PPDRuntime, prompts: Sequence[str], params: SamplingParams
 ) -> float:
     """What the machines could reach over these texts."""
-    simulated = SimulatedStages(runtime.info, runtime.cuts, options.k, options.rows, options.compile)
+    simulated = SimulatedStages(
+        runtime.info, runtime.cuts, options.k, options.rows, options.compile, not options.no_repetitions
+    )
     times = StageTimes(row_cost=options.row_cost)
     prompt_ids = [runtime.tokenizer.encode(prompt) for prompt in prompts]
     for ids in prompt_ids:  # for the heads' calibration, as in the round that is dropped
@@ -147,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--k", type=positive, default=3)
     found.add_argument("--rows", type=positive, default=1)
     found.add_argument("--row-cost", type=float, default=0.0, help="of a further row on an emulated device, as a share")
+    found.add_argument("--no-repetitions", action="store_true", help="without boundary 0")
     found.add_argument("--temperature", type=float, default=0.0)
     found.add_argument("--tokens", type=positive, default=64)
     found.add_argument("--rounds", type=positive, default=3)

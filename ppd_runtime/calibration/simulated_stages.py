@@ -66,12 +66,22 @@ class SimulatedStages:
         k: candidates at each boundary.
         rows: of a pass, at the most.
         compiled: run compiled passes, whose tokens are those of compiled ordinary decoding.
+        repetitions: as in `RuntimeConfig`.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.
     """
 
-    def __init__(self, info: ModelInfo, cuts: Sequence[int], k: int, rows: int, compiled: bool = True) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        cuts: Sequence[int],
+        k: int,
+        rows: int,
+        compiled: bool = True,
+        repetitions: bool = True,
+    ) -> None:
+        self._has_repetitions = repetitions
         self._info, self._k, self._rows = info, k, rows
         self._tokenizer, self._calibration = load_tokenizer(info), Calibration()
         code = compile_ahead(info, torch.float32, "cpu") if compiled else {}
@@ -94,7 +104,17 @@ class SimulatedStages:
         stages = [_ClockedStage(stage, clock, times) for stage, clock in zip(self._stages, clocks, strict=True)]
         heads = [_ClockedHead(stage, sampler, clock, times) for stage, clock in zip(self._stages, clocks, strict=True)]
         size = len(stages)
-        first = FirstStage(stages[0], heads[0], size, self._k, self._rows, partial(send, 1), begin, self._calibration)
+        first = FirstStage(
+            stages[0],
+            heads[0],
+            size,
+            self._k,
+            self._rows,
+            partial(send, 1),
+            begin,
+            self._calibration,
+            self._has_repetitions,
+        )
         last = LastStage(stages[-1], self._info.num_layers, range(1, size), partial(send, MAIN), begin)
         stop = StopRule(params, self._info.eos_token_ids, self._tokenizer, prompt_ids)
         machines: dict[int, Machine] = {1: first.serve(), MAIN: last.decode(sampler, stop)}
