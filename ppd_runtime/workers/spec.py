@@ -59,6 +59,8 @@ class WorkerSpec:
     @property
     def pass_kinds(self) -> frozenset[int]:
         """The kinds of passes that it runs: over one token, and over its candidates."""
+        if self.cuts and self.rows > 1:
+            return frozenset({PassKind.ONE, PassKind.SEVERAL})
         return frozenset({PassKind.ONE, self.num_candidates})
 
     @property

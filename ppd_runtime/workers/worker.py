@@ -229,7 +229,16 @@ class Worker:
         num_stages = len(spec.cuts) + 1
         if spec.rank == 1:
             first = FirstStage(
-                stage, head, num_stages, spec.k, spec.rows, self._send, begin, self._calibration, spec.repetitions
+                stage,
+                head,
+                num_stages,
+                spec.k,
+                spec.rows,
+                self._send,
+                begin,
+                self._calibration,
+                spec.repetitions,
+                only_chains=spec.emulate is None,
             )
             self._drive(first.serve(), begin.request)
             return Report(spec.rank, begin.request, first.layer_passes, 0, tuple(first.first_boundary))

@@ -56,3 +56,14 @@ def test_the_command_line(ordinary, tmp_path):
     expected = ordinary.generate(PROMPT, max_new_tokens=16)
     assert json.loads(out.read_text())["token_ids"] == list(expected.token_ids)
     assert timeline.stat().st_size
+
+
+def test_a_text_that_repeats_itself_in_compiled_chains():
+    prompt = "x = [1, 2, 3]\ny = [1, 2, 3]\nx = [1, 2, 3]\ny = ["
+    compiled = OrdinaryDecoding("demo", dtype="float32", compile=True)
+    expected = compiled.generate(prompt, max_new_tokens=64, ignore_eos=True)
+    with PPDRuntime(
+        "demo", stages=2, rows=8, dtype="float32", compile=True, launcher="processes", trace=True
+    ) as runtime:
+        result = runtime.generate(prompt, max_new_tokens=64, ignore_eos=True)
+    assert result.token_ids == expected.token_ids

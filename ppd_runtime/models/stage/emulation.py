@@ -69,7 +69,7 @@ class EmulatedStage(Stage):
     def _run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
         began = time.perf_counter()
         hidden = super()._run_rows(inputs, place)
-        passes = 1 + self._row_cost * (len(inputs) - 1)
+        passes = 1 + self._row_cost * (hidden.shape[1] - 1)
         _wait_until(began + (self.num_layers - self.first_layer) * self._layer_s * passes)
         return hidden
 

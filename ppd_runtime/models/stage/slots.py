@@ -24,14 +24,15 @@ class NodeSlots:
         self._nodes: dict[int, int] = {}  # by row, of those that are no spare ones
         self._capacity, self._spare = capacity, list(range(capacity, capacity + spare))
 
-    def place(self, path: Sequence[int]) -> int:
+    def place(self, path: Sequence[int], newest: int = 1) -> int:
         """Put nodes into place that stand one behind the other behind the kept tokens, for the newest to run.
 
-        Its position, which is how many tokens the layers hold then. IndexError where there is no room.
+        The position of the first that runs, which is how many tokens the layers hold then. IndexError where there is no
+        room.
         """
         for row, node in enumerate(path, self.kept):
             self._put(node, row)
-        position = self.kept + len(path) - 1
+        position = self.kept + len(path) - newest
         self._cache.set_length(position)
         return position
 

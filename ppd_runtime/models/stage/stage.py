@@ -85,6 +85,10 @@ class Stage:
         if self._compiled:
             self._compiled.add(*passes)
 
+    def compiles_chains(self, tokens: int) -> bool:
+        """Whether there is compiled code for a pass over so many tokens, one behind the other."""
+        return self._compiled is not None and self._compiled.runs_tree(tokens)
+
     def behind(self, part: PreTrainedModel) -> "Stage":
         """A stage for a model of one layer behind this one, compiled if this one is, that notes its times here."""
         stage = Stage(part, self._compiled and self._compiled.of_part(part))
@@ -130,9 +134,9 @@ class Stage:
     def run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
         """Run the stage's layers over several tokens that stand behind different texts, as one pass: a row each.
 
-        `inputs` are tokens' ids where the stage embeds, else hidden states `[1, 1, hidden_size]`. `place` puts the text
-        of a row into the caches' first rows and gives its position. The hidden states are `[1, rows, hidden_size]`, the
-        bits of each those of a pass of its own.
+        Each of the `inputs` is a token, or a chain of some: ids where the stage embeds, else hidden states
+        `[1, tokens, hidden_size]`. `place` puts the text of one of them into the caches' first rows and gives its
+        position. The hidden states are `[1, rows, hidden_size]`; a token alone has the bits of a pass of its own.
         """
         began = time.perf_counter()
         hidden = self._run_rows(inputs, place)
@@ -140,7 +144,7 @@ class Stage:
         ended, layers = time.perf_counter(), self.num_layers - self.first_layer
         self._note_time((ended - began) / layers)
         self.recorder.note(Kind.LAYERS, began, ended, self.length(-1) - 1, -1, self.first_layer, self.num_layers)
-        self.layer_passes += len(inputs) * layers
+        self.layer_passes += hidden.shape[1] * layers
         return hidden
 
     def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:

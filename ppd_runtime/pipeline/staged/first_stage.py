@@ -36,6 +36,7 @@ class FirstStage(FollowerStage):
         rows: of a pass, at the most.
         calibration: what earlier requests have taught; it learns on.
         repetitions: whether there is a boundary 0.
+        only_chains: whether the rows of a pass stand one behind the other, where others take a pass' time each.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class FirstStage(FollowerStage):
         begin: Begin,
         calibration: Calibration | None = None,
         repetitions: bool = True,
+        only_chains: bool = False,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
-        self.num_stages, self.rows = num_stages, rows
+        self.num_stages, self.rows, self.only_chains = num_stages, rows, only_chains
         self.calibration, self._has_boundary_0 = calibration or Calibration(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
@@ -131,6 +133,8 @@ class FirstStage(FollowerStage):
                 waiting = self._candidates_behind(chosen[0], 1.0)
         else:
             waiting = self._candidates()
+        if self.only_chains:
+            waiting = sorted(waiting)[:1]
         heapq.heapify(waiting)
         while waiting and len(chosen) < min(self.rows, MOST_NODES - len(self.tree)):
             best = heapq.heappop(waiting)
