@@ -227,6 +227,7 @@ def test_tokens_on_two_hosts(two_hosts, ordinary, transport, run_ahead):
 def test_time_on_two_hosts(two_hosts, ordinary, transport, run_ahead):
     with runtime_on(two_hosts, ordinary, transport, run_ahead) as (hosts, given, ask, text):
         hits = takes_part(ask, text)["hits"]
+        assert 0.6 < sum(hits) / len(hits) < 0.95
         for delay_ms in (0, 1, 5):
             hosts.set_link(delay_ms / 1000)
             predicted, runs = predicted_ms(given, delay_ms, hits), list[float]()
