@@ -8,6 +8,7 @@ import os
 
 import pytest
 from compilers import needs_compiler
+from grids import nightly
 from seeds import SEED
 
 from benchmarks import __main__ as everything
@@ -131,6 +132,7 @@ def test_tracing():
     assert all(spent > 0 for spent in found["calls_us_a_token"].values())
 
 
+@nightly
 def test_endurance():
     faults = int(os.environ.get("PPD_FAULTS", "2"))
     options = f"--model random:64x4 --k 2 --requests 12 --tokens 20 --fault-every-s 2 --faults {faults} --seed {SEED}"
@@ -146,6 +148,7 @@ def test_endurance():
     assert found["lives"]["main process"][0][1][0] >= 1, "no main process was looked at"
 
 
+@nightly
 def test_recovery():
     found = figures(recovery, "--rounds 1 --tokens 300")
     assert found["texts equal"] == found["texts"] == 1

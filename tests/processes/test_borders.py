@@ -6,6 +6,7 @@ import psutil
 import pytest
 from families.attack import prompts
 from families.specimens import BORDER, SPECIAL
+from grids import nightly
 from models_for_tests import build_tokenizer
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
@@ -27,9 +28,7 @@ def saved(name: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "killed_after", [pytest.param(2, marks=pytest.mark.nightly), 6, 7, pytest.param(11, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("killed_after", [6, *(pytest.param(tokens, marks=nightly) for tokens in (2, 7, 11))])
 def test_a_new_main_process_goes_on_with_the_same_text(folder: str, killed_after: int) -> None:
     """Killed before the border, at it, and behind it."""
     expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -81,10 +80,7 @@ def test_stop_texts_statistics_and_traces_span_the_border(folder: str) -> None:
     "name",
     [
         "llama, longrope",
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("llama, overlooked layer kinds", "granite, multipliers")
-        ),
+        *(pytest.param(name, marks=nightly) for name in ("llama, overlooked layer kinds", "granite, multipliers")),
     ],
 )
 def test_compiled(name: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from compilers import needs_compiler
+from grids import nightly
 from models_for_tests import load_stage as load_eager
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -293,6 +294,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatc
         cache_folder()
 
 
+@nightly
 def test_what_is_compiled_is_written_where_no_other_process_writes(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from compilers import needs_compiler
+from grids import nightly
 
 from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -14,16 +15,18 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
 NEW_TOKENS = 70  # past a step of the attended rows
+GREEDY, SAMPLED = {}, {"temperature": 0.8, "seed": 3}
 
 
 pytestmark = needs_compiler
 
 
-def check(ordinary: OrdinaryDecoding, **layout: object) -> None:
+def check(
+    ordinary: OrdinaryDecoding, settings: tuple[dict[str, object], ...] = (GREEDY, SAMPLED), **layout: object
+) -> None:
     """Greedy and sampled tokens, with candidates that are right at seven positions in ten."""
     folder, dtype = ordinary.config.model, ordinary.config.dtype
     prompts = [[5], [40, 7, 291, 65, 133]]
-    settings = [{}, {"temperature": 0.8, "seed": 3}]
     for extra in settings:
         texts = [ordinary.generate(p, max_new_tokens=NEW_TOKENS, **extra) for p in prompts]
         known = tuple((*text.prompt_ids, *text.token_ids) for text in texts)
@@ -51,9 +54,10 @@ def test_threads_with_fewer_workers_than_candidates(model_folder):
     check(ordinary, k=3, workers=1, exit_layer=3, transport="local")
 
 
-def test_ray(ray_node, model_folder):
-    folder = str(model_folder("llama", num_layers=5))
-    check(OrdinaryDecoding(folder, compile=True, dtype="float32"), k=2, exit_layer=3, launcher="ray")
+@pytest.mark.parametrize(("k", "settings"), [(1, (SAMPLED,)), pytest.param(2, (GREEDY, SAMPLED), marks=nightly)])
+def test_ray(ray_node, model_folder, k, settings):
+    ordinary = OrdinaryDecoding(str(model_folder("llama", num_layers=5)), compile=True, dtype="float32")
+    check(ordinary, settings, k=k, exit_layer=3, launcher="ray")
 
 
 def _layers_kept():
@@ -61,6 +65,7 @@ def _layers_kept():
     return {path: path.stat().st_mtime_ns for path in cache_folder().glob("*.pt2")}
 
 
+@nightly
 def test_the_command_line_compiles_once(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # others write into the tests' own
     folder = str(model_folder("llama", num_layers=5))

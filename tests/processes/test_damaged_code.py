@@ -11,6 +11,7 @@ import torch
 from compilers import needs_compiler
 from damage import clear, cut, flip
 from disks import disk, read_only
+from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.checksummed import is_whole
@@ -109,6 +110,7 @@ def _packages(model: str) -> set[Path]:
     return set(compile_layers(config, torch.float32, torch.device("cpu")))
 
 
+@nightly
 def test_packages_of_code_that_is_launched(
     model: str, made: tuple, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,6 +125,7 @@ def test_packages_of_code_that_is_launched(
     assert len(list(cache.glob("*.pt2"))) == 2
 
 
+@nightly
 def test_a_folder_that_can_be_read_only(
     model: str,
     made: tuple,

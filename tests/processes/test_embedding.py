@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding
 
@@ -142,13 +143,13 @@ def environment(**more: str) -> dict[str, str]:
     return plain | {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"} | more
 
 
-@pytest.mark.parametrize("launcher", ["ray", "processes"])
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=nightly)])
 def test_the_thread_of_the_first_call_may_end(folder, expected, tmp_path, launcher):
     lines, _ = run(tmp_path, BEGIN + SERVER, folder=folder, launcher=launcher)
     assert lines == [f"{expected}", f"{expected} {expected}"]
 
 
-@pytest.mark.parametrize("launcher", ["ray", "processes"])
+@pytest.mark.parametrize("launcher", ["ray", pytest.param("processes", marks=nightly)])
 def test_two_runtimes_in_one_program(folder, expected, tmp_path, launcher):
     source = BEGIN + TWO + (TWO_ON_RAY if launcher == "ray" else "")
     lines, said = run(tmp_path, source, folder=folder, launcher=launcher)
@@ -169,7 +170,7 @@ def test_the_programs_own_ray(folder, expected, tmp_path):
     assert lines[4:] == ["True 8"]
 
 
-@pytest.mark.parametrize("launcher", ["ray", "processes"])
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=nightly)])
 def test_sigterm_ends_a_command_and_its_workers(launcher):
     command = [*COMMAND, "--launcher", launcher, "--max-new-tokens", "2000", "--ignore-eos"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
@@ -186,18 +187,16 @@ def test_sigterm_ends_a_command_and_its_workers(launcher):
     assert not alive
 
 
-def test_ctrl_c_while_a_library_is_imported(folder, expected, tmp_path):
+@pytest.mark.parametrize("after_s", [0.2, *(pytest.param(seconds, marks=nightly) for seconds in (0.6, 1.2))])
+def test_ctrl_c_while_a_library_is_imported(folder, expected, tmp_path, after_s):
     file = tmp_path / "program.py"
     file.write_text(INTERRUPTED_IMPORT.format(folder=folder))
-    for after_s in (0.2, 0.6, 1.2):
-        with subprocess.Popen(
-            [sys.executable, file], stdout=subprocess.PIPE, text=True, preexec_fn=hears_it
-        ) as running:
-            assert running.stdout.readline() == "importing\n"
-            time.sleep(after_s)
-            running.send_signal(signal.SIGINT)
-            rest, _ = running.communicate(timeout=120)
-        assert rest == f"interrupted\nimporting\n{tuple(expected)}\n"
+    with subprocess.Popen([sys.executable, file], stdout=subprocess.PIPE, text=True, preexec_fn=hears_it) as running:
+        assert running.stdout.readline() == "importing\n"
+        time.sleep(after_s)
+        running.send_signal(signal.SIGINT)
+        rest, _ = running.communicate(timeout=120)
+    assert rest == f"interrupted\nimporting\n{tuple(expected)}\n"
 
 
 def hears_it() -> None:
@@ -227,6 +226,10 @@ def test_an_address_of_rays_in_the_environment_that_is_wrong():
     assert shown.returncode == 2
     assert shown.stderr.startswith("ppd: RAY_ADDRESS='127.0.0.1:9': nobody answers there")
     assert shown.stderr.count("\n") == 1
+
+
+@nightly
+def test_an_address_of_rays_where_nobody_speaks():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         command = [*COMMAND, "--ray-address", address]

@@ -6,6 +6,7 @@ import random
 
 import psutil
 import pytest
+from grids import nightly
 from programs import Program
 from seeds import SEED
 
@@ -35,12 +36,12 @@ def workers(program):
     [
         ("processes", "exception"),
         ("processes", "kill"),
-        ("ray", "interrupt"),
+        ("processes", "interrupt"),
         ("ray", "terminate"),
-        pytest.param("processes", "interrupt", marks=pytest.mark.nightly),
-        pytest.param("processes", "terminate", marks=pytest.mark.nightly),
-        pytest.param("ray", "exception", marks=pytest.mark.nightly),
-        pytest.param("ray", "kill", marks=pytest.mark.nightly),
+        pytest.param("processes", "terminate", marks=nightly),
+        pytest.param("ray", "exception", marks=nightly),
+        pytest.param("ray", "kill", marks=nightly),
+        pytest.param("ray", "interrupt", marks=nightly),
     ],
 )
 def test_nothing_is_left_behind(folder, launcher, ending):
@@ -58,10 +59,11 @@ def test_nothing_is_left_behind(folder, launcher, ending):
 @pytest.mark.parametrize(
     ("launcher", "ending", "times", "longest_s"),
     [
-        ("processes", "kill", 3, 8.0),
-        ("ray", "interrupt", 2, 14.0),
-        pytest.param("processes", "interrupt", 3, 8.0, marks=pytest.mark.nightly),
-        pytest.param("ray", "kill", 2, 14.0, marks=pytest.mark.nightly),
+        ("processes", "kill", 1, 8.0),
+        pytest.param("processes", "kill", 3, 8.0, marks=nightly),
+        pytest.param("processes", "interrupt", 3, 8.0, marks=nightly),
+        pytest.param("ray", "interrupt", 2, 14.0, marks=nightly),
+        pytest.param("ray", "kill", 2, 14.0, marks=nightly),
     ],
 )
 def test_nothing_is_left_whenever_it_ends(folder, launcher, ending, times, longest_s):
@@ -76,6 +78,7 @@ def test_nothing_is_left_whenever_it_ends(folder, launcher, ending, times, longe
     print(f"{ending} {times} times, {launcher}: up to {most} processes of its own, none left")
 
 
+@nightly
 def test_a_second_ctrl_c_leaves_nothing_either(folder):
     moments = random.Random(SEED)
     with Program(folder, "ray", "interrupt") as program:

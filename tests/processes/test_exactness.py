@@ -1,9 +1,14 @@
-"""All tokens equal transformers' own `generate` and ordinary decoding's, over threads and over Ray and its sockets."""
+"""All tokens equal transformers' own `generate` and ordinary decoding's, over threads and over Ray and its sockets.
 
+By day with some prompts, and each family and dtype with a third of the layouts; in the night with all of both.
+"""
+
+import functools
 import itertools
 
 import pytest
 import torch
+from grids import nightly
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -15,27 +20,31 @@ DTYPES = ["float32", "bfloat16"]
 LAYOUTS = list(itertools.product((1, 3, 5), (3, 4)))  # k and exit layer, for five layers
 NEW_TOKENS = 12
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 17, 20, 24, 30, 37, 45, 60)
+BY_DAY = (1, 2, 3, 5, 17, 60)
+Texts = dict[tuple[int, ...], tuple[int, ...]]
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
-    """Twenty prompts of differing lengths."""
+def prompts(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """One of each length."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+    every = [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [prompt for prompt in every if len(prompt) in lengths]
 
 
-def expected_tokens(folder: str, dtype: str, new_tokens: int = NEW_TOKENS) -> dict[tuple[int, ...], tuple[int, ...]]:
+@functools.cache
+def expected_tokens(folder: str, dtype: str, lengths: tuple[int, ...], new_tokens: int = NEW_TOKENS) -> Texts:
     """Transformers' greedy text for each prompt, checked against ordinary decoding here."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ordinary = OrdinaryDecoding(folder, dtype=dtype)
     texts = {}
-    for prompt in prompts(model.config.vocab_size):
+    for prompt in prompts(model.config.vocab_size, lengths):
         output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens)
         texts[tuple(prompt)] = tuple(output[0, len(prompt) :].tolist())
         assert ordinary.generate(prompt, max_new_tokens=new_tokens).token_ids == texts[tuple(prompt)]
     return texts
 
 
-def check(runtime: PPDRuntime, texts: dict[tuple[int, ...], tuple[int, ...]], new_tokens: int = NEW_TOKENS) -> None:
+def check(runtime: PPDRuntime, texts: Texts, new_tokens: int = NEW_TOKENS) -> None:
     """Every prompt's tokens through a runtime."""
     for prompt, tokens in texts.items():
         result = runtime.generate(list(prompt), max_new_tokens=new_tokens)
@@ -51,36 +60,49 @@ def check(runtime: PPDRuntime, texts: dict[tuple[int, ...], tuple[int, ...]], ne
 def model_with_eos(model_folder, family: str, dtype: str) -> str:
     """A model some of whose texts end early: its end token is one that it is known to write."""
     plain = str(model_folder(family, num_layers=5, dtype=dtype))
-    ordinary = OrdinaryDecoding(plain, dtype=dtype)
-    written = [ordinary.generate(p, max_new_tokens=NEW_TOKENS).token_ids for p in prompts(300)[:6]]
+    written = expected_tokens(plain, dtype, BY_DAY).values()
     end = next(t for text in written for t in text[3:] if not all(t in other for other in written))
     return str(model_folder(family, num_layers=5, dtype=dtype, eos_token_id=end))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_threads(model_folder, family, dtype):
-    folder = model_with_eos(model_folder, family, dtype)
-    texts = expected_tokens(folder, dtype)
+def check_threads(folder: str, dtype: str, lengths: tuple[int, ...], layouts: list[tuple[int, int]]) -> None:
+    texts = expected_tokens(folder, dtype, lengths)
     ends = {len(tokens) < NEW_TOKENS for tokens in texts.values()}
     assert ends == {True, False}, "some texts end with the end token, some do not"
-    for k, exit_layer in LAYOUTS:
+    for k, exit_layer in layouts:
         with PPDRuntime(folder, k=k, exit_layer=exit_layer, dtype=dtype, transport="local") as runtime:
             check(runtime, texts)
 
 
 @pytest.mark.parametrize(
-    ("number", "family", "dtype"),
+    ("number", "family", "dtype"), [(i, *pair) for i, pair in enumerate(itertools.product(FAMILIES, DTYPES))]
+)
+def test_threads(model_folder, family, dtype, number):
+    """Each layout with several families, and with both dtypes."""
+    check_threads(model_with_eos(model_folder, family, dtype), dtype, BY_DAY, LAYOUTS[number % 3 :: 3])
+
+
+@nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads_in_every_layout(model_folder, family, dtype):
+    check_threads(model_with_eos(model_folder, family, dtype), dtype, LENGTHS, LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "k", "exit_layer", "lengths"),
     [
-        pytest.param(number, family, dtype, marks=() if number % 2 == i else pytest.mark.nightly)
-        for number, family in enumerate(FAMILIES)
-        for i, dtype in enumerate(DTYPES)
+        ("mistral", "bfloat16", 1, 3, BY_DAY),
+        ("gemma2", "float32", 3, 4, BY_DAY),
+        *(
+            pytest.param(*pair, *LAYOUTS[number % len(LAYOUTS)], LENGTHS, marks=nightly)
+            for number, pair in enumerate(itertools.product(FAMILIES, DTYPES))
+        ),
     ],
 )
-def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
+def test_ray_and_zeromq(ray_node, model_folder, family, dtype, k, exit_layer, lengths):
     folder = model_with_eos(model_folder, family, dtype)
-    texts = expected_tokens(folder, dtype)
-    k, exit_layer = LAYOUTS[(number * 2 + DTYPES.index(dtype) * 3) % len(LAYOUTS)]
+    texts = expected_tokens(folder, dtype, lengths)
     vocab_size = describe(folder).vocab_size
     head = OracleHead(tuple((*prompt, *tokens) for prompt, tokens in texts.items()), 0.7, vocab_size)
     with PPDRuntime(
@@ -90,15 +112,18 @@ def test_ray_and_zeromq(ray_node, model_folder, family, number, dtype):
 
 
 @pytest.mark.parametrize(
-    ("k", "dtype", "transport"),
+    ("k", "dtype", "transport", "lengths"),
     [
-        pytest.param(k, dtype, ("unix", "zeromq")[(i + i // 2) % 2], marks=() if k == 3 else pytest.mark.nightly)
-        for i, (k, dtype) in enumerate(itertools.product((1, 3, 5), DTYPES))
+        (1, "float32", "unix", BY_DAY),
+        (3, "bfloat16", "zeromq", BY_DAY),
+        *(
+            pytest.param(k, dtype, ("unix", "zeromq")[(i + i // 2) % 2], LENGTHS, marks=nightly)
+            for i, (k, dtype) in enumerate(itertools.product((1, 3, 5), DTYPES))
+        ),
     ],
 )
-def test_demo_model_over_ray(ray_node, k, dtype, transport):
-    folder = str(describe("demo").folder)
-    texts = expected_tokens(folder, dtype, new_tokens=24)
+def test_demo_model_over_ray(ray_node, k, dtype, transport, lengths):
+    texts = expected_tokens(str(describe("demo").folder), dtype, lengths, new_tokens=24)
     with (
         PPDRuntime(k=k, dtype=dtype, transport=transport, launcher="ray") as runtime,
         OrdinaryDecoding(dtype=dtype) as ordinary,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from compilers import needs_compiler
+from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding
 
@@ -56,12 +57,14 @@ def test_same_text_three_layouts() -> None:
     assert texts == {repr(asked)} and asked != other
 
 
+@nightly
 def test_compare_methods() -> None:
     lines = run("compare_methods.py", "import os\n", "x = [").splitlines()
     assert [line.split()[0] for line in lines] == ["autoregressive", "layerskip", "adaspeed", "kangaroo", "ppd"]
     assert all(line.endswith("same texts: True") for line in lines)
 
 
+@nightly
 def test_batch_on_ray(tmp_path: Path) -> None:
     prompts, results = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
     prompts.write_text("import os\ndef area(radius):\n")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 from busy_cores import busy, cores
+from grids import nightly
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -77,6 +78,7 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
     assert set(rates.first_boundary) == {((2,), k) for k in range(1, 6)}
 
 
+@nightly
 def test_other_programs_are_noticed_while_times_are_measured(model_folder: Callable[..., Path]) -> None:
     """On the core of the other process alone."""
     measurement = Measurement(str(model_folder("llama")), PROMPTS, sampling=SamplingParams(max_new_tokens=2))

@@ -180,7 +180,7 @@ def test_who_is_killed_in_the_middle_is_not_waited_for(folder: Path) -> None:
         holder.kill()
     began = time.monotonic()
     path = kept(folder)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert find(folder, NAME, SUFFIX) == path
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, get_args
 
 import pytest
 import typer
+from grids import nightly
 from typer.testing import CliRunner, Result
 
 import ppd_runtime
@@ -180,11 +181,14 @@ def test_a_stream_ends_with_a_line_of_figures(model_folder: Callable[..., Path],
 @pytest.mark.parametrize(
     "locale",
     [
-        {"PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "latin-1"},
+        pytest.param({"PYTHONIOENCODING": "ascii"}, id="forced", marks=nightly),
+        pytest.param({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="C"),
+        pytest.param(
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "latin-1"},
+            id="latin",
+            marks=nightly,
+        ),
     ],
-    ids=["forced", "C", "latin"],
 )
 def test_a_terminal_of_ascii_gets_what_it_can_show(model_folder: Callable[..., Path], locale: dict[str, str]) -> None:
     generate = [

@@ -42,13 +42,13 @@ def test_passes_and_heads_take_their_time(model):
 
 
 def test_a_device_without_a_heads_time_does_not_wait_for_it(model):
-    stage = EmulatedStage(model, None, EmulatedDevice(layer_ms=1000.0))
+    stage = EmulatedStage(model, None, EmulatedDevice(layer_ms=60_000.0))
     stage.begin(8)
     hidden = torch.zeros(1, 1, 32)
     assert stage.run(2, 2, hidden, 0) is hidden, "no layers, no time"
     began = time.perf_counter()
     stage.logits(hidden)
-    assert time.perf_counter() - began < 1.0
+    assert time.perf_counter() - began < 30
 
 
 @pytest.mark.parametrize(("name", "value"), [("layer_ms", -1.0), ("layer_ms", float("nan")), ("head_ms", float("inf"))])

@@ -17,7 +17,7 @@ import ppd_runtime.workers.worker
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
-LEAST_REQUESTS = 10
+LEAST_REQUESTS = 6
 FAULTS = int(os.environ.get("PPD_FAULTS", "5"))
 """Of each kind that a case has, at least."""
 PROMPT = [5, 9, 200, 31]
@@ -93,7 +93,7 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
             began = time.monotonic()
             result = runtime.generate(prompt, **settings)
             assert result.token_ids == ordinary.generate(prompt, **settings).token_ids
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - began < 120
             hits, requests, slowest = hits + result.stats.hits, requests + 1, max(slowest, time.monotonic() - began)
     happened = {kind: number for kind, number in fate.happened.items() if number}
     print(f"{happened} in {requests} requests, {hits} hits, slowest request {slowest:.1f} s")

@@ -45,7 +45,7 @@ def test_a_worker_is_ended_after_a_moment_of_grace(tmp_path, holding):
     assert users_of(str(folder)) == {worker.pid}
     began = time.monotonic()
     clear(str(folder), grace_s=0.5)
-    assert 0.5 < time.monotonic() - began < 5
+    assert 0.5 < time.monotonic() - began < 30
     assert worker.wait(5) == -9
     assert not folder.exists()
 

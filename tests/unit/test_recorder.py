@@ -30,23 +30,25 @@ def assert_whole(stats):
 
 def test_spans_and_what_lies_between_sum_to_the_whole():
     recorder = Recorder()
-    recorder.begin()
     outside = -time.perf_counter()
+    recorder.begin()
+    inside = -time.perf_counter()
     for kind, seconds in ((Kind.LAYERS, 0.02), (Kind.HEAD, 0.01), (Kind.CHOOSE, 0.01), (Kind.WAIT, 0.03)):
         time.sleep(0.005)
         began = time.perf_counter()
         time.sleep(seconds)
         recorder.note(kind, began, time.perf_counter())
+    inside += time.perf_counter()
     recorder.pause()
     outside += time.perf_counter()
     time.sleep(0.05)  # nobody's
     recorder.resume()
     ledger = recorder.ledger()
-    assert ledger.total_s == pytest.approx(outside, rel=0.03)
+    assert inside <= ledger.total_s <= outside
     assert ledger.layers_s >= 0.02
     assert ledger.heads_s >= 0.02
     assert ledger.waiting_s >= 0.03
-    assert 0.02 <= ledger.python_s < outside - 0.07 + 0.001
+    assert 0.02 <= ledger.python_s < outside - 0.07
     assert ledger.hops_s == 0
 
 

@@ -5,9 +5,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from grids import nightly
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, Decoded, begin_message, rehearsed, same
+from seeds import SEED
 
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import MAIN, MISS, Candidate, End, Entries, ExitState, HeadStart, Token
@@ -71,7 +73,7 @@ def test_layers_with_windows(model_folder, family):
     assert got.hits
 
 
-@given(
+ANY = given(
     pattern=st.integers(0, 2**32 - 1),
     rate=st.sampled_from([0.2, 0.5, 0.8, 0.95]),
     order=st.integers(0, 2**32 - 1),
@@ -79,8 +81,23 @@ def test_layers_with_windows(model_folder, family):
     length=st.integers(1, 24),
     sampled=st.booleans(),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@ANY
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_hit_pattern_any_order_any_straggler(bench, pattern, rate, order, impatience, length, sampled):
+    check_any(bench, pattern, rate, order, impatience, length, sampled)
+
+
+@nightly
+@ANY
+@settings(max_examples=300, deadline=None)
+@seed(SEED)
+def test_many_hit_patterns_orders_and_stragglers(bench, pattern, rate, order, impatience, length, sampled):
+    check_any(bench, pattern, rate, order, impatience, length, sampled)
+
+
+def check_any(bench, pattern, rate, order, impatience, length, sampled):
     """Chains dropped in the middle of a pass, late candidates, early starts from a text that never came to be."""
     params = SamplingParams(max_new_tokens=length, temperature=0.8 * sampled, seed=5, ignore_eos=True)
     prompt = bench.prompt_ids(PROMPTS[pattern % len(PROMPTS)])

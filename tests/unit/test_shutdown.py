@@ -29,9 +29,9 @@ def runtime(folder):
 def _decode_for_long(runtime):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="^the runtime is closed: make a new one$"):
-        while time.monotonic() < began + 20:
+        while time.monotonic() < began + 60:
             runtime.generate(PROMPT, max_new_tokens=500, ignore_eos=True)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def _threads():
