@@ -35,8 +35,8 @@ SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, top_k=4
 
 
 @functools.cache
-def _layers(info: ModelInfo, last: int, dtype: torch.dtype) -> PreTrainedModel:
-    return load_layers(info, last, dtype, "cpu")
+def _layers(info: ModelInfo, last: int, dtype: torch.dtype, first: int = 0) -> PreTrainedModel:
+    return load_layers(info, last, dtype, "cpu", first)
 
 
 class RecordingStage(Stage):
@@ -98,7 +98,7 @@ class Bench:
 
     def stage(self, last: int | None = None, first: int = 0) -> RecordingStage:
         """Layers of the model from `first` on, all of them by default."""
-        stage = RecordingStage(_layers(self.info, last or self.info.num_layers, self.dtype), None, first)
+        stage = RecordingStage(_layers(self.info, last or self.info.num_layers, self.dtype, first), None, first)
         stage.decisive, stage.ranges = [], []
         return stage
 
@@ -168,17 +168,9 @@ class Bench:
         impatience: float = 0.0,
     ) -> Decoded:
         """The staged layout over a network with the order of `seed` (None: fair)."""
-        network, begin, sampler = (
-            MachineNetwork(seed, impatience),
-            begin_message(prompt, params),
-            Sampler(params, len(prompt)),
-        )
-        borders = [0, *cuts, self.info.num_layers]
-        stages = [
-            RecordingStage(_layers(self.info, last, self.dtype), None, first) for first, last in pairwise(borders)
-        ]
-        for stage in stages:
-            stage.decisive, stage.ranges = [], []
+        network, begin = MachineNetwork(seed, impatience), begin_message(prompt, params)
+        sampler = Sampler(params, len(prompt))
+        stages = [self.stage(last, first) for first, last in pairwise([0, *cuts, self.info.num_layers])]
         rows_of = [RowStage(stage, 2 * MOST_NODES) for stage in stages]
         size = len(stages)
         heads = [SharedHead(stage, sampler) for stage in stages]

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from families.specimens import BORDER, MOST_POSITIONS, Specimen
 from models_for_tests import VOCAB_SIZE, build_tokenizer
-from pipeline_runs import Bench
+from pipeline_runs import Bench, Decoded
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.methods.steps import parts_of
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -31,7 +32,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "k=3 on one": {"k": 3, "workers": 1},
     "k=5": {"k": 5},
     "k=8 on two": {"k": 8, "workers": 2},
+    "2 stages": {"stages": 2, "k": 1},
+    "a stage a layer": {"k": 3, "rows": 3},
 }
+"""The paper's, and those of stages, which are the last two."""
 METHODS: dict[str, dict[str, Any]] = {
     "layerskip": {"exit_layer": 1, "num_speculations": 5},
     "adaspeed": {"threshold": 0.02},
@@ -108,9 +112,16 @@ class Attack:
         tokens: list[int] = []
         for most in parts_of(len(prompt), NEW_TOKENS, self.bench.info.recomputed_at):
             wanted = replace(params, max_new_tokens=most)
-            run = self.bench.pipelined([*prompt, *tokens], wanted, exit_layer=self._exit_layer, **LAYOUTS[layout])
-            tokens += run.tokens
+            tokens += self._run(layout, [*prompt, *tokens], wanted).tokens
         return tokens
+
+    def _run(self, layout: str, prompt: list[int], params: SamplingParams) -> Decoded:
+        if "stage" not in layout:
+            return self.bench.pipelined(prompt, params, exit_layer=self._exit_layer, **LAYOUTS[layout])
+        settings = dict(LAYOUTS[layout])
+        num_layers = self.bench.info.num_layers
+        cuts = even_cuts(num_layers, settings.pop("stages", num_layers))
+        return self.bench.staged(prompt, params, cuts, **settings)
 
     def _method(self, name: str) -> Any:
         try:
