@@ -91,6 +91,10 @@ class ChaosEndpoint:
         self._held, self._past = post.held, post.past
         self._speaks_its_last, self._survived = False, fate.deaths_of_all
 
+    def introduce(self, address: int, location: str) -> None:
+        """As the endpoint does."""
+        self._endpoint.introduce(address, location)
+
     def send(self, address: int, message: Message) -> None:
         """Deliver, or not."""
         self._perhaps_die()

@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import CLIENT, Message
@@ -22,6 +22,10 @@ class MachineNetwork:
         self._wishes: dict[int, WaitFor | None] = {}
         self._inboxes: dict[int, deque[Message]] = {CLIENT: deque()}
         self.sent: list[tuple[int, Message]] = []
+        self.arriving: Callable[[int, Message], list[Message]] = lambda address, message: [message]
+        """What arrives at an address in place of a message."""
+        self.plan: dict[int, Callable[[], None]] = {}
+        """What happens before which step."""
 
     def add(self, address: int, machine: Machine) -> None:
         """Let a machine take part; it starts with its first step."""
@@ -29,19 +33,32 @@ class MachineNetwork:
         self._inboxes[address] = deque()
         self._wishes[address] = None
 
+    def replace(self, address: int, machine: Machine) -> None:
+        """Another machine takes the place of one, at once; what has arrived is still there."""
+        arrived = self._inboxes[address]
+        self.add(address, machine)
+        self._inboxes[address] = arrived
+        self._step(address, None)
+
+    def deliver(self, address: int, messages: Sequence[Message]) -> None:
+        """Have messages arrive before all others."""
+        self._inboxes[address].extendleft(reversed(messages))
+
     def send(self, addresses: Sequence[int], message: Message) -> None:
         """What the machines are given as their `send`."""
         for address in addresses:
             self.sent.append((address, message))
-            self._inboxes[address].append(message)
+            self._inboxes[address].extend(self.arriving(address, message))
 
-    def run(self, most_steps: int = 1_000_000) -> None:
-        """Run all machines to their ends."""
+    def run(self, most_steps: int = 1_000_000, end: int | None = None) -> None:
+        """Run all machines to their ends, or one of them to its end."""
         for address in list(self._machines):
             self._step(address, None)
-        for _ in range(most_steps):
-            if not self._machines:
+        for step in range(most_steps):
+            if not self._machines or (end is not None and end not in self._machines):
                 return
+            if step in self.plan:
+                self.plan[step]()
             ready = [address for address in self._machines if self._grantable(address)]
             timed = [a for a, wanted in self._wishes.items() if wanted and wanted.patience and not self._inboxes[a]]
             if timed and (not ready or self._random.random() < self._impatience):

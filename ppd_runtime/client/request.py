@@ -216,7 +216,7 @@ class RequestClient:
         """Ask for what has not come yet, or for the end; the next time is after twice the silence."""
         question: Message = Cancel(CLIENT, self._begin.request)
         if not self._cancelled:
-            question = replace(self._begin, delivered=list(self._delivered))
+            question = replace(self._begin, delivered=list(self._delivered), epoch=self.restarts)
         self._endpoint.send(MAIN, question)
         now = time.monotonic()
         self._heard_at = self._heard_at or now

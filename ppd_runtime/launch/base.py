@@ -62,7 +62,7 @@ class Introductions:
         self._endpoint.introduce(rank, location)
         self._locations.pop(rank, None)
         self._endpoint.send(rank, Peers(CLIENT, 0, list(self._locations), list(self._locations.values())))
-        for other in self._locations:
+        for other in sorted(self._locations, reverse=True):  # the last, rank 0, may have all begin anew
             self._endpoint.send(other, Peers(CLIENT, 0, [rank], [location]))
         self._locations[rank] = location
 

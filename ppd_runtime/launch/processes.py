@@ -41,7 +41,8 @@ class ProcessWorkers:
         self._folder = SocketFolder()
         self._closed = False
         self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
-        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce)
+        needed = [spec.rank for spec in specs if spec.is_needed]
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce, needed)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)

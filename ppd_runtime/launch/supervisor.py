@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +72,7 @@ class Supervisor:
         begin_life: starts a worker of a rank, without waiting for it.
         most_restarts: new lives for a worker in a row, without a sign of success between them.
         introduce: is told the rank and the location of each life that has come to serve.
+        needed: workers without whom nothing is decoded; others cost time only.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class Supervisor:
         spawn: Callable[[int], WorkerHandle],
         most_restarts: int,
         introduce: Callable[[int, str], None] | None = None,
+        needed: Collection[int] = (MAIN,),
     ) -> None:
         self._spawn, self._most_restarts, self._introduce = spawn, most_restarts, introduce
         self._posts = {rank: _Post(None) for rank in ranks}
+        self._needed = needed
         self._words: dict[int, str] = {}
         self._dismissed = False
 
@@ -108,14 +111,14 @@ class Supervisor:
             time.sleep(_LOOK_EVERY_S)
 
     def check(self, hear: Callable[[], None] = lambda: None) -> None:
-        """Look at everybody once and replace whoever is lost; a lost sub-process is logged, it costs time only.
+        """Look at everybody once and replace whoever is lost; a loss is logged.
 
         `hear` is called before a loss is told of: what the lost worker said last may have come, see `note_words`.
 
         Raises:
-            RuntimeError: where the main process is lost and has been replaced too often, or all have been dismissed.
+            RuntimeError: where one is lost that is needed, and has been replaced too often, or all have been dismissed.
         """
-        if self._dismissed or MAIN not in self._posts:
+        if self._dismissed or not self._posts.keys() >= set(self._needed):
             raise RuntimeError(CLOSED)
         for rank, post in list(self._posts.items()):
             reason = None
@@ -147,8 +150,8 @@ class Supervisor:
             return
         again = f", after {self._most_restarts} restarts" if self._most_restarts else ""
         del self._posts[rank]
-        if rank == MAIN:
-            raise RuntimeError(f"the main process failed{again}: {reason}")
+        if rank in self._needed:
+            raise RuntimeError(f"{name_of(rank)} failed{again}: {reason}")
         logger.warning("%s is lost%s, decoding goes on without it: %s", name_of(rank), again, reason)
 
     def note_words(self, rank: int, words: str) -> None:
@@ -156,9 +159,10 @@ class Supervisor:
         self._words[rank] = words
 
     def note_success(self, rank: int) -> None:
-        """A worker has been of use: what went wrong before is forgiven."""
-        if post := self._posts.get(rank):
-            post.losses, post.silent = 0, False
+        """A worker has been of use, the main process with all that are needed: what went wrong before is forgiven."""
+        for useful in self._needed if rank == MAIN else (rank,):
+            if post := self._posts.get(useful):
+                post.losses, post.silent = 0, False
 
     def note_silence(self, rank: int) -> None:
         """A worker has let others wait in vain: nobody needs to wait for it until it has been of use again."""

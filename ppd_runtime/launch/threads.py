@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ppd_runtime.launch.base import RequestCounts, dismiss
+from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.supervisor import Progress, Supervisor, name_of
 from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.transport import Endpoint
@@ -26,7 +26,9 @@ class LocalWorkers:
         self._specs = {spec.rank: spec for spec in specs}
         self._progress: Progress = progress
         self.endpoint: Endpoint = self._network.endpoint(CLIENT)
-        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts)
+        needed = [spec.rank for spec in specs if spec.is_needed]
+        introduce = Introductions(self.endpoint).introduce
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, introduce, needed)
         self.supervisor.start(progress)
 
     def _spawn(self, rank: int) -> "ThreadHandle":

@@ -63,7 +63,8 @@ class Begin(Message):
     delivered: TokenIds = field(default_factory=list)
     """Tokens behind the prompt that the client has already got; to a stage, all that are certain."""
     epoch: Count = 0
-    """To a stage: which attempt at the request this is; each begins anew with what is certain."""
+    """To a stage: which attempt at the request this is; each begins anew with what is certain. To the main process: how
+    often it has been replaced since the request began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,14 @@ class CatchUp(Message):
 
 @dataclass(frozen=True, slots=True)
 class Missing(Message):
-    """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request."""
+    """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request.
+
+    Stage → the one before: it lacks the states of `position`, and of what is behind; 0: and those of the prompt.
+    """
 
     position: Position
     epoch: Count = 0
-    """Of a stage: the attempt that it is in."""
+    """Of a stage: the attempt that it is in, of which it has no prompt where `position` is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,11 @@ class WorkerSpec:
         return self.run_ahead and not self.cuts and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
 
     @property
+    def is_needed(self) -> bool:
+        """Whether nothing is decoded without it."""
+        return self.rank == MAIN or bool(self.cuts)
+
+    @property
     def num_candidates(self) -> int:
         """Candidates that it runs as one pass: its share of k, and 1 for the main process."""
         return 1 if self.rank == MAIN or self.cuts else len(range(self.rank, self.k + 1, self.num_subs))

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +62,7 @@ _MOST_HELD = 2**16
 _STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
+_MOST_EARLY = 64  # of them that it keeps
 
 
 class ShutdownRequested(Exception):
@@ -98,12 +100,15 @@ class Worker:
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
         self._row_stage = RowStage(self.stage, 2 * MOST_NODES) if spec.cuts else None
-        self._calibration = Calibration()
+        self._calibration = Calibration() if spec.cuts else None
         self._request = 0  # the newest that has begun
         self._pending: Begin | None = None
         self._main: MainProcess | LastStage | None = None
         self._finished: Finished | None = None
         self._unknown = 0  # messages of later requests
+        self._early: deque[Message] = deque(maxlen=_MOST_EARLY)  # stages' of them …
+        self._due: deque[Message] = deque()  # … and of the request that has begun since
+        self._attempt = 0  # the newest of the newest request, at a stage that is not the last
         self._hold_tokens = False
         self._held: list[Token] = []  # one behind the other
         self._released = 0.0
@@ -126,10 +131,16 @@ class Worker:
             message, self._pending = self._pending or self._receive(lambda: None), None
             if isinstance(message, Shutdown):
                 return
-            if isinstance(message, Begin) and message.request > self._request:
+            if isinstance(message, Begin) and self._is_new(message):
                 self._serve_request(message)
             elif message is not None:
                 self._answer(message)
+
+    def _is_new(self, begin: Begin) -> bool:
+        """Whether a request has not ended here; a last stage that is lost behind its end has it begin again."""
+        if begin.request > self._request:
+            return True
+        return begin.request == self._request and self._follows and begin.epoch > self._attempt
 
     def _receive(self, time_left: Callable[[], float | None]) -> Message | None:
         """The next message that fits this worker, in so many seconds; where peers are is the endpoint's business."""
@@ -137,6 +148,8 @@ class Worker:
             if isinstance(message, Peers):
                 for address, location in zip(message.addresses, message.locations, strict=True):
                     self._endpoint.introduce(address, location)
+                if self._row_stage and self.spec.rank == MAIN:
+                    return message  # whoever is new there lacks what is under way
             elif self._validator.takes(message):
                 return message
             else:
@@ -156,14 +169,20 @@ class Worker:
             self._endpoint.send(CLIENT, self._finished)
 
     def _ask_for(self, message: Message) -> None:
-        """Ask the main process for a request that it has begun, where its `Begin` has not come."""
+        """Ask the main process for a request that it has begun, where its `Begin` has not come or this is over."""
+        if isinstance(message, Begin) and self._follows and message.request == self._request:
+            self._endpoint.send(MAIN, Missing(self.spec.rank, message.request, 0, self._attempt))
         if message.request > self._request and isinstance(message, Token | ExitState | CatchUp | PromptStates | Rows):
             if self._unknown % _ASK_AGAIN == 0:
                 self._endpoint.send(MAIN, Missing(self.spec.rank, message.request, 0))
             self._unknown += 1
+            if isinstance(message, PromptStates | Rows):
+                self._early.append(message)
 
     def _serve_request(self, begin: Begin) -> None:
         self._request, self._unknown, self._finished = begin.request, 0, None
+        self._due = deque(message for message in self._early if message.request == begin.request)
+        self._early.clear()
         self._clock = _Clock()
         self._recorder.begin(begin.traced)
         sampler = TimedSampler(begin.params, self._recorder, len(begin.prompt_ids))
@@ -241,9 +260,11 @@ class Worker:
                 only_chains=spec.emulate is None,
             )
             self._drive(first.serve(), begin.request)
+            self._attempt = first.begin.epoch
             return Report(spec.rank, begin.request, first.layer_passes, 0, tuple(first.first_boundary))
         middle = MiddleStage(stage, head, spec.rank, num_stages, spec.k, self._send, begin)
         self._drive(middle.serve(), begin.request)
+        self._attempt = middle.begin.epoch
         return Report(spec.rank, begin.request, middle.layer_passes, 0)
 
     def _ship_spans(self, request: int) -> None:
@@ -276,8 +297,8 @@ class Worker:
         if wanted.patience and wanted.deadline is None:
             wanted.deadline = began + max(wanted.patience * self.stage.layer_seconds, wanted.least_s)
         while True:
-            message = self._receive(lambda: self._time_left(wanted))
-            if message is None:
+            message = self._due.popleft() if self._due else self._receive(lambda: self._time_left(wanted))
+            if message is None or isinstance(message, Peers):
                 break
             if isinstance(message, Shutdown):
                 raise ShutdownRequested
@@ -290,6 +311,11 @@ class Worker:
                 self._ask_for(message)
         self._note_receipt(wanted, began, time.perf_counter(), message)
         return message
+
+    @property
+    def _follows(self) -> bool:
+        """Whether this is a stage that is not the last."""
+        return self._row_stage is not None and self.spec.rank != MAIN
 
     @property
     def _takes_begin(self) -> bool:

@@ -26,7 +26,7 @@ def _machine(process: Process) -> MainProcess | SubProcess | RunAheadSubProcess 
     """The state machine that a worker runs just now."""
     frame = process.gr_frame
     while frame is not None:
-        if frame.f_code.co_name in ("_decode", "_help"):
+        if frame.f_code.co_name in ("_decode", "_speculate"):
             return frame.f_locals.get("main") or frame.f_locals.get("sub")
         frame = frame.f_back
     return None

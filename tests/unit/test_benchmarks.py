@@ -19,6 +19,7 @@ from benchmarks import (
     pipeline,
     planner,
     siblings,
+    stages,
     startup,
     tracing,
 )
@@ -32,7 +33,7 @@ from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 
-MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, siblings, startup, tracing)
+MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, siblings, stages, startup, tracing)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

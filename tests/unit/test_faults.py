@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from chaos import Fate, chaos
@@ -13,11 +14,12 @@ from seeds import SEED
 import ppd_runtime.client.request
 import ppd_runtime.launch.startup
 import ppd_runtime.launch.supervisor
+import ppd_runtime.pipeline.staged.last_stage
 import ppd_runtime.workers.worker
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
-LEAST_REQUESTS = 6
+LEAST_REQUESTS, LEAST_STAGED = 6, 3
 FAULTS = int(os.environ.get("PPD_FAULTS", "5"))
 """Of each kind that a case has, at least."""
 PROMPT = [5, 9, 200, 31]
@@ -58,34 +60,61 @@ def hurried(monkeypatch):
     monkeypatch.setattr(ppd_runtime.client.request, "_LONGEST_PATIENCE_S", 0.2)
     monkeypatch.setattr(ppd_runtime.client.request, "_REPORT_DEADLINE_S", 0.05)
     monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_FIRST_S", 0.05)
+    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_LEAST_S", 0.02)
+    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_LONGEST_S", 0.2)
+    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_PASSES", 16)
+
+
+PAPER = [
+    {"k": 1, "run_ahead": True},
+    {"k": 1, "run_ahead": False},
+    {"k": 3, "workers": 3, "run_ahead": False},
+    {"k": 3, "workers": 1, "run_ahead": False},
+]
+STAGED = [
+    {"stages": 2, "k": 1, "rows": 1},
+    {"stages": 3, "k": 3, "rows": 4},
+    {"stages": 3, "k": 2, "rows": 1},
+    {"stages": 2, "k": 3, "rows": 4},
+    {"stages": 4, "k": 3, "rows": 4},
+    {"stages": 4, "k": 1, "rows": 1},
+]
+
+
+def _rates(mishaps, layout):
+    """Every stage is needed: with several of them, deaths as frequent as sub-processes' would leave no time to read."""
+    rates, ends = MISHAPS[mishaps], ("death", "main_death", "all_death", "raised")
+    return {kind: rate / layout.get("stages", 1) ** (kind in ends) for kind, rate in rates.items()}
+
+
+def _named(layout):
+    return "-".join(f"{name}={value}" for name, value in layout.items())
 
 
 @pytest.mark.parametrize(
-    ("mishaps", "k", "workers", "run_ahead"),
+    ("mishaps", "layout"),
     [
-        pytest.param(mishaps, *layout, marks=() if (i + j) % 2 else pytest.mark.nightly)
+        pytest.param(mishaps, layout, id=f"{mishaps}-{_named(layout)}", marks=() if by_day else pytest.mark.nightly)
         for i, mishaps in enumerate(MISHAPS)
-        for j, layout in enumerate([(1, 1, True), (1, 1, False), (3, 3, False), (3, 1, False)])
+        for by_day, layout in [
+            *(((i + j) % 2, layout) for j, layout in enumerate(PAPER)),
+            *((i % len(STAGED) == j, layout) for j, layout in enumerate(STAGED)),
+        ]
     ],
 )
-def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, caplog, mishaps, k, workers, run_ahead):
+def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, caplog, mishaps, layout):
     caplog.set_level(logging.WARNING, "ppd_runtime")
-    fate, draw = Fate(SEED, **MISHAPS[mishaps]), random.Random(SEED)
+    fate, draw = Fate(SEED, **_rates(mishaps, layout)), random.Random(SEED)
+    least = LEAST_STAGED if "stages" in layout else LEAST_REQUESTS
     monkeypatch.setattr(ppd_runtime.launch.startup, "LocalWorkers", chaos(fate))
     hits = requests = slowest = 0
     expected = ordinary.generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
     head = OracleHead(((*PROMPT, *expected),), 0.8, 300)
-    with PPDRuntime(
-        folder,
-        k=k,
-        workers=workers,
-        run_ahead=run_ahead,
-        transport="local",
-        dtype="float32",
-        exit_head=head,
-        max_restarts=10_000,
-    ) as runtime:
-        while requests < LEAST_REQUESTS or any(fate.happened[kind] < FAULTS for kind in MISHAPS[mishaps]):
+    runtime = PPDRuntime(folder, transport="local", dtype="float32", max_restarts=10_000, **layout)
+    runtime._specs = [replace(spec, exit_head=replace(head, seed=spec.rank)) for spec in runtime._specs]
+    with runtime:
+        while requests < least or any(fate.happened[kind] < FAULTS for kind in MISHAPS[mishaps]):
             settings = {"max_new_tokens": draw.randint(1, 60), "ignore_eos": True}
             if draw.random() < 0.5:
                 settings |= {"temperature": 0.8, "seed": draw.randrange(100)}
@@ -94,13 +123,20 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
             result = runtime.generate(prompt, **settings)
             assert result.token_ids == ordinary.generate(prompt, **settings).token_ids
             assert time.monotonic() - began < 120
-            hits, requests, slowest = hits + result.stats.hits, requests + 1, max(slowest, time.monotonic() - began)
+            foreseen = sum(result.stats.first_boundary[:-1])
+            hits, requests, slowest = (
+                hits + (result.stats.hits or foreseen),
+                requests + 1,
+                max(slowest, time.monotonic() - began),
+            )
     happened = {kind: number for kind, number in fate.happened.items() if number}
     print(f"{happened} in {requests} requests, {hits} hits, slowest request {slowest:.1f} s")
     heard = Counter(message.rpartition(": MemoryError: ")[2] for message in caplog.messages if "is lost" in message)
     unheard = [words for words in fate.words if not heard[words]]
     assert all(heard[words] <= 1 for words in fate.words), "a worker's words are told once"
-    assert len(unheard) <= 1 + workers or mishaps == "everything", "only the last may not have been asked for yet"
+    assert len(unheard) <= 1 + runtime.config.num_subs or mishaps == "everything", (
+        "only the last may not have been asked for yet"
+    )
 
 
 def _out_of_memory(*_):
@@ -130,3 +166,13 @@ def test_a_main_process_that_raises_again_and_again_is_an_error(folder, hurried,
         with pytest.raises(RuntimeError, match="closed"):
             runtime.generate(PROMPT, max_new_tokens=5)
     assert len([message for message in caplog.messages if "MemoryError" in message]) == 2, "one for each restart"
+
+
+def test_a_stage_that_raises_again_and_again_is_an_error(folder, hurried, monkeypatch):
+    monkeypatch.setattr(ppd_runtime.workers.worker.MiddleStage, "serve", _out_of_memory)
+    with PPDRuntime(folder, stages=3, k=1, transport="local", max_restarts=2) as runtime:
+        words = "sub-process 2 failed, after 2 restarts: MemoryError: 3 GiB more than there are"
+        with pytest.raises(RuntimeError, match=words):
+            runtime.generate(PROMPT, max_new_tokens=5)
+        with pytest.raises(RuntimeError, match="closed"):
+            runtime.generate(PROMPT, max_new_tokens=5)

@@ -43,7 +43,8 @@ class RayWorkers:
         progress: Progress,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self.supervisor = Supervisor(list(self._specs), self._spawn, config.max_restarts, self._introduce)
+        needed = [spec.rank for spec in specs if spec.is_needed]
+        self.supervisor = Supervisor(list(self._specs), self._spawn, config.max_restarts, self._introduce, needed)
         self._folder = SocketFolder()
         self._closed = False
         self._group: Any = None

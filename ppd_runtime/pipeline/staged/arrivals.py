@@ -1,10 +1,14 @@
 """Nodes that have come from the stage before and wait for their pass."""
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
 from ppd_runtime.pipeline.messages import Rows
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+
+_MOST_ORPHANS = 64
 
 
 class Arrivals:
@@ -13,14 +17,26 @@ class Arrivals:
     def __init__(self, tree: NodeTree) -> None:
         self._tree = tree
         self._waiting: list[Node] = []
+        self._orphans: deque[tuple[Rows, int]] = deque(maxlen=_MOST_ORPHANS)  # rows whose parents have not come
 
     def take(self, rows: Rows) -> None:
         """Add what may still come true."""
-        for row, number in enumerate(rows.nodes):
-            node = self._tree.add(number, rows.token_ids[row], rows.positions[row], rows.parents[row])
-            if node is not None:
-                node.hidden, node.pass_number = rows.hidden[:, row : row + 1], rows.pass_number
-                self._waiting.append(node)
+        coming = [(rows, row) for row in range(len(rows.nodes))]
+        while coming:
+            came = [number for rows, row in coming if (number := self._take_row(rows, row)) is not None]
+            coming = [(rows, row) for rows, row in self._orphans if rows.parents[row] in came]
+
+    def _take_row(self, rows: Rows, row: int) -> int | None:
+        """The number of the node, where it is new."""
+        number, parent, position = rows.nodes[row], rows.parents[row], rows.positions[row]
+        node = self._tree.add(number, rows.token_ids[row], position, parent)
+        if node is not None:
+            node.hidden, node.pass_number = rows.hidden[:, row : row + 1], rows.pass_number
+            self._waiting.append(node)
+            return number
+        if position > self._tree.root.position + 1 and self._tree.get(parent) is None:
+            self._orphans.append((rows, row))
+        return None
 
     def next_pass(self) -> list[Node]:
         """The nodes to run next: those of the oldest pass, or of that with the certain token; none where none waits."""

@@ -11,7 +11,7 @@ from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_mess
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.ngrams import Repetitions
-from ppd_runtime.pipeline.staged.tree import Node
+from ppd_runtime.pipeline.staged.tree import Node, number_of
 
 MOST_NODES = 64
 """In flight at any time."""
@@ -58,15 +58,17 @@ class FirstStage(FollowerStage):
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
 
-    def _attempt(self) -> Machine:
+    def _reset(self) -> None:
         self._successors: dict[int, Successors] = {}
-        self._next_node, self._pass_number = 1, 0
         self._repetitions = Repetitions()
         self._repetitions.follow(self.history)
+        self._pass_number = 0
         self._passes: deque[tuple[int, list[Node]]] = deque(maxlen=self.num_stages)
         self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each stage behind has finished
+
+    def _attempt(self) -> Machine:
         states = self.stage.run_prompt(self.begin.prompt_ids)
-        self.send((self.next,), PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
+        self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
         self._name([self.tree.prompt], states[:, -1:])
         self._name_repetition(self.tree.prompt)
         while not self._ends:
@@ -79,6 +81,9 @@ class FirstStage(FollowerStage):
                 self._run_chosen(nodes)
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
+
+    def _ask_stage_before(self) -> None:
+        """There is none."""
 
     def _run_chosen(self, nodes: list[Node]) -> None:
         self._pass_number += 1
@@ -168,8 +173,7 @@ class FirstStage(FollowerStage):
         return found
 
     def _enter(self, parent: Node, token: int) -> Node:
-        number, self._next_node = self._next_node, self._next_node + 1
-        node = self.tree.add(number, token, parent.position + 1, parent.number)
+        node = self.tree.add(number_of(parent.number, token), token, parent.position + 1, parent.number)
         assert node is not None, "what enters stands behind a node that may come true"
         self._name_repetition(node)
         return node
@@ -200,7 +204,7 @@ class FirstStage(FollowerStage):
         successors.learn(self.calibration, token)
 
     def _take_work(self, message: Message) -> None:
-        if not isinstance(message, Guesses) or message.epoch != self.begin.epoch:
+        if not isinstance(message, Guesses):
             return
         self._reached[message.sender] = max(self._reached.get(message.sender, 0), message.pass_number)
         named = of_message(message.token_ids, message.chances, len(message.nodes))

@@ -1,18 +1,32 @@
 """What all stages but the last have in common: a request's attempts, and what they know of the certain tokens."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
-from ppd_runtime.pipeline.messages import MAIN, Begin, CatchUp, End, Message, Missing, Rows, Token
+from ppd_runtime.pipeline.messages import (
+    MAIN,
+    Begin,
+    CatchUp,
+    End,
+    Guesses,
+    Message,
+    Missing,
+    PromptStates,
+    Rows,
+    Token,
+)
 from ppd_runtime.pipeline.staged.chances import Guess
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
-_ASK_AGAIN = 8  # tokens later, where the answer may have been lost
+_ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost
+_MOST_EARLY = 64  # messages of an attempt whose beginning has not come
+_MOST_SENT = 256  # messages to the next stage that are kept, where it asks for them again
 
 
 class FollowerStage(ABC):
@@ -35,18 +49,35 @@ class FollowerStage(ABC):
         self.tree = NodeTree(stage, [*begin.prompt_ids], len(begin.prompt_ids))
         self._over, self._ask_at = False, 0
         self._again: Begin | None = None  # what the next attempt begins with
+        self._early: deque[Message] = deque(maxlen=_MOST_EARLY)
+        self._num_early = 0
+        self._sent: deque[PromptStates | Rows] = deque(maxlen=_MOST_SENT)
 
     def serve(self) -> Machine:
         """Follow the request to its end."""
         before = self.stage.layer_passes
         while not self._over:
-            self.history = [*self.begin.prompt_ids, *self.begin.delivered]
-            self._again, self._ask_at = None, 0
-            self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens)
-            self.tree = NodeTree(self.stage, self.history, len(self.begin.prompt_ids))
-            yield from self._attempt()
+            self._begin_attempt()
+            yield from self._take_all()
+            if not self._ends:
+                yield from self._attempt()
             self.begin = self._again or self.begin
             self.layer_passes = self.stage.layer_passes - before
+
+    def _begin_attempt(self) -> None:
+        self.history = [*self.begin.prompt_ids, *self.begin.delivered]
+        self._again, self._ask_at, self._num_early = None, 0, 0
+        self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens)
+        self.tree = NodeTree(self.stage, self.history, len(self.begin.prompt_ids))
+        self._sent.clear()
+        self._reset()
+        early, self._early = self._early, deque(maxlen=_MOST_EARLY)
+        for message in early:
+            self._take(message)
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Forget the attempt before."""
 
     @abstractmethod
     def _attempt(self) -> Machine:
@@ -75,24 +106,62 @@ class FollowerStage(ABC):
             self._take_tokens(message.position, [message.token_id])
         elif isinstance(message, CatchUp):
             self._take_tokens(message.position, message.token_ids)
-        else:
-            self._take_work(message)
+        elif isinstance(message, Missing):
+            self._send_again(message)
+        elif isinstance(message, PromptStates | Rows | Guesses):
+            if not isinstance(message, Guesses) and message.sender != self.rank - 1:
+                return
+            if message.epoch == self.begin.epoch:
+                self._take_work(message)
+            elif message.epoch > self.begin.epoch:
+                self._keep_early(message)
 
     @abstractmethod
     def _take_work(self, message: Message) -> None:
-        """Anything that is not of the request as a whole."""
+        """What another stage has sent in this attempt."""
+
+    def _keep_early(self, message: Message) -> None:
+        """Its attempt's beginning is on its way, or lost."""
+        self._early.append(message)
+        if self._num_early % _ASK_AGAIN == 0:
+            self._ask_from(len(self.history))
+        self._num_early += 1
+
+    def _ask_from(self, position: int) -> None:
+        self.send((MAIN,), Missing(self.rank, self.begin.request, position, self.begin.epoch))
 
     def _take_begin(self, begin: Begin) -> None:
         if begin.epoch > self.begin.epoch:
             self._again = begin
-        elif begin.epoch < self.begin.epoch:  # of a last stage that knows nothing of what was before it
-            self.send((MAIN,), Missing(self.rank, self.begin.request, 0, self.begin.epoch))
+            return
+        self._take_tokens(len(begin.prompt_ids), begin.delivered)
+        if begin.epoch == self.begin.epoch:
+            self._ask_stage_before()
+        if begin.epoch < self.begin.epoch or len(begin.delivered) < len(self.history) - len(begin.prompt_ids):
+            self._ask_from(len(self.history))  # it may be of a last stage that knows nothing of what was before it
+
+    @abstractmethod
+    def _ask_stage_before(self) -> None:
+        """For what it may have sent, and has not come."""
+
+    def _send_on(self, message: PromptStates | Rows) -> None:
+        self._sent.append(message)
+        self.send((self.next,), message)
+
+    def _send_again(self, missing: Missing) -> None:
+        """Where the next stage lacks a position, send what it needs to go on."""
+        if missing.sender != self.next or missing.epoch != self.begin.epoch:
+            return
+        for message in self._sent:
+            last = max(message.positions) if isinstance(message, Rows) else 0
+            if last >= missing.position:
+                self.send((self.next,), message)
 
     def _take_tokens(self, position: int, tokens: Sequence[int]) -> None:
         known = len(self.history)
         if not merged(self.history, position, tokens):
             if position >= self._ask_at:
-                self.send((MAIN,), Missing(self.rank, self.begin.request, known, self.begin.epoch))
+                self._ask_from(known)
                 self._ask_at = position + _ASK_AGAIN
         elif len(self.history) > known:
             self._ask_at = 0
@@ -118,7 +187,7 @@ class FollowerStage(ABC):
             token_ids=tuple(node.token for node in nodes),
             hidden=hidden,
         )
-        self.send((self.next,), rows)
+        self._send_on(rows)
         return hidden
 
     def _guesses(self, nodes: Sequence[Node], hidden: Tensor) -> list[tuple[Node, Sequence[Guess]]]:

@@ -18,6 +18,7 @@ from ppd_runtime.pipeline.messages import (
     Guesses,
     Message,
     Missing,
+    Peers,
     PromptStates,
     Rows,
     Token,
@@ -29,17 +30,19 @@ from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
 _FIRST = 1
-_PASSES = 64  # through all layers: the time for the newest token to come through them
-_LONGEST_PATIENCE = 2**40
+_PASSES = 64  # through all layers, for the newest token to come through them …
+_MOST_DOUBLINGS = 6  # … and twice as many each time that they were too few
 _FIRST_S = 5.0  # until a pass has run here, nobody knows how long one takes
 _LEAST_S, _LONGEST_S = 0.25, 60.0
 _MOST_ATTEMPTS = 2**20  # at one number of tokens
+_MOST_TOKENS = 2**22
 
 
 class LastStage:
     """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
 
-    What it waits for longer than it can take is lost: it begins another attempt, with all that is certain.
+    What it waits for longer than it can take is lost. First it says again what is certain, and each stage asks the one
+    before it for what may be lost; then it begins another attempt.
     """
 
     def __init__(self, stage: RowStageLike, num_layers: int, others: Sequence[int], send: Send, begin: Begin) -> None:
@@ -49,7 +52,8 @@ class LastStage:
         self.told: list[Token] = []
         """What the client has been sent, in case it asks for it again."""
         self.finish_reason = ""
-        self.epoch = len(begin.delivered) * _MOST_ATTEMPTS  # later than those of an earlier life
+        # later than those of an earlier life: the client counts lives, and has its tokens
+        self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
         self.layer_passes = 0
         """Layer passes of this request, a row's as one token's."""
         self.recomputed_layer_passes = 0
@@ -60,8 +64,7 @@ class LastStage:
         self._finished_pass = 0
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
-        read = len(begin.prompt_ids) + len(begin.delivered)
-        self._patience, self._least_s = self._least_patience + 2 * num_layers * read, _FIRST_S
+        self._losses = 0  # of patience, one behind the other
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
         """Decode to the end, telling each token to the stages and the client as soon as it is certain."""
@@ -97,7 +100,6 @@ class LastStage:
             self._tell_client(certain)
             self._tell_progress()
             self._tree.settle()
-            self._patience, self._least_s = self._least_patience, _LEAST_S
 
     def _tell_client(self, token: Token) -> None:
         self.told.append(token)
@@ -105,26 +107,26 @@ class LastStage:
 
     def _newest_state(self) -> Generator[WaitFor, Message | None, Tensor | None]:
         """The newest token's hidden state behind all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
-        wanted = WaitFor(self._patience, self._least_s)
+        wanted = self._patience()
         while True:
             yield from self._take_all()
             if self._cancelled:
                 return None
             if self._again:
                 self._begin_attempt()
+                wanted = self._patience()
             root = self._tree.root
             if self._tree.is_newest(root) and root.has_run and root.hidden is not None:
                 return root.hidden
             self._tell_progress()
             if self._advance():
-                continue
-            message = yield wanted
-            if message is not None:
+                self._losses = 0
+                wanted = self._patience()
+            elif (message := (yield wanted)) is not None:
                 self._take(message)
             else:
                 self._lose_patience()
-                wanted = WaitFor(self._patience, self._least_s)
-                self._again = True
+                wanted = self._patience()
 
     def _advance(self) -> bool:
         """Run what waits, the certain first; whether anything did."""
@@ -159,17 +161,28 @@ class LastStage:
         self.stage.begin(prompt_size + self.begin.params.max_new_tokens)
         self._tree = NodeTree(self.stage, self.history, prompt_size)
         self._arrivals = Arrivals(self._tree)
-        self.send(self.others, replace(self.begin, sender=MAIN, delivered=self.history[prompt_size:], epoch=self.epoch))
+        self._tell_attempt(self.others)
+
+    def _tell_attempt(self, stages: Sequence[int]) -> None:
+        """Say what the attempt begins with; who knows it learns what has become certain since."""
+        certain = self.history[len(self.begin.prompt_ids) :]
+        self.send(stages, replace(self.begin, sender=MAIN, delivered=certain, epoch=self.epoch))
 
     def _lose_patience(self) -> None:
-        """Whoever was too slow has twice as long the next time."""
-        self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
-        self._least_s = min(2 * self._least_s, _LONGEST_S)
+        self._losses += 1
+        if self._losses % 2:
+            lacking = self._tree.root.position + 1 if self._prompt else 0
+            self._tell_attempt(self.others)
+            self.send((max(self.others),), Missing(MAIN, self.begin.request, lacking, self.epoch))
+        else:
+            self._again = True
 
-    @property
-    def _least_patience(self) -> int:
-        """In one-token layer passes; at the beginning, and behind a lost stage, there is a whole text to be read."""
-        return _PASSES * self.num_layers
+    def _patience(self) -> WaitFor:
+        """As long as the whole text takes once more, at the least, and twice as long after each loss of patience."""
+        doublings = min(self._losses, _MOST_DOUBLINGS)
+        least_s = _LEAST_S if self.stage.layer_passes else _FIRST_S
+        passes = _PASSES + len(self.history)
+        return WaitFor(self.num_layers * passes << doublings, min(least_s * 2**doublings, _LONGEST_S))
 
     def _take_all(self) -> Machine:
         while (message := (yield WaitFor(0))) is not None:
@@ -182,19 +195,43 @@ class LastStage:
             self.repeat(len(message.delivered))
         elif isinstance(message, Missing):
             self._answer_missing(message)
-        elif isinstance(message, PromptStates) and message.epoch == self.epoch:
+        elif isinstance(message, Peers):
+            self._welcome(message.addresses)
+        elif isinstance(message, PromptStates | Rows) and message.sender == max(self.others):
+            self._take_states(message)
+
+    def _take_states(self, message: PromptStates | Rows) -> None:
+        if message.epoch > self.epoch:
+            self._succeed(message.epoch)
+        elif message.epoch < self.epoch:
+            return
+        elif isinstance(message, PromptStates):
             self._prompt = self._prompt or message
-        elif isinstance(message, Rows) and message.epoch == self.epoch:
+        elif self._prompt is None:  # they came to an earlier life, or nowhere
+            self._again = True
+        else:
             self._arrivals.take(message)
 
+    def _welcome(self, ranks: Sequence[int]) -> None:
+        """New lives of stages, which know nothing; what the first of them sends, it sends once more."""
+        if set(ranks) & set(self.others) - {_FIRST}:
+            self._again = True
+        elif _FIRST in ranks:
+            self._tell_attempt((_FIRST,))
+
+    def _succeed(self, epoch: int) -> None:
+        """An earlier life of this stage has come to this attempt."""
+        self.epoch, self._again = epoch, True
+
     def _answer_missing(self, missing: Missing) -> None:
-        """Tell a stage the tokens that it lacks; one that knows nothing of this attempt lacks more."""
+        """Tell a stage what it lacks: of its own attempt tokens, or the prompt, which takes a new one for all."""
         if missing.sender not in self.others:
             return
-        if missing.epoch > self.epoch:  # of an earlier life of this stage
-            self.epoch = missing.epoch
-            self._again = True
-        elif missing.epoch < self.epoch or missing.position < len(self.begin.prompt_ids):
+        if missing.epoch > self.epoch or (missing.epoch == self.epoch and missing.position > len(self.history)):
+            self._succeed(missing.epoch)
+        elif missing.epoch < self.epoch:
+            self._tell_attempt((missing.sender,))
+        elif missing.position < len(self.begin.prompt_ids):
             self._again = True
         elif missing.position < len(self.history):
             tokens = self.history[missing.position :]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ppd_runtime.pipeline.machine import Machine, WaitFor
-from ppd_runtime.pipeline.messages import Guesses, Message, PromptStates, Rows
+from ppd_runtime.pipeline.messages import Guesses, Message, Missing, PromptStates, Rows
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import Guess, in_millionths
 from ppd_runtime.pipeline.staged.follower import FollowerStage
@@ -15,9 +15,12 @@ _FIRST = 1
 class MiddleStage(FollowerStage):
     """Serves one request between its neighbours; see `FollowerStage` for its arguments."""
 
-    def _attempt(self) -> Machine:
+    def _reset(self) -> None:
         self._prompt: PromptStates | None = None
         self._arrivals = Arrivals(self.tree)
+        self._has_asked = False
+
+    def _attempt(self) -> Machine:
         has_prompt = False
         while not self._ends:
             yield from self._take_all()
@@ -31,9 +34,13 @@ class MiddleStage(FollowerStage):
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
+    def _ask_stage_before(self) -> None:
+        lacking = self.tree.root.position + 1 if self._prompt else 0
+        self.send((self.rank - 1,), Missing(self.rank, self.begin.request, lacking, self.begin.epoch))
+
     def _run_prompt(self, prompt: PromptStates) -> None:
         states = self.stage.run_prompt(prompt.hidden)
-        self.send((self.next,), PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
+        self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
         self._name(self._guesses([self.tree.prompt], states[:, -1:]), 0)
 
     def _run_arrived(self, nodes: list[Node]) -> None:
@@ -56,7 +63,10 @@ class MiddleStage(FollowerStage):
         self.send((_FIRST,), message)
 
     def _take_work(self, message: Message) -> None:
-        if isinstance(message, PromptStates) and message.epoch == self.begin.epoch:
+        if isinstance(message, PromptStates):
             self._prompt = self._prompt or message
-        elif isinstance(message, Rows) and message.epoch == self.begin.epoch:
+        elif isinstance(message, Rows):
             self._arrivals.take(message)
+            if self._prompt is None and not self._has_asked:  # the prompt's states came to an earlier life, or nowhere
+                self._has_asked = True
+                self._ask_from(0)

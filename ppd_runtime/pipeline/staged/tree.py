@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from torch import Tensor
 
@@ -131,6 +132,14 @@ class NodeTree:
             dropped.is_dropped, dropped.hidden = True, None
             self._nodes.pop(dropped.number, None)
             self._stage.drop(dropped.number)
+
+
+def number_of(parent: int, token: int) -> int:
+    """The number of the node of a token behind a parent, which says its whole path.
+
+    So a row means the same whoever has sent it: a stage in another of its lives, or in another attempt.
+    """
+    return int.from_bytes(blake2b(b"%d %d" % (parent, token), digest_size=8).digest(), "little") >> 1
 
 
 def merged(history: list[int], position: int, tokens: Sequence[int]) -> bool:

@@ -1,0 +1,79 @@
+"""Stages as processes that are killed or stopped: the text is ordinary decoding's, no token twice, nothing stays."""
+
+import signal
+import time
+
+import psutil
+import pytest
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+
+PROMPT = [5, 9, 200, 31]
+TOKENS = 120
+NAMES = ("sub-1", "sub-2", "main")
+
+
+GREEDY = {"max_new_tokens": TOKENS, "ignore_eos": True}
+SAMPLED = GREEDY | {"temperature": 0.9, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    """Three stages."""
+    with PPDRuntime("demo", stages=3, k=2, rows=2, launcher="processes", transport="unix", dtype="float32") as runtime:
+        yield runtime
+    assert not _workers()
+
+
+@pytest.fixture(scope="module")
+def ordinary():
+    """The oracle."""
+    return OrdinaryDecoding("demo", dtype="float32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_stage_has_a_successor(runtime, ordinary, name):
+    before = runtime.restarts
+    assert _text(runtime, SAMPLED, lambda: _send(name, signal.SIGKILL)) == _expected(ordinary, SAMPLED)
+    assert runtime.restarts == before + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_that_is_stopped_for_a_while_goes_on(runtime, ordinary, name):
+    before = runtime.restarts
+
+    def stop():
+        _send(name, signal.SIGSTOP)
+        time.sleep(1)
+        _send(name, signal.SIGCONT)
+
+    assert _text(runtime, GREEDY, stop) == _expected(ordinary, GREEDY)
+    assert runtime.restarts == before
+
+
+def test_all_stages_may_be_killed_at_once(runtime, ordinary):
+    text = _text(runtime, GREEDY, lambda: [_send(name, signal.SIGKILL) for name in NAMES])
+    assert text == _expected(ordinary, GREEDY)
+
+
+def _expected(ordinary, settings):
+    return list(ordinary.generate(PROMPT, **settings).token_ids)
+
+
+def _text(runtime, settings, mishap):
+    stream = runtime.stream(PROMPT, **settings)
+    events = [next(stream) for _ in range(20)]
+    mishap()
+    events += stream
+    assert [event.position for event in events] == list(range(len(PROMPT), len(PROMPT) + TOKENS))
+    return [event.token_id for event in events]
+
+
+def _send(name, what):
+    (worker,) = [worker for worker in _workers() if worker.cmdline()[-1] == name]
+    worker.send_signal(what)
+
+
+def _workers():
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if "ppd_runtime.workers.entry" in child.cmdline()]

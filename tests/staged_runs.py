@@ -1,0 +1,107 @@
+"""The staged layout's machines over real stages, whose messages and lives are at the mercy of a test."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from machine_network import MachineNetwork
+from pipeline_runs import Bench, begin_message
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.pipeline.machine import Machine, WaitFor
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Missing, Peers, PromptStates, Rows, Token
+from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.sampling import Sampler
+
+
+class StagedRun:
+    """One request; stages wait for its beginning as a worker does, and may be replaced while it runs."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        cuts: Sequence[int],
+        k: int,
+        rows: int,
+        seed: int | None = None,
+    ) -> None:
+        self.bench, self.begin, self.k, self.rows = bench, begin_message(prompt, params), k, rows
+        self.borders = list(pairwise([0, *cuts, bench.info.num_layers]))
+        self.network, self.sampler = MachineNetwork(seed), Sampler(params, len(prompt))
+        self.lives = 0
+        """Of the last stage, but the first."""
+        for rank in self.others:
+            self.network.add(rank, self._follower(rank))
+        self.network.add(MAIN, self._last(self.begin))
+
+    @property
+    def others(self) -> range:
+        """All stages but the last."""
+        return range(1, len(self.borders))
+
+    @property
+    def told(self) -> list[int]:
+        """The tokens that the client has, each once; what it is told twice is the same."""
+        tokens: list[int] = []
+        for address, message in self.network.sent:
+            if address == CLIENT and isinstance(message, Token):
+                place = message.position - len(self.begin.prompt_ids)
+                assert place <= len(tokens), "none is left out"
+                tokens += [message.token_id] if place == len(tokens) else []
+                assert tokens[place] == message.token_id
+        return tokens
+
+    def lose(self, rank: int, introduced: bool = True) -> None:
+        """A new life of a stage, which knows nothing; perhaps the last stage is told."""
+        if rank == MAIN:
+            self.lives += 1
+            self.network.replace(MAIN, self._last(replace(self.begin, delivered=self.told, epoch=self.lives)))
+            return
+        self.network.replace(rank, self._follower(rank))
+        if introduced:
+            self.network.send((MAIN,), Peers(CLIENT, 0, [rank], [""]))
+
+    def meddle(self, kind: type[Message], number: int, arriving: Callable[[Message], list[Message]]) -> None:
+        """Have the message of this kind and number arrive as others."""
+        seen = 0
+
+        def arrives(address: int, message: Message) -> list[Message]:
+            nonlocal seen
+            seen += type(message) is kind
+            return arriving(message) if type(message) is kind and seen == number else [message]
+
+        self.network.arriving = arrives
+
+    def run(self) -> list[int]:
+        """The tokens that the client has been told at the end."""
+        self.network.run(200_000, end=MAIN)
+        return self.told
+
+    def _stage(self, place: int) -> RowStage:
+        first, last = self.borders[place]
+        return RowStage(self.bench.stage(last, first), 2 * MOST_NODES)
+
+    def _last(self, begin: Begin) -> Machine:
+        stage = self._stage(-1)
+        last = LastStage(stage, self.bench.info.num_layers, self.others, self.network.send, begin)
+        return last.decode(self.sampler, self.bench._stop(begin.params))
+
+    def _follower(self, rank: int) -> Machine:
+        early: list[Message] = []
+        while not isinstance(message := (yield WaitFor(None)), Begin):
+            if isinstance(message, Rows | PromptStates):
+                early.append(message)
+                self.network.send((MAIN,), Missing(rank, message.request, 0))
+        self.network.deliver(rank, early)
+        stage, size, send = self._stage(rank - 1), len(self.borders), self.network.send
+        head = SharedHead(stage._stage, self.sampler)
+        if rank == 1:
+            yield from FirstStage(stage, head, size, self.k, self.rows, send, message).serve()
+        else:
+            yield from MiddleStage(stage, head, rank, size, self.k, send, message).serve()

@@ -1,0 +1,120 @@
+"""One fault at a time in the staged layout: what is lost, doubled or late costs time, never a token."""
+
+from dataclasses import replace
+
+import pytest
+from pipeline_runs import PROMPTS, Bench
+from staged_runs import StagedRun
+
+from ppd_runtime.config import SamplingParams
+from ppd_runtime.pipeline.messages import CLIENT, Begin, Cancel, End, Guesses, Missing, PromptStates, Rows, Token
+
+LAYOUTS = [((2,), 1, 1), ((1, 3), 3, 4)]
+FAULTY = SamplingParams(max_new_tokens=10, temperature=0.8, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def bench(model_folder):
+    """A small model."""
+    return Bench.of(model_folder("llama", num_layers=4))
+
+
+def _run(bench, layout, seed=None):
+    """A run, and what it should give."""
+    prompt = bench.prompt_ids(PROMPTS[2])
+    return StagedRun(bench, prompt, FAULTY, *layout, seed=seed), bench.ordinary(prompt, FAULTY).tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mishap", ["lost", "doubled", "late"])
+@pytest.mark.parametrize("kind", [Begin, PromptStates, Rows, Guesses, Token])
+def test_a_message_that_meets_with_a_mishap_costs_time_only(bench, kind, mishap, layout):
+    for number in (1, 2, 4, 7):
+        run, expected = _run(bench, layout)
+        held = []
+
+        def strange(message, held=held):
+            held.append(message)
+            return {"lost": [], "doubled": [message, message], "late": []}[mishap]
+
+        run.meddle(kind, number, strange)
+        if mishap == "late":
+            run.network.plan = {
+                step: lambda run=run, held=held: [run.network.deliver(rank, held) for rank in (*run.others, 0)]
+                for step in (60, 90)
+            }  # at everybody's
+        assert run.run() == expected
+
+
+@pytest.mark.parametrize("introduced", [True, False])
+@pytest.mark.parametrize("layout", [*LAYOUTS, ((1, 2, 3), 2, 2)])
+def test_a_new_life_of_a_stage_goes_on_with_the_same_text(bench, layout, introduced):
+    for rank in range(len(layout[0]) + 1):
+        for step in range(2, 200, 23):
+            run, expected = _run(bench, layout, seed=step % 3 or None)
+            run.network.plan[step] = lambda run=run, rank=rank: run.lose(rank, introduced)
+            assert run.run() == expected
+
+
+def test_all_stages_may_be_lost_at_once(bench):
+    for step in range(5, 120, 19):
+        run, expected = _run(bench, LAYOUTS[1])
+        run.network.plan[step] = lambda run=run: [run.lose(rank) for rank in (2, 0, 1)]
+        assert run.run() == expected
+
+
+def test_an_earlier_life_of_the_last_stage_may_have_come_further(bench):
+    for step in range(20, 150, 13):
+        run, expected = _run(bench, LAYOUTS[1])
+
+        def forget(run=run):
+            """The client has got nothing, and does not know that the stage is a new one."""
+            run.network.sent.clear()
+            run.network.replace(0, run._last(run.begin))
+
+        run.network.plan[step] = forget
+        assert run.run() == expected
+
+
+def test_a_beginning_that_comes_again_to_a_new_first_stage_changes_no_token(bench):
+    """Its rows stand for the same paths as those of the life before, though it may choose others."""
+    for step in range(15, 120, 7):
+        run, expected = _run(bench, LAYOUTS[1], seed=step)
+
+        def die(run=run):
+            begins = [message for address, message in run.network.sent if address == 1 and isinstance(message, Begin)]
+            run.lose(1, introduced=False)
+            run.rows = 1
+            run.network.deliver(1, begins)
+
+        run.network.plan[step] = die
+        assert run.run() == expected
+
+
+def test_a_request_may_be_cancelled_at_any_time(bench):
+    for step in range(1, 120, 11):
+        run, expected = _run(bench, LAYOUTS[1])
+        run.network.plan[step] = lambda run=run: run.network.deliver(0, [Cancel(CLIENT, 1)])
+        told = run.run()
+        assert told == expected[: len(told)]
+        assert [message for address, message in run.network.sent if address == 1][-1] == End(0, 1)
+
+
+def test_two_attempts_at_once_change_no_token(bench):
+    for step in range(10, 100, 9):
+        run, expected = _run(bench, LAYOUTS[1], seed=step)
+        again = Missing(2, 1, 0, 1)  # as from a stage that has no prompt
+        run.network.plan[step] = lambda run=run, again=again: run.network.deliver(0, [again])
+        run.network.plan[step + 2] = lambda run=run, again=again: run.network.deliver(0, [replace(again, epoch=2)] * 2)
+        assert run.run() == expected
+
+
+def test_what_comes_late_of_an_attempt_before_begins_no_other(bench):
+    run, expected = _run(bench, LAYOUTS[1])
+    run.network.plan[30] = lambda: run.lose(2)
+    for step in range(35, 200, 5):
+        late = [Missing(rank, 1, 0, epoch) for rank in (1, 2) for epoch in (0, 1)]
+        run.network.plan[step] = lambda late=late: run.network.deliver(0, late)
+    assert run.run() == expected
+    begins = {message.epoch for _, message in run.network.sent if isinstance(message, Begin)}
+    assert len(begins) <= 3
