@@ -35,6 +35,7 @@ _RUNTIME = (
     "stages",
     "cuts",
     "rows",
+    "repetitions",
     "exit_layer",
     "exit_head",
     "workers",

@@ -49,7 +49,7 @@ JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - {"placement_timeout_s", "gpus_per_w
     "run_ahead",
     "timeout_s",
 }
-NEGATED = {"no_run_ahead": "run_ahead"}
+NEGATED = {"no_run_ahead": "run_ahead", "no_repetitions": "repetitions"}
 OWN = {setting.name: setting for kind in (RuntimeConfig, SamplingParams) for setting in fields(kind)}
 
 
