@@ -158,6 +158,7 @@ class ChaosWorkers(LocalWorkers):
         self.endpoint = ChaosEndpoint(self.endpoint, self.fate, CLIENT, Post())
 
     def _spawn(self, rank: int) -> ThreadHandle:
+        self._spawned.append(rank)
         endpoint = ChaosEndpoint(self._network.endpoint(rank), self.fate, rank, self._posts[rank])
         return MortalHandle(Worker(self._specs[rank]), endpoint)
 

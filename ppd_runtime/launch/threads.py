@@ -8,7 +8,7 @@ import torch
 
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.supervisor import Progress, Supervisor, name_of
-from ppd_runtime.pipeline.messages import CLIENT
+from ppd_runtime.pipeline.messages import CLIENT, Shutdown
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers.spec import WorkerSpec
@@ -24,6 +24,7 @@ class LocalWorkers:
         self._threads_before = torch.get_num_threads()
         self._network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
         self._specs = {spec.rank: spec for spec in specs}
+        self._spawned: list[int] = []  # the rank of each life
         self._progress: Progress = progress
         self.endpoint: Endpoint = self._network.endpoint(CLIENT)
         needed = [spec.rank for spec in specs if spec.is_needed]
@@ -33,6 +34,7 @@ class LocalWorkers:
 
     def _spawn(self, rank: int) -> "ThreadHandle":
         self._progress(f"loading {name_of(rank)}")
+        self._spawned.append(rank)
         return ThreadHandle(Worker(self._specs[rank]), self._network.endpoint(rank))
 
     def record(self, counts: RequestCounts) -> None:
@@ -40,6 +42,8 @@ class LocalWorkers:
 
     def close(self) -> None:
         """Stop the threads and give the process its number of threads back."""
+        for rank in self._spawned:  # a life that nobody has greeted yet hears it too, or one that was given up
+            self.endpoint.send(rank, Shutdown(CLIENT, 0))
         dismiss(self.supervisor, self.endpoint)
         self.supervisor.stop(_STOP_DEADLINE_S)
         torch.set_num_threads(self._threads_before)
