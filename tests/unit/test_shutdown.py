@@ -146,3 +146,13 @@ def test_a_step_is_never_closed_under():
     closer.join(5)
     closing.close()
     assert workers.closed == [threading.get_ident()]
+
+
+def test_a_life_that_nobody_has_greeted_ends_too(runtime):
+    runtime.generate(PROMPT, max_new_tokens=4)
+    runtime._workers._spawn(1)
+    runtime.close()
+    deadline = time.monotonic() + 30
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _threads()
