@@ -7,6 +7,7 @@ import sys
 import time
 from array import array
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -174,7 +175,20 @@ def agree(message: Message) -> bool:
 
 
 def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
-    return st.builds(kind, *map(strategy, field_types(kind))).filter(agree)
+    found = st.builds(kind, *map(strategy, field_types(kind)))
+    if kind is Rows:
+        found = found.map(lambda rows: dataclasses.replace(rows, **cut(rows, len(rows.nodes))))
+    if kind is Guesses:
+        found = found.map(lambda named: dataclasses.replace(named, **cut(named, len(named.nodes) and 2)))
+    return found.filter(agree)
+
+
+def cut(message: Message, size: int) -> dict[str, tuple[int, ...]]:
+    """The message's tuples with so many members, some of them again and again."""
+    tuples = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+    return {
+        name: tuple(islice(cycle(values or (0,)), size)) for name, values in tuples.items() if isinstance(values, tuple)
+    }
 
 
 any_message = st.one_of([of_kind(kind) for kind in KINDS])
