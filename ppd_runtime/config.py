@@ -304,13 +304,16 @@ class RuntimeConfig:
         if self.cuts is not None:
             self._check_cuts()
         if self.stages is None:
-            if self.rows != 1:
-                raise ValueError(f"rows={self.rows}: is for the staged layout, give stages too or leave it out")
+            for name, usual in (("rows", 1), ("repetitions", True)):
+                if (value := getattr(self, name)) != usual:
+                    raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
         check_int("stages", self.stages, 2)
         for name in ("exit_layer", "workers"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
+        if not self.run_ahead:
+            raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
         if self.exit_head != SHARED:
             raise ValueError(
                 f"exit_head={self.exit_head!r:.200} with stages={self.stages}: boundaries use the model's own head"

@@ -105,6 +105,9 @@ def test_a_stage_without_the_layers_before_it_gives_the_same_bits(model_folder):
         ({"stages": 2, "exit_head": "folder"}, "exit_head='folder' with stages=2"),
         ({"stages": 2, "rows": 0}, "rows=0: must be at least 1"),
         ({"rows": 2}, "rows=2: is for the staged layout"),
+        ({"repetitions": False}, "repetitions=False: is for the staged layout"),
+        ({"stages": 2, "run_ahead": False}, "run_ahead=False with stages=2: is for the paper's layout"),
+        ({"stages": 2, "repetitions": 1}, "repetitions=1: give True or False"),
         ({"stages": 2, "k": 0}, "k=0: must be at least 1"),
     ],
 )

@@ -4,6 +4,8 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
 from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates
@@ -91,8 +93,8 @@ class FirstStage(FollowerStage):
         hidden = self._run(nodes, [node.token for node in nodes], self._pass_number)
         self._name(nodes, hidden)
 
-    def _name(self, nodes: Sequence[Node], hidden: object) -> None:
-        for node, guesses in self._guesses(nodes, hidden):  # type: ignore[arg-type]
+    def _name(self, nodes: Sequence[Node], hidden: Tensor) -> None:
+        for node, guesses in self._guesses(nodes, hidden):
             self._successors.setdefault(node.number, Successors()).by_boundary[self.rank] = guesses
 
     def _keep_step(self) -> Machine:
@@ -115,11 +117,13 @@ class FirstStage(FollowerStage):
             if stage == 0:
                 continue
             rank = (self.rank + stage) % self.num_stages
-            if self._reached[rank] < number and any(not node.is_dropped and not node.is_certain for node in nodes):
-                return True
-            if self._reached[rank] < number and any(self.tree.is_newest(node) for node in nodes):
+            if self._reached[rank] < number and any(map(self._is_open, nodes)):
                 return True
         return False
+
+    def _is_open(self, node: Node) -> bool:
+        """Whether nothing certain stands behind the node yet, and it may come true."""
+        return self.tree.is_newest(node) or not (node.is_dropped or node.is_certain)
 
     def _behind(self) -> list[int]:
         return [rank % self.num_stages for rank in range(self.rank + 1, self.num_stages + 1)]
