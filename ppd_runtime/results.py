@@ -108,11 +108,12 @@ class Stats(PathStats):
     sub_coherence_layer_passes: tuple[int, ...]
     """Each sub-process' layer passes to keep its cache coherent; Theorem 4.1 leaves them out."""
     predicted_ratio: float
-    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate; of a
-    self-speculative method, that SWIFT's equation 6 gives for this run's drafts."""
+    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate; of stages, E[J]/N for
+    its first boundaries; of a self-speculative method, what SWIFT's equation 6 gives for its drafts."""
     first_boundary: tuple[int, ...] = ()
     """Tokens that boundary 1, 2, … of the staged layout was the first to name, and last those that none named; empty in
-    other layouts."""
+    other layouts. What the text's repetitions named counts with boundary 1; a first stage that was lost has lost its
+    counts."""
     speculation: Speculation | None = None
     """Drafts and verifications of a self-speculative method; None for other ways of decoding."""
 
