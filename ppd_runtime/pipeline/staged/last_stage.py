@@ -206,7 +206,8 @@ class LastStage:
         elif message.epoch < self.epoch:
             return
         elif isinstance(message, PromptStates):
-            self._prompt = self._prompt or message
+            if message.hidden.shape[1] == len(self.begin.prompt_ids):
+                self._prompt = self._prompt or message
         elif self._prompt is None:  # they came to an earlier life, or nowhere
             self._again = True
         else:

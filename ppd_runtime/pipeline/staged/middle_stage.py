@@ -64,7 +64,8 @@ class MiddleStage(FollowerStage):
 
     def _take_work(self, message: Message) -> None:
         if isinstance(message, PromptStates):
-            self._prompt = self._prompt or message
+            if message.hidden.shape[1] == len(self.begin.prompt_ids):
+                self._prompt = self._prompt or message
         elif isinstance(message, Rows):
             self._arrivals.take(message)
             if self._prompt is None and not self._has_asked:  # the prompt's states came to an earlier life, or nowhere
