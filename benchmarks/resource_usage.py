@@ -36,7 +36,7 @@ def workers() -> list[psutil.Process]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             line = process.cmdline()
-            if line and ("ppd_runtime.workers.entry" in line or line[0].startswith("ray::PPD")):
+            if line and (process.name().startswith("ppd-") or line[0].startswith("ray::PPD")):
                 found.append(process)
     return found
 

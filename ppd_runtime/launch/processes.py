@@ -3,28 +3,33 @@
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, import_environment
+from ppd_runtime.launch.fork_server import CAN_FORK, UNKNOWN_EXIT_CODE, ForkedProcess, ForkServer, can_read
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
+from ppd_runtime.workers import fork_server
 from ppd_runtime.workers.process import start_order
 from ppd_runtime.workers.spec import WorkerSpec
 
 _STOP_DEADLINE_S = 5.0
 
+Process = subprocess.Popen[bytes] | ForkedProcess
+Start = Callable[[str, Sequence[int]], Process]
+"""Starts a process of a name, with its three standard streams."""
+
 
 class ProcessWorkers:
-    """Every worker a process, `python -m ppd_runtime.workers.entry`, in a session of its own.
+    """Every worker a process in a session of its own, forked from one that has imported what they all need.
 
     A worker ends with its owner, however that ends: it holds the other end of the worker's standard input.
     """
@@ -40,6 +45,7 @@ class ProcessWorkers:
         self._specs = {spec.rank: spec for spec in specs}
         self._folder = SocketFolder()
         self._closed = False
+        self._servers: list[ForkServer] = []  # the last one serves
         self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
         needed = [spec.rank for spec in specs if spec.is_needed]
         self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce, needed)
@@ -54,7 +60,14 @@ class ProcessWorkers:
     def _spawn(self, rank: int) -> "ProcessHandle":
         network = replace(self._networks[rank], client=self.endpoint.location)
         order = start_order(self._specs[rank], network)
-        return ProcessHandle(rank, order, Path(self._folder.path))
+        return ProcessHandle(rank, order, Path(self._folder.path), self._start)
+
+    def _start(self, name: str, streams: Sequence[int]) -> Process:
+        if not CAN_FORK:
+            return start_alone(name, streams)
+        if not self._servers or self._servers[-1].process.poll() is not None:
+            self._servers.append(ForkServer(Path(self._folder.path)))
+        return self._servers[-1].fork(name, streams)
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -69,6 +82,8 @@ class ProcessWorkers:
         self._closed = True
         with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
             last.callback(self._folder.remove)
+            for server in self._servers:
+                last.callback(server.close)
             last.callback(self.supervisor.stop, _STOP_DEADLINE_S)
             if hasattr(self, "endpoint"):
                 dismiss(self.supervisor, self.endpoint)
@@ -79,30 +94,21 @@ class ProcessHandle:
 
     cancelled = False
 
-    def __init__(self, rank: int, order: str, folder: Path) -> None:
+    def __init__(self, rank: int, order: str, folder: Path, start: Start) -> None:
         self.location = ""
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
-        name = "main" if rank == MAIN else f"sub-{rank}"
+        self._folder = folder
         path = folder / f"errors-{rank}"
-        with path.open("w") as errors:
+        orders, to_it = os.pipe()
+        from_it, answers = os.pipe()
+        self._orders, self._stdout = os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb", buffering=0)
+        with os.fdopen(orders), os.fdopen(answers, "w"), path.open("w") as errors:
             self._errors = path.open(errors="replace")  # can be read though it is removed
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ppd_runtime.workers.entry", name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=import_environment(),
-                start_new_session=True,  # Ctrl-C is for the owner, who stops its workers
-            )
-        os.set_blocking(self._stdout, False)
+            self.process = start("main" if rank == MAIN else f"sub-{rank}", (orders, answers, errors.fileno()))
+        os.set_blocking(from_it, False)
         self._tell(order.encode() + b"\n")
-
-    @property
-    def _stdout(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
 
     def is_ready(self) -> bool:
         """Whether it has said so; raises RuntimeError with what it said, or its last words, where it failed.
@@ -124,7 +130,8 @@ class ProcessHandle:
 
     def _check_running(self) -> None:
         now = time.monotonic()
-        if not os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+        self.process.poll()  # the fork server may have said which process it is
+        if not _is_stopped(self.process.pid):
             self._answered_at = now
         elif now - self._answered_at > ANSWER_DEADLINE_S:
             raise RuntimeError(f"it has been stopped for {ANSWER_DEADLINE_S:.0f} s")
@@ -141,7 +148,7 @@ class ProcessHandle:
             if now - self._answered_at >= PING_EVERY_S:
                 self._pinged_at = now
                 self._tell(b"\n")
-        elif now - self._pinged_at > ANSWER_DEADLINE_S and not select.select([self._stdout], [], [], LAST_LOOK_S)[0]:
+        elif now - self._pinged_at > ANSWER_DEADLINE_S and not can_read(self._stdout.fileno(), LAST_LOOK_S):
             return f"it has not answered for {ANSWER_DEADLINE_S:.0f} s"
         return None
 
@@ -154,25 +161,21 @@ class ProcessHandle:
         """End it and collect what is left of it."""
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self._errors):
+        for stream in (self._orders, self._stdout, self._errors):
             with contextlib.suppress(BrokenPipeError):
-                if stream:
-                    stream.close()
+                stream.close()
 
     def _tell(self, line: bytes) -> None:
         """Write to its standard input, which stays open; where it has ended, its answer will say so."""
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
+            self._orders.write(line)
+            self._orders.flush()
 
     def _read(self) -> bool:
         """Take what it has written; False once nothing more will come."""
-        with contextlib.suppress(BlockingIOError):
-            while piece := os.read(self._stdout, 65536):
-                self._answers += piece
-            return False
-        return True
+        while piece := self._stdout.read(65536):
+            self._answers += piece
+        return piece is None  # nothing for now; the end is empty bytes
 
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):  # its output has ended, so it is ending
@@ -180,5 +183,31 @@ class ProcessHandle:
         code = self.process.returncode
         if code is not None and code < 0:
             return f"signal {-code} ended it"
-        lines = [line for line in self._errors.read().splitlines() if line.strip()]
+        said = self._errors.read()
+        if not said:  # it never was, if its server failed
+            with contextlib.suppress(OSError):
+                said = (self._folder / f"errors-{fork_server.NAME}").read_text(errors="replace")
+        lines = [line for line in said.splitlines() if line.strip()]
+        if not lines and code == UNKNOWN_EXIT_CODE:
+            return "it ended"
         return lines[-1] if lines else f"it ended with exit code {code}"
+
+
+def start_alone(name: str, streams: Sequence[int]) -> "subprocess.Popen[bytes]":
+    """A worker process that imports for itself."""
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        [sys.executable, "-m", "ppd_runtime.workers.entry", name],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=import_environment(),
+        start_new_session=True,  # Ctrl-C is for the owner, who stops its workers
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped a process, where the system has a /proc."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

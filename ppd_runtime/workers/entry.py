@@ -5,6 +5,7 @@ Nothing is imported before the worker is: the imports are most of its start.
 
 import logging
 import socket
+import sys
 import threading
 
 from ppd_runtime.imports import quick_imports
@@ -52,10 +53,13 @@ class Actor:
 
 
 def main() -> None:
-    """A worker as a plain process."""
+    """A worker as a plain process, or the fork server that workers come from."""
     with quick_imports():
+        from ppd_runtime.workers import fork_server
         from ppd_runtime.workers.process import serve_from_standard_input
 
+    if sys.argv[1:] == [fork_server.NAME]:
+        fork_server.fork_workers()
     serve_from_standard_input()
 
 

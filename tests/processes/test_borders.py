@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 from families.attack import prompts
 from families.specimens import BORDER, SPECIAL
 from grids import nightly
 from models_for_tests import build_tokenizer
+from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
 
@@ -35,17 +35,10 @@ def test_a_new_main_process_goes_on_with_the_same_text(folder: str, killed_after
     with PPDRuntime(folder, k=1, exit_layer=2, dtype="float32", launcher="processes") as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         tokens = [next(stream).token_id for _ in range(killed_after)]
-        _main_process().kill()
+        worker_processes()["main"].kill()
         tokens += [event.token_id for event in stream]
         assert tuple(tokens) == expected.token_ids
         assert runtime.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True).token_ids == expected.token_ids
-
-
-def _main_process() -> psutil.Process:
-    """Of the runtime that runs; other tests' processes may be there too, and have ended."""
-    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    words = {child: child.cmdline() for child in running}
-    return next(child for child, line in words.items() if "ppd_runtime.workers.entry" in line and line[-1] == "main")
 
 
 def test_stop_texts_statistics_and_traces_span_the_border(folder: str) -> None:

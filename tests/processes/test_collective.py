@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from grids import nightly
+from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice
@@ -258,7 +259,7 @@ def test_the_dead_are_replaced_and_linked_to(model_folder):
         stream = runtime.stream(PROMPT, max_new_tokens=200, ignore_eos=True)
         events = [next(stream) for _ in range(5)]
         for name in ("sub-1", "main"):
-            _worker(name).kill()
+            worker_processes()[name].kill()
             events += [next(stream) for _ in range(20)]
         events += list(stream)
         assert tuple(event.token_id for event in events) == text
@@ -272,19 +273,9 @@ def _threads() -> int:
     return psutil.Process().num_threads()
 
 
-def _workers() -> dict[str, psutil.Process]:
-    """This process' workers that run, by name."""
-    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return {line[-1]: child for child in running if "ppd_runtime.workers.entry" in (line := child.cmdline())}
-
-
-def _worker(name: str) -> psutil.Process:
-    return _workers()[name]
-
-
 def _wait_for_connections(count: int) -> None:
     """Until so many workers hold both ends of two groups' connections for each pair of them."""
-    workers, deadline = _workers().values(), time.monotonic() + DEADLINE
+    workers, deadline = worker_processes().values(), time.monotonic() + DEADLINE
     assert len(workers) == count
     while True:
         ends = sum(c.status == psutil.CONN_ESTABLISHED for w in workers for c in w.net_connections("tcp"))

@@ -25,8 +25,7 @@ def workers(program):
     found = []
     for child in program.family:
         with contextlib.suppress(psutil.Error):  # Ray has some that live for a moment
-            line = child.cmdline()
-            if "ppd_runtime.workers.entry" in line or "ray::PPD" in "".join(line[:1]):
+            if child.name().startswith("ppd-") or "ray::PPD" in "".join(child.cmdline()[:1]):
                 found.append(child)
     return found
 
@@ -50,7 +49,7 @@ def test_nothing_is_left_behind(folder, launcher, ending):
         if ending != "exception":
             assert len(workers(program)) == 3
         if launcher == "processes":
-            assert len(program.family) == 4, "three workers, and who clears up"
+            assert len(program.family) == 5, "three workers, who forks them, and who clears up"
         if (launcher, ending) == ("processes", "kill"):
             workers(program)[0].suspend()
         program.end()

@@ -3,8 +3,8 @@
 import signal
 import time
 
-import psutil
 import pytest
+from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 
@@ -22,7 +22,7 @@ def runtime():
     """Three stages."""
     with PPDRuntime("demo", stages=3, k=2, rows=2, launcher="processes", transport="unix", dtype="float32") as runtime:
         yield runtime
-    assert not _workers()
+    assert not worker_processes()
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,4 @@ def _text(runtime, settings, mishap):
 
 
 def _send(name, what):
-    (worker,) = [worker for worker in _workers() if worker.cmdline()[-1] == name]
-    worker.send_signal(what)
-
-
-def _workers():
-    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "ppd_runtime.workers.entry" in child.cmdline()]
+    worker_processes()[name].send_signal(what)

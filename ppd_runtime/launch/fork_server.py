@@ -1,0 +1,152 @@
+"""The program's side of the fork server: worker processes, started in a moment and looked after as its children are."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppd_runtime.launch.base import import_environment
+from ppd_runtime.workers.fork_server import LONGEST_MESSAGE, NAME
+
+CAN_FORK = hasattr(os, "pidfd_open")
+"""Linux. Elsewhere libraries of the system may not survive a fork, and each worker imports for itself."""
+_LOOK_EVERY_S = 0.02
+_PATIENCE_S = 0.5
+"""For the exit code of a worker that has ended: its server may be stopped, or gone."""
+UNKNOWN_EXIT_CODE = 256
+"""Of a worker whose fork server did not say how it ended."""
+
+
+def can_read(descriptor: int, seconds: float) -> bool:
+    """Whether there is something to read, or the end, within so long."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(seconds * 1000))
+
+
+class ForkServer:
+    """A process that has imported what workers need, and forks them; what it says of errors is in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        with theirs, (folder / f"errors-{NAME}").open("w") as errors:
+            command = [sys.executable, "-m", "ppd_runtime.workers.entry", NAME]
+            self.process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=import_environment(),
+                start_new_session=True,
+            )
+        self._lock = threading.Lock()
+        self._asked: deque[ForkedProcess] = deque()
+        self._living: dict[int, ForkedProcess] = {}
+
+    def fork(self, name: str, streams: Sequence[int]) -> "ForkedProcess":
+        """Ask for a worker with these standard streams, without waiting for it; where nobody hears, it has failed."""
+        process = ForkedProcess(self)
+        with self._lock, contextlib.suppress(ConnectionError):
+            self._asked.append(process)
+            socket.send_fds(self._control, [name.encode()], list(streams))
+        return process
+
+    def hear(self) -> None:
+        """Take in what the server has said, and its end."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            while (heard := self._receive())[0]:
+                self._note(json.loads(heard[0]), heard[1])
+            self._note_end()
+
+    def close(self) -> None:
+        """End the server; its forks are told by their own streams."""
+        self.process.kill()
+        self.process.wait()
+        self._control.close()
+
+    def _receive(self) -> tuple[bytes, Sequence[int]]:
+        """What the server says next; nothing where it has ended. Raises BlockingIOError where it is silent."""
+        try:
+            return socket.recv_fds(self._control, LONGEST_MESSAGE, 1)[:2]
+        except ConnectionError:
+            return b"", ()
+
+    def _note(self, answer: dict[str, int], descriptors: Sequence[int]) -> None:
+        if descriptors:
+            process = self._asked.popleft()
+            process.appear(answer["pid"], *descriptors)
+            self._living[answer["pid"]] = process
+        else:
+            self._living.pop(answer["pid"]).returncode = answer["exit_code"]
+
+    def _note_end(self) -> None:
+        while self._asked:
+            process = self._asked.popleft()
+            process.returncode = self.process.wait()
+
+
+class ForkedProcess:
+    """A worker that the fork server has made, or will; it has what is used of `subprocess.Popen`."""
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self._descriptor: int | None = None
+        self.pid = server.process.pid
+        """Until it is there, the server's: what holds that one up holds up both."""
+        self.returncode: int | None = None
+
+    def appear(self, pid: int, descriptor: int) -> None:
+        """It is there, with a descriptor that stays its own."""
+        self.pid, self._descriptor = pid, descriptor
+        if self.returncode is not None:  # nobody wants it any more
+            self.kill()
+
+    def poll(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs or is to come."""
+        if self.returncode is None:
+            self._server.hear()
+        if self.returncode is None and self._descriptor is not None and can_read(self._descriptor, 0):
+            self.returncode = self._last_heard()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a worker", timeout or 0)
+            if self._descriptor is None:
+                time.sleep(_LOOK_EVERY_S)
+            else:
+                can_read(self._descriptor, _LOOK_EVERY_S)
+        return code
+
+    def kill(self) -> None:
+        """End it now, or as soon as it is there."""
+        if self._descriptor is None:
+            self.returncode = -signal.SIGKILL
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _last_heard(self) -> int:
+        """The exit code of what has ended, as soon as its server says it."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self.returncode is None and self._server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S / 10)
+            self._server.hear()
+        return UNKNOWN_EXIT_CODE if self.returncode is None else self.returncode
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)

@@ -1,0 +1,80 @@
+"""Who forks the workers may itself be killed, be stopped, or fail to start."""
+
+import signal
+import time
+
+import psutil
+import pytest
+from worker_processes import worker_processes
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.launch import fork_server
+
+PROMPT = [5, 9, 200, 31]
+SETTINGS = {"max_new_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The oracle's text."""
+    return OrdinaryDecoding(folder).generate(PROMPT, **SETTINGS).token_ids
+
+
+def forking() -> list[psutil.Process]:
+    """The fork servers of this program."""
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if child.cmdline()[-1:] == ["fork-server"]]
+
+
+def test_a_killed_server_takes_nobody_with_it_and_has_a_successor(folder, expected, caplog):
+    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
+        stream = runtime.stream(PROMPT, **SETTINGS)
+        got = [next(stream).token_id for _ in range(5)]
+        (server,) = forking()
+        workers = worker_processes()
+        server.kill()
+        server.wait(10)
+        assert tuple(got + [event.token_id for event in stream]) == expected
+        workers["main"].kill()
+        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
+        assert caplog.messages == ["the main process is lost, a new one takes its place: it ended"]
+        assert forking() != [server]
+        worker_processes()["main"].kill()
+        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
+        assert "signal 9 ended it" in caplog.messages[-1]
+    _, alive = psutil.wait_procs([server, *workers.values()], timeout=10)
+    assert not alive
+    assert not forking()
+
+
+def test_a_stopped_server_holds_up_new_lives_alone(folder, expected, monkeypatch):
+    runtime = PPDRuntime(folder, k=1, launcher="processes")
+    with runtime:
+        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
+        (server,) = forking()
+        server.send_signal(signal.SIGSTOP)
+        worker_processes()["sub-1"].kill()
+        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
+        began = time.monotonic()
+    assert time.monotonic() - began < 60, "nobody waits for what a stopped process has to say"
+    assert not forking()
+
+
+def test_a_server_that_cannot_start_says_why(folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(fork_server.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="failed to start: it ended with exit code 1"):
+        PPDRuntime(folder, k=1, launcher="processes").start()
+
+
+def test_workers_that_import_for_themselves_serve_as_well(folder, expected, monkeypatch):
+    monkeypatch.setattr("ppd_runtime.launch.processes.CAN_FORK", False)
+    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
+        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
+        assert not forking()
