@@ -79,7 +79,7 @@ class NodeSlots:
 
     def _free_row(self) -> int:
         """The last one: those before it are the positions of tokens that may come sooner."""
-        for row in range(self.kept + self._most_nodes - 1, self.kept - 1, -1):
+        for row in range(self.kept + self._most_nodes, self.kept - 1, -1):  # one more than there are nodes
             if row not in self._nodes:
                 return row
         raise IndexError("no row is left for a node")

@@ -57,7 +57,7 @@ class TokenTree:
     def _sees(self) -> tuple[Tensor, Tensor]:
         """Whether a token sees a row, `[tokens, extent]`, and the depth of what lies in each, `[extent]`."""
         sees, depths = torch.zeros(self.size, self.extent, dtype=torch.bool), torch.zeros(self.extent, dtype=torch.int64)
-        for token, path in enumerate(self._paths):
+        for token, path in enumerate(map(list, self._paths)):
             sees[token, path], depths[path] = True, torch.arange(len(path))
         return sees.to(self._device), depths.to(self._device)
 
