@@ -41,7 +41,9 @@ class CountedLayers(CompiledLayers):
         return super().run_tree(first, last, hidden, tree, caches)
 
 
-def counted_layers(model: PreTrainedModel, kinds: Sequence[int] = (1, PassKind.SEVERAL), first: int = 0) -> CountedLayers:
+def counted_layers(
+    model: PreTrainedModel, kinds: Sequence[int] = (1, PassKind.SEVERAL), first: int = 0
+) -> CountedLayers:
     files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in kinds}
     layers = CountedLayers(model, files, first=first)
     layers.passes = Counter()

@@ -68,7 +68,7 @@ def test_as_the_formula(shape: tuple[int, int, int, int], rows: int, window: int
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 6, 50])
-def test_a_tokens_bits_do_not_depend_on_where_its_text_lies(shape: tuple[int, int, int, int], window: int | None) -> None:
+def test_bits_do_not_depend_on_where_a_text_lies(shape: tuple[int, int, int, int], window: int | None) -> None:
     """Random paths in random rows; each alone, with its text in the rows of its positions, has the same bits."""
     rng = random.Random(str((shape, window)))
     for tokens in (1, 2, 3, 7, 8):
@@ -104,8 +104,9 @@ def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int, int, i
     queries, keys, values = inputs(shape, 7, 384)
     for position in (0, 5, 130, 300):
         for tokens in (2, 3, 5, 7):
+            mask = causal(tokens, position, 384, window)
             together = few_tokens_attention(
-                queries[:, :, :tokens], keys, values, causal(tokens, position, 384, window), *in_place(tokens, position), 0.125
+                queries[:, :, :tokens], keys, values, mask, *in_place(tokens, position), 0.125
             )
             for token in range(tokens):
                 rows = -(-(position + token + 1) // 64) * 64  # fewer hidden ones behind it
@@ -122,7 +123,8 @@ def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int, int, i
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
-    given, before = (*inputs((8, 8, 64, 64), 3, 1024), causal(3, 1000, 1024), *in_place(3, 1000), 0.125), torch.get_num_threads()
+    given = (*inputs((8, 8, 64, 64), 3, 1024), causal(3, 1000, 1024), *in_place(3, 1000), 0.125)
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = few_tokens_attention(*given)
     torch.set_num_threads(threads)

@@ -13,10 +13,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.stage.caches import SomeLayersCache
 
-
 _texts: ContextVar[tuple[Tensor, Tensor]] = ContextVar("texts")
-"""Places and tails, as `few_tokens_attention` takes them, of the tokens of the layer that is being exported: the library's
-code hands on no more than masks."""
+"""Of the tokens of a layer that is being exported, places and tails as `few_tokens_attention` takes them: the library's
+code hands on masks, and nothing else."""
 
 
 class FewTokensHead(nn.Module):

@@ -17,10 +17,10 @@ few_tokens_attention = Operator(
 """`[1, tokens, heads, value_dim]` of queries, `[1, heads, tokens, dim]`, keys, `[1, key_heads, rows, dim]`, values,
 `[1, key_heads, rows, value_dim]`, and an additive mask, `[1, 1, tokens, rows]`, all float32 with contiguous rows.
 
-Each token stands at a place, `places` are `[1, tokens]`, behind a text whose entries lie in the rows of their positions,
-but for the last ones: `tails`, `[tokens, depth]`, are the rows at the `depth` positions that end with the last place of
-all. Those behind a token's own place may be any. Both are int64.
+Each token stands at a place, `places` are `[1, tokens]`, at the end of a text whose entries lie in the rows of their
+positions, but for the last ones: `tails`, `[tokens, depth]`, are the rows at the `depth` positions that end with the
+last place of all. Those behind a token's own place may be any rows. Both are int64.
 
-Groups of `heads / key_heads` heads share keys and values; scores are multiplied by `scale`. A token's bits depend neither
-on the tokens beside it, nor on the rows where its text lies.
+Groups of `heads / key_heads` heads share keys and values; scores are multiplied by `scale`. A token's bits depend
+neither on the tokens beside it nor on the rows in which its text lies.
 """

@@ -19,7 +19,7 @@ from ppd_runtime.checks import check_number
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.stage.trees import Part
+from ppd_runtime.models.stage.trees import Part, TokenTree
 
 _SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
 _PR_SET_TIMERSLACK = 29
@@ -61,9 +61,11 @@ class EmulatedStage(Stage):
     def chain_drafting(self, layers: int | LayerSubset, behind: Stage | None = None) -> None:
         """None: what is run in one call takes the time that it takes here."""
 
-    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+    def _run(
+        self, first: int, last: int, inputs: list[int] | Tensor, position: int, tree: TokenTree | None = None
+    ) -> Tensor:
         began = time.perf_counter()
-        hidden = super()._run(first, last, inputs, position)
+        hidden = super()._run(first, last, inputs, position, tree)
         _wait_until(began + (last - first) * self._layer_s)
         return hidden
 

@@ -9,7 +9,7 @@ from ppd_runtime.models.stage.slots import NodeSlots
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.stage.trees import Part, tree_of
 
-_TRIED = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
+_TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
 """The paths of the rows that a stage tries at its start: siblings, and what stands behind them."""
 _TRIED_TEXT, _LONGEST_TRIED_WINDOW = 61, 1024  # tokens before them: so their rows go past a step of the attended ones
 _PROMPT = 3  # tokens of that text that are run
@@ -18,9 +18,9 @@ _PROMPT = 3  # tokens of that text that are run
 class RowStage:
     """Layers `first` to the stage's last, for one request after the other; nodes are known by numbers.
 
-    Rows run together where the stage has found at its start that this leaves their bits alone. Elsewhere each row runs as
-    a pass of one token, over the entries of its text in the rows of their positions: its bits are ordinary decoding's,
-    in every dtype and with every kernel.
+    Rows run together where the stage has found at its start that this leaves their bits alone. Elsewhere each row runs
+    as a pass of one token, over the entries of its text in the rows of their positions: its bits are ordinary
+    decoding's, in every dtype and with every kernel.
 
     Args:
         stage: it has these layers.
@@ -96,7 +96,7 @@ class RowStage:
         return most if same else 1
 
     def _try(self, sizes: Sequence[int]) -> Tensor:
-        """The states of the tried rows, run so many at a time, behind a text that short windows do not reach back over."""
+        """The states of the tried rows, run so many at a time, behind a text that is longer than short windows are."""
         generator = torch.Generator().manual_seed(0)
         config, first = self._stage.model.config, self._stage.first_layer
         states = torch.randn(1, _PROMPT + len(_TRIED), config.hidden_size, generator=generator, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Where the entries of tokens in flight lie: those of the certain text in the rows of their positions, the others behind.
+"""Where the entries of tokens in flight lie: the certain text in the rows of its positions, the others behind it.
 
-A pass over several tokens is told in which rows each one's own text lies, so siblings and other branches run together. A
-token that runs alone has its text put into the rows of its positions, as in ordinary decoding: then any code may run it.
+A pass over several tokens is told in which rows the text of each lies, so siblings and other branches run together. A
+token that runs alone has its text put into the rows of its positions, as in ordinary decoding: any code may run it.
 """
 
 from collections.abc import Sequence

@@ -19,12 +19,12 @@ class TokenTree:
             end on. What no path ends with has run before.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(self, paths: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self._paths, self._device, self.size = paths, device, len(paths)
         self.extent = 1 + max(map(max, paths))
         """Rows behind the text, up to the last one that a token sees."""
-        self.is_chain = all(list(path) == list(range(i + 1)) for i, path in enumerate(paths))
-        self.comes_again = self.is_chain or all(list(path) == [i] for i, path in enumerate(paths))
+        self.is_chain = all(path == tuple(range(i + 1)) for i, path in enumerate(paths))
+        self.comes_again = self.is_chain or all(path == (i,) for i, path in enumerate(paths))
         """Whether it is a chain, or candidates of one position."""
         deepest = max(map(len, paths))
         in_place = takewhile(lambda i: all(path[i] == i for path in paths if len(path) > i), range(deepest - 1))
@@ -56,7 +56,8 @@ class TokenTree:
     @cached_property
     def _sees(self) -> tuple[Tensor, Tensor]:
         """Whether a token sees a row, `[tokens, extent]`, and the depth of what lies in each, `[extent]`."""
-        sees, depths = torch.zeros(self.size, self.extent, dtype=torch.bool), torch.zeros(self.extent, dtype=torch.int64)
+        sees = torch.zeros(self.size, self.extent, dtype=torch.bool)
+        depths = torch.zeros(self.extent, dtype=torch.int64)
         for token, path in enumerate(map(list, self._paths)):
             sees[token, path], depths[path] = True, torch.arange(len(path))
         return sees.to(self._device), depths.to(self._device)
@@ -112,8 +113,8 @@ class TokenTree:
 
 
 Part = tuple[list[int] | Tensor, int, TokenTree | None]
-"""Tokens that run together in a pass: ids, or hidden states `[1, tokens, hidden_size]`; the length of the text before them;
-and their tree, for which there has to be compiled code, or None for one token."""
+"""Tokens that run together in a pass: ids, or hidden states `[1, tokens, hidden_size]`; the length of the text before
+them; and their tree, for which there has to be compiled code, or None for one token."""
 
 
 @lru_cache(maxsize=256)
