@@ -108,6 +108,26 @@ def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> No
         assert set(layers.passes) == set(range(1, 9))
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> None:
+    """As the methods on one device run it, and candidates of one position."""
+    model = load_stage(model_folder(family)).model
+    stage = Stage(model, counted_layers(model))
+    for position in (3, ATTENDED_ROWS - 2):
+        for parents in ([-1, -1, -1], [-1, 0, 0, 1, 2, 1, -1, 6]):
+            stage.begin(position + len(parents))
+            stage.run(0, 4, list(range(40, 40 + position)), 0)
+            together = stage.run_tree(range(9, 9 + len(parents)), parents, position)
+            stage.truncate(position)
+            for node in range(len(parents)):
+                path = [node]
+                while (parent := parents[path[0]]) >= 0:
+                    path.insert(0, parent)
+                alone = [stage.run(0, 4, [9 + each], position + i) for i, each in enumerate(path)]
+                stage.truncate(position)
+                assert torch.equal(together[:, node : node + 1], alone[-1])
+
+
 def test_siblings_share_a_pass(model_folder: ModelFolder) -> None:
     rows, layers = row_stage(load_stage(model_folder("llama")).model)
     rows.begin(40)
