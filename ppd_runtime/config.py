@@ -214,8 +214,8 @@ class RuntimeConfig:
     cuts: "str | tuple[int, ...] | None" = None
     """The stages' borders, such as 3,6,9: layers before each; default: as even as can be."""
     rows: int = 1
-    """Tokens of a stage's pass, at the most. They stand one behind the other but on emulated devices. Compiled float32
-    passes on CPUs run them at once, others one by one."""
+    """Tokens of a stage's pass, at the most. Compiled float32 passes on CPUs run them at once; others one by one, and
+    only tokens that stand one behind the other."""
     repetitions: bool = True
     """With `stages`, also name what followed the same tokens earlier in the text, which needs no layer."""
     exit_layer: int | None = None

@@ -257,7 +257,7 @@ class Worker:
                 begin,
                 self._calibration,
                 spec.repetitions,
-                only_chains=spec.emulate is None,
+                only_chains=spec.emulate is None and stage.most_together == 1,
             )
             self._drive(first.serve(), begin.request)
             self._attempt = first.begin.epoch

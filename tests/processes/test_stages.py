@@ -39,9 +39,10 @@ def test_texts_are_ordinary_decodings(ordinary, settings, way):
             assert sum(result.stats.first_boundary) == result.stats.new_tokens - 1
 
 
-def test_compiled(ordinary):
+@pytest.mark.parametrize("rows", [1, 4])
+def test_compiled(ordinary, rows):
     compiled = OrdinaryDecoding("demo", dtype="float32", compile=True)
-    with PPDRuntime("demo", stages=2, dtype="float32", compile=True, launcher="processes") as runtime:
+    with PPDRuntime("demo", stages=2, rows=rows, dtype="float32", compile=True, launcher="processes") as runtime:
         for sampling in ({}, SAMPLED):
             expected = compiled.generate(PROMPT, max_new_tokens=48, **sampling)
             assert runtime.generate(PROMPT, max_new_tokens=48, **sampling).token_ids == expected.token_ids

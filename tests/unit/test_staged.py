@@ -13,7 +13,6 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
-from ppd_runtime.models.stage.row_stage import _chains
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.tracing.timeline import Timeline
 
@@ -126,10 +125,3 @@ def test_in_threads_with_a_trace(model_folder):
     names = [result.trace.name(process.rank) for process in result.trace.processes]
     assert sorted(names) == ["stage 1", "stage 2", "stage 3"]
     assert {box.row for box in Timeline(result.trace, 12, str).boxes()} == {0, 1, 2}
-
-
-def test_rows_one_behind_the_other_are_found():
-    paths = [[4], [4, 5], [4, 5, 6], [7], [7, 8], [4, 9]]
-    assert _chains(paths, 8) == [range(3), range(3, 5), range(5, 6)]
-    assert _chains(paths, 2) == [range(2), range(2, 3), range(3, 5), range(5, 6)]
-    assert _chains(paths, 1) == [range(i, i + 1) for i in range(6)]

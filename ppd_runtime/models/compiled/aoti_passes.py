@@ -78,7 +78,8 @@ class LaunchedPasses:
         tokens = hidden.shape[1]
         attending = [None if number is None else caches[number] for number in numbers]
         position = next(cache.length for cache in attending if cache)
-        rows = [cache.next_rows(tokens) if cache else () for cache in attending]
+        extent = tokens if tree is None else tree.extent
+        rows = [cache.next_rows(tokens, extent) if cache else () for cache in attending]
         windows = [cache.sliding_window if cache else None for cache in attending]
 
         def launch(hidden: Tensor, position: Tensor) -> Tensor:
@@ -86,8 +87,7 @@ class LaunchedPasses:
                 return _launch(parts, rows, hidden, position)
             return _launch_several(parts, rows, windows, tree, hidden, position)
 
-        comes_again = tree is None or tree.is_chain or set(tree.parents) == {-1}
-        if self._recordings and comes_again:  # a recording reads what the tree holds
+        if self._recordings and (tree is None or tree.comes_again):  # a recording reads what the tree holds
             tensors = [tensor for pair in rows for tensor in pair]
             places = tuple(tensor.data_ptr() for tensor in tensors)
             key = (key, tree, tensors[0].shape[0], places)
@@ -111,9 +111,9 @@ def _launch_several(
     hidden: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """The tree's roots stand at `position`."""
-    places = (tree.depths + position)[None]
+    """The tree stands at `position`."""
+    own_rows, places, tails = tree.rows + position, (tree.depths + position)[None], tree.tails + position
     masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype) for w in set(windows)}
     for part, of_layer, window in zip(parts, rows, windows, strict=True):
-        (hidden,) = part.code.run([hidden, position, *of_layer, places, masks[window], *part.weights])
+        (hidden,) = part.code.run([hidden, own_rows, *of_layer, places, masks[window], tails, *part.weights])
     return hidden

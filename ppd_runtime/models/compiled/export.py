@@ -249,17 +249,19 @@ def _example(
     hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype)
     if passes == PassKind.WITHOUT_ATTENTION:
         return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
-    position = torch.zeros(1, dtype=torch.int64)
+    own_rows = torch.zeros(tokens, dtype=torch.int64)
     keys, values = _example_rows(piece, weights, index, hidden)
     rows = {0: torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)}
-    inputs = (hidden, position, keys, values)
+    inputs = (hidden, own_rows, keys, values)
     if tokens == 1:
         return OneTokenLayer(piece, index, window), (*inputs, weights), (None, None, rows, rows, of_weights)
     places, mask = torch.zeros(1, tokens, dtype=torch.int64), torch.zeros(1, 1, tokens, keys.shape[0], dtype=dtype)
-    own = {1: torch.export.Dim("tokens", min=2, max=MOST_SEVERAL)} if passes == PassKind.SEVERAL else {}
-    of_mask = {axis + 1: size for axis, size in own.items()} | {3: rows[0]}
-    varying = (own, None, rows, rows, own, of_mask, of_weights)
-    return SeveralTokensLayer(piece, index, window), (*inputs, places, mask, weights), varying
+    tails = torch.zeros(tokens, 3, dtype=torch.int64)
+    size = torch.export.Dim("tokens", min=2, max=MOST_SEVERAL) if passes == PassKind.SEVERAL else None
+    of_tokens, of_mask = {1: size}, {2: size, 3: rows[0]}
+    of_tails = {0: size, 1: torch.export.Dim("depth", min=1, max=_MOST_ROWS)}
+    varying = (of_tokens, {0: size}, rows, rows, of_tokens, of_mask, of_tails, of_weights)
+    return SeveralTokensLayer(piece, index, window), (*inputs, places, mask, tails, weights), varying
 
 
 class _FewRows(TorchFunctionMode):

@@ -1,6 +1,6 @@
 """What is exported of a model: one layer over caches for one token or several, and the head; and their attention."""
 
-from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.stage.caches import SomeLayersCache
+
+_texts: ContextVar[tuple[Tensor, Tensor]] = ContextVar("texts")
+"""Of the tokens of a layer that is being exported, places and tails as `few_tokens_attention` takes them: the library's
+code hands on masks, and nothing else."""
 
 
 class FewTokensHead(nn.Module):
@@ -41,41 +45,47 @@ class OneTokenLayer(nn.Module):
         rows = torch.arange(keys.shape[0], device=hidden.device)
         hides = rows > position if self._window is None else (rows > position) | (rows <= position - self._window)
         mask = torch.where(hides, torch.finfo(hidden.dtype).min, 0.0).to(hidden.dtype).view(1, 1, 1, -1)
-        others = {"position_ids": position[None], "attention_mask": mask}
-        return self._behind(hidden, position, (keys, values), weights, others)
+        cache = _FewTokensCache(keys, values, position, position, self._window)
+        return self._behind(hidden, cache, weights, position[None], mask, position[None])
 
     def _behind(
         self,
         hidden: Tensor,
-        own_rows: Tensor,
-        rows: tuple[Tensor, Tensor],
+        rows: "_FewTokensCache",
         weights: dict[str, Tensor],
-        others: Mapping[str, Tensor],
+        places: Tensor,
+        mask: Tensor,
+        tails: Tensor,
     ) -> Tensor:
-        cache: Cache = SomeLayersCache([_FewTokensCache(*rows, own_rows, self._window)], [self._index])
-        feed = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache, **others}
-        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
+        cache: Cache = SomeLayersCache([rows], [self._index])
+        feed = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache}
+        feed |= {"position_ids": places, "attention_mask": mask}
+        before = _texts.set((places, tails))
+        try:
+            return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
+        finally:
+            _texts.reset(before)
 
 
 class SeveralTokensLayer(OneTokenLayer):
-    """The same for several tokens, whose places and mask come from outside."""
+    """The same for several tokens, whose rows, places and mask come from outside."""
 
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
-        position: Tensor,
+        own_rows: Tensor,
         keys: Tensor,
         values: Tensor,
         places: Tensor,
         mask: Tensor,
+        tails: Tensor,
         weights: dict[str, Tensor],
     ) -> Tensor:
-        """As before, `[1, tokens, hidden_size]`; `places` are `[1, tokens]`, the additive mask is
-        `[1, 1, tokens, rows]`, and the tokens' entries go into the rows from `position` on.
+        """As before, `[1, tokens, hidden_size]`; the tokens' entries go into their `own_rows`, `[tokens]`; `places` are
+        `[1, tokens]`, the additive mask is `[1, 1, tokens, rows]`, `tails` are as `few_tokens_attention` takes them.
         """
-        own_rows = position + torch.arange(hidden.shape[1], device=hidden.device)
-        others = {"position_ids": places, "attention_mask": mask}
-        return self._behind(hidden, own_rows, (keys, values), weights, others)
+        cache = _FewTokensCache(keys, values, own_rows, places[0, :1], self._window)
+        return self._behind(hidden, cache, weights, places, mask, tails)
 
 
 class AttentionlessLayer(nn.Module):
@@ -96,9 +106,9 @@ class _FewTokensCache(CacheLayerMixin):
 
     is_compileable = True
 
-    def __init__(self, keys: Tensor, values: Tensor, own_rows: Tensor, window: int | None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, own_rows: Tensor, position: Tensor, window: int | None) -> None:
         super().__init__()
-        self.keys, self.values, self._own_rows = keys, values, own_rows
+        self.keys, self.values, self._own_rows, self._position = keys, values, own_rows, position
         self.is_sliding = window is not None
         self.is_initialized = True
 
@@ -119,7 +129,7 @@ class _FewTokensCache(CacheLayerMixin):
 
     def get_seq_length(self) -> Tensor:
         """The position, a tensor as in the library's own static cache."""
-        return self._own_rows[0]
+        return self._position[0]
 
     def get_max_length(self) -> int:
         """Rows that there are."""
@@ -169,4 +179,4 @@ def own_attention(
     if attention_mask.dtype == torch.bool:
         attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return few_tokens_attention.in_graphs()(query, key, value, attention_mask, scale), None
+    return few_tokens_attention.in_graphs()(query, key, value, attention_mask, *_texts.get(), scale), None

@@ -1,8 +1,8 @@
 // Attention of a few tokens' queries to the rows of a cache, with a mask that is added to the scores.
 //
-// Every sum runs over the rows, or over the numbers of a head, in their order: the bits of a token depend neither on the
-// tokens beside it nor on how many rows are hidden behind the last one that it sees. Rows that no token sees are not
-// read.
+// Every sum runs over the positions of a token's text, or over the numbers of a head, in their order: the bits of a token
+// depend neither on the tokens beside it, nor on the rows in which its text lies, nor on what is behind it. Rows before the
+// first that a token sees are not read.
 
 #include <algorithm>
 
@@ -14,6 +14,7 @@ namespace {
 constexpr int MOST_QUERIES = 4;                // at a time: each key and value is read once for so many
 constexpr int MOST_PARTS = WIDTH == 16 ? 4 : 2;  // of a value, at a time: the sums stay in registers
 constexpr float HIDDEN = -1e38f;               // what is masked adds less
+constexpr int TAIL = 4;                          // rows of one token's tail, at a time
 constexpr int64_t GRAIN = 1 << 15;             // numbers of keys, for which a thread of its own pays
 
 struct Heads {
@@ -29,16 +30,28 @@ struct Attention {
   float* result;      // [tokens, heads, value_dim]
   float scale;
   int64_t heads, groups, tokens, dim, value_dim, rows;  // `groups` of heads share keys and values
-  int64_t begin, end;                                   // rows that some token sees, from a multiple of WIDTH on
+  const int64_t* places;  // [tokens]: where each stands
+  const int64_t* tails;   // [tokens, depth]: the rows of its text at the last positions before `end`
+  int64_t depth;
+  int64_t begin, shared, end;  // positions that some token sees, from a multiple of WIDTH on: up to `shared` all tokens'
+                               // texts lie in the rows of their positions
+
+  int64_t row(int64_t token, int64_t position) const {  // behind `shared`
+    return tails[token * depth + position - (end - depth)];
+  }
 };
 
 // Scores into what their softmax is before it is divided by the sum, which is given back; they have room for a Vec more.
-__attribute__((noinline)) float unscaled_softmax(const Attention& a, const float* mask, float* scores) {
+__attribute__((noinline)) float unscaled_softmax(const Attention& a, int64_t token, float* scores) {
+  const float* mask = a.mask + token * a.of_mask;
+  const int64_t seen = std::min(a.end, a.places[token] + 1);
   const int64_t whole = a.end - a.end % WIDTH, padded = a.end % WIDTH ? whole + WIDTH : whole;
   Vec highest = Vec{} + 2 * HIDDEN, sum = {};
   for (int64_t i = a.begin; i < padded; i += WIDTH) {
     Vec hides = Vec{} + 2 * HIDDEN;
-    std::memcpy(&hides, mask + i, sizeof(float) * std::min<int64_t>(WIDTH, a.end - i));
+    if (i < a.shared) std::memcpy(&hides, mask + i, sizeof(float) * std::min<int64_t>(WIDTH, a.shared - i));
+    for (int64_t position = std::max(i, a.shared); position < std::min(i + WIDTH, seen); ++position)
+      hides[position - i] = mask[a.row(token, position)];
     const Vec score = added(load(scores + i), Vec{} + a.scale, hides);
     store(score, scores + i);
     highest = score > highest ? score : highest;
@@ -55,9 +68,10 @@ __attribute__((noinline)) float unscaled_softmax(const Attention& a, const float
 
 template <int QUERIES, int PARTS>
 inline void value_parts(
-    const Attention& a, int64_t key_head, int64_t first, float* const* scores, const float* sums, float* const* results) {
+    const Attention& a, int64_t key_head, const int64_t* tokens, int64_t first, float* const* scores, const float* sums,
+    float* const* results) {
   Vec found[QUERIES][PARTS] = {};
-  for (int64_t row = a.begin; row < a.end; ++row) {
+  for (int64_t row = a.begin; row < a.shared; ++row) {
     const float* value = a.values.row(key_head, row) + first;
     Vec parts[PARTS];
 #pragma GCC unroll 8
@@ -68,19 +82,26 @@ inline void value_parts(
       for (int p = 0; p < PARTS; ++p) found[q][p] = added(Vec{} + scores[q][row], parts[p], found[q][p]);
   }
   for (int q = 0; q < QUERIES; ++q)
+    for (int64_t position = a.shared; position < a.end; ++position) {
+      const float* value = a.values.row(key_head, a.row(tokens[q], position)) + first;
+#pragma GCC unroll 8
+      for (int p = 0; p < PARTS; ++p)
+        found[q][p] = added(Vec{} + scores[q][position], load(value + p * WIDTH), found[q][p]);
+    }
+  for (int q = 0; q < QUERIES; ++q)
     for (int p = 0; p < PARTS; ++p) store(found[q][p] / sums[q], results[q] + first + p * WIDTH);
 }
 
-// The scores of NUM_ROWS rows from `row` on, of each query; their sums over a head are made together.
-template <int QUERIES, int NUM_ROWS>
-inline void row_scores(
-    const Attention& a, int64_t key_head, int64_t row, const float* const* queries, float* const* scores) {
+// The scores of NUM_ROWS keys for the positions from `position` on, of each query; their sums over a head are made together.
+template <int QUERIES, int NUM_ROWS, typename Key>
+inline void key_scores(
+    const Attention& a, int64_t position, const Key& key, const float* const* queries, float* const* scores) {
   const int64_t whole = a.dim - a.dim % WIDTH;
   Vec found[WIDTH] = {};
   for (int64_t i = 0; i < whole; i += WIDTH) {
     Vec parts[NUM_ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < NUM_ROWS; ++r) parts[r] = load(a.keys.row(key_head, row + r) + i);
+    for (int r = 0; r < NUM_ROWS; ++r) parts[r] = load(key(position + r) + i);
 #pragma GCC unroll 8
     for (int q = 0; q < QUERIES; ++q) {
       const Vec query = load(queries[q] + i);
@@ -94,40 +115,50 @@ inline void row_scores(
     for (int q = 0; q < QUERIES; ++q)
       for (int r = 0; r < NUM_ROWS; ++r) {
         float& sum = sums[q * NUM_ROWS + r];
-        sum = added(a.keys.row(key_head, row + r)[i], queries[q][i], sum);
+        sum = added(key(position + r)[i], queries[q][i], sum);
       }
 #pragma GCC unroll 8
-  for (int q = 0; q < QUERIES; ++q) std::memcpy(scores[q] + row, sums + q * NUM_ROWS, sizeof(float) * NUM_ROWS);
+  for (int q = 0; q < QUERIES; ++q) std::memcpy(scores[q] + position, sums + q * NUM_ROWS, sizeof(float) * NUM_ROWS);
 }
 
 // Queries `first` and those after it of the heads that share key_head; query q is of head q / tokens, token q % tokens.
 template <int QUERIES>
 void some_queries(const Attention& a, int64_t key_head, int64_t first, float* memory) {
   constexpr int NUM_ROWS = WIDTH / (QUERIES == 3 ? 4 : QUERIES);
-  const int64_t room = a.rows + WIDTH;
+  const int64_t room = a.end + WIDTH;
+  int64_t tokens[QUERIES];
   const float* queries[QUERIES];
   float *scores[QUERIES], *results[QUERIES], sums[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
     const int64_t head = key_head * a.groups + (first + q) / a.tokens, token = (first + q) % a.tokens;
+    tokens[q] = token;
     queries[q] = a.queries.row(head, token);
     results[q] = a.result + (token * a.heads + head) * a.value_dim;
     scores[q] = memory + q * room;
   }
-  int64_t row = a.begin;
-  for (; row + NUM_ROWS <= a.end; row += NUM_ROWS) row_scores<QUERIES, NUM_ROWS>(a, key_head, row, queries, scores);
-  for (; row < a.end; ++row) row_scores<QUERIES, 1>(a, key_head, row, queries, scores);
-  for (int q = 0; q < QUERIES; ++q)
-    sums[q] = unscaled_softmax(a, a.mask + ((first + q) % a.tokens) * a.of_mask, scores[q]);
+  const auto key = [&](int64_t row) { return a.keys.row(key_head, row); };
+  int64_t position = a.begin;
+  for (; position + NUM_ROWS <= a.shared; position += NUM_ROWS)
+    key_scores<QUERIES, NUM_ROWS>(a, position, key, queries, scores);
+  for (; position < a.shared; ++position) key_scores<QUERIES, 1>(a, position, key, queries, scores);
+  for (int q = 0; q < QUERIES; ++q) {
+    const auto tail = [&](int64_t p) { return a.keys.row(key_head, a.row(tokens[q], std::min(p, a.end - 1))); };
+    for (position = a.shared; position < a.end; position += TAIL)
+      key_scores<1, TAIL>(a, position, tail, queries + q, scores + q);
+    sums[q] = unscaled_softmax(a, tokens[q], scores[q]);
+  }
   int64_t done = 0;
   for (; done + MOST_PARTS * WIDTH <= a.value_dim; done += MOST_PARTS * WIDTH)
-    value_parts<QUERIES, MOST_PARTS>(a, key_head, done, scores, sums, results);
+    value_parts<QUERIES, MOST_PARTS>(a, key_head, tokens, done, scores, sums, results);
   for (; done + WIDTH <= a.value_dim; done += WIDTH)
-    value_parts<QUERIES, 1>(a, key_head, done, scores, sums, results);
+    value_parts<QUERIES, 1>(a, key_head, tokens, done, scores, sums, results);
   for (; done < a.value_dim; ++done)
     for (int q = 0; q < QUERIES; ++q) {
       float found = 0;
-      for (int64_t row = a.begin; row < a.end; ++row)
-        found = added(scores[q][row], a.values.row(key_head, row)[done], found);
+      for (int64_t position = a.begin; position < a.end; ++position) {
+        const int64_t row = position < a.shared ? position : a.row(tokens[q], position);
+        found = added(scores[q][position], a.values.row(key_head, row)[done], found);
+      }
       results[q][done] = found / sums[q];
     }
 }
@@ -135,7 +166,7 @@ void some_queries(const Attention& a, int64_t key_head, int64_t first, float* me
 void some_heads(int64_t key_head, int64_t end, void* context) {
   const Attention& a = *static_cast<const Attention*>(context);
   static thread_local Room room;
-  float* memory = room.of(MOST_QUERIES * (a.rows + WIDTH));
+  float* memory = room.of(MOST_QUERIES * (a.end + WIDTH));
   for (; key_head < end; ++key_head)
     for (int64_t first = 0, all = a.groups * a.tokens; first < all; first += MOST_QUERIES)
       switch (std::min<int64_t>(MOST_QUERIES, all - first)) {
@@ -152,9 +183,25 @@ bool is_seen(const Attention& a, int64_t row) {
   return false;
 }
 
+bool lies_in_place(const Attention& a, int64_t position) {
+  for (int64_t token = 0; token < a.tokens; ++token)
+    if (a.places[token] >= position && a.row(token, position) != position) return false;
+  return true;
+}
+
+// False where the tails lead out of the cache.
+bool find_range(Attention& a) {
+  a.end = *std::max_element(a.places, a.places + a.tokens) + 1;
+  a.shared = a.end - a.depth;
+  if (a.shared < 0 || a.end > a.rows) return false;
+  for (int64_t i = 0; i < a.tokens * a.depth; ++i)
+    if (a.tails[i] < 0 || a.tails[i] >= a.rows) return false;
+  while (a.shared < a.end && lies_in_place(a, a.shared)) ++a.shared;
+  while (a.begin < std::min(a.shared, a.end - 1) && !is_seen(a, a.begin)) ++a.begin;
+  return true;
+}
+
 void attend(Attention& a) {
-  while (a.end > 1 && !is_seen(a, a.end - 1)) --a.end;
-  while (a.begin < a.end - 1 && !is_seen(a, a.begin)) ++a.begin;
   a.begin -= a.begin % WIDTH;
   const int64_t numbers = (a.end - a.begin) * (a.dim + a.value_dim) * a.groups * a.tokens;
   for_all(a.heads / a.groups, std::max<int64_t>(1, GRAIN / std::max<int64_t>(numbers, 1)), some_heads, &a);
@@ -163,26 +210,31 @@ void attend(Attention& a) {
 }  // namespace
 
 // result [1, tokens, heads, value_dim] of queries [1, heads, tokens, dim], keys [1, key_heads, rows, dim], values
-// [1, key_heads, rows, value_dim] and a mask [1, 1, tokens, rows], in float32.
+// [1, key_heads, rows, value_dim] and a mask [1, 1, tokens, rows], in float32; places [1, tokens] and tails [tokens, depth].
 extern "C" AOTITorchError aoti_torch_cpu_few_tokens_attention(
-    AtenTensorHandle queries, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle mask, double scale,
-    AtenTensorHandle* result) {
-  const Seen q(queries), k(keys), v(values), m(mask);
+    AtenTensorHandle queries, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle mask,
+    AtenTensorHandle places, AtenTensorHandle tails, double scale, AtenTensorHandle* result) {
+  const Seen q(queries), k(keys), v(values), m(mask), p(places), t(tails);
   if (!(q.has_rows() && k.has_rows() && v.has_rows() && m.has_rows())) return AOTI_TORCH_FAILURE;
+  if (!(p.is_whole_matrix() && t.is_whole_matrix())) return AOTI_TORCH_FAILURE;
   const int64_t heads = q.sizes[1], tokens = q.sizes[2], key_heads = k.sizes[1], rows = k.sizes[2];
   const bool fits = key_heads > 0 && heads % key_heads == 0 && v.sizes[1] == key_heads && v.sizes[2] == rows &&
-      k.sizes[3] == q.sizes[3] && m.sizes[1] == 1 && m.sizes[2] == tokens && m.sizes[3] == rows && rows > 0;
+      k.sizes[3] == q.sizes[3] && m.sizes[1] == 1 && m.sizes[2] == tokens && m.sizes[3] == rows && rows > 0 &&
+      p.sizes[0] == 1 && p.sizes[1] == tokens && tokens > 0 && t.sizes[0] == tokens;
   if (!fits) return AOTI_TORCH_FAILURE;
+  Attention attention{
+      {q.floats(), q.strides[1], q.strides[2]}, {k.floats(), k.strides[1], k.strides[2]},
+      {v.floats(), v.strides[1], v.strides[2]}, m.floats(), m.strides[2], nullptr,
+      static_cast<float>(scale),
+      heads, heads / key_heads, tokens, q.sizes[3], v.sizes[3], rows,
+      p.whole_numbers(), t.whole_numbers(), t.sizes[1], 0, 0, 0};
+  if (!find_range(attention)) return AOTI_TORCH_FAILURE;
   const int64_t sizes[] = {1, tokens, heads, v.sizes[3]};
   const int64_t strides[] = {tokens * heads * v.sizes[3], heads * v.sizes[3], v.sizes[3], 1};
   const AOTITorchError error = aoti_torch_empty_strided(
       4, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
-  Attention attention{
-      {q.floats(), q.strides[1], q.strides[2]}, {k.floats(), k.strides[1], k.strides[2]},
-      {v.floats(), v.strides[1], v.strides[2]}, m.floats(), m.strides[2], Seen(*result).floats(),
-      static_cast<float>(scale),
-      heads, heads / key_heads, tokens, q.sizes[3], v.sizes[3], rows, 0, rows};
+  attention.result = Seen(*result).floats();
   attend(attention);
   return AOTI_TORCH_SUCCESS;
 }

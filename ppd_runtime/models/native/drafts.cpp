@@ -4,7 +4,6 @@
 #include <time.h>
 
 #include <cmath>
-#include <memory>
 
 #include "passes.h"
 #include "vectors.h"
@@ -54,16 +53,12 @@ double now() {
 }
 
 struct Shape {  // of a chain: its tree
-  std::vector<int64_t> depths;
-  std::unique_ptr<bool[]> sees;
+  std::vector<int64_t> places;
 
-  explicit Shape(int64_t tokens) : depths(tokens), sees(new bool[tokens * tokens]) {
-    for (int64_t i = 0; i < tokens; ++i) {
-      depths[i] = i;
-      for (int64_t j = 0; j < tokens; ++j) sees[i * tokens + j] = j <= i;
-    }
+  explicit Shape(int64_t tokens) : places(tokens) {
+    for (int64_t i = 0; i < tokens; ++i) places[i] = i;
   }
-  Tree tree() const { return {depths.data(), sees.get(), static_cast<int64_t>(depths.size())}; }
+  Tree tree() const { return {places.data(), places.data(), places.data(), static_cast<int64_t>(places.size()), 1}; }
 };
 
 // `_Chain` in drafts.py has the same members.
@@ -96,7 +91,7 @@ struct Chain {
   int64_t num_drafts, num_verified;  // the second is 0 where nothing was verified
 };
 
-constexpr Tree ONE_TOKEN = {nullptr, nullptr, 1};
+constexpr Tree ONE_TOKEN = {nullptr, nullptr, nullptr, 1, 0};
 
 int64_t whole_rows(const Chain& chain, int64_t length) {
   return (length + chain.attended_rows - 1) / chain.attended_rows * chain.attended_rows;
@@ -176,7 +171,7 @@ int verify(Chain& chain) {
       chain.position, whole_rows(chain, chain.position + tokens));
   if (!hidden.at) return 4;
   times[1] = now();
-  hidden = run_layers({&chain.verifying_head, nullptr, 1}, std::move(hidden), {nullptr, nullptr, tokens}, 0, 0);
+  hidden = run_layers({&chain.verifying_head, nullptr, 1}, std::move(hidden), {nullptr, nullptr, nullptr, tokens, 0}, 0, 0);
   const float* logits = hidden.at ? numbers_of(hidden, tokens * chain.vocab) : nullptr;
   if (!logits) return 5;
   times[2] = now();

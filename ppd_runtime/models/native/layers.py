@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_delete_layer": (None, [_P]),
     "ppd_cache": (_P, [_P, _P, _N, _N, _N, _N]),
     "ppd_delete_cache": (None, [_P]),
-    "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _P, _N]),
+    "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _P, _N, _P, _N]),
     "ppd_draft": (ctypes.c_int, [_P]),
 }
 
@@ -158,10 +158,11 @@ class LayerProgram:
         position = attended = 0
         if self.attending:
             position = self.attending[0].length
-            self.attending[0].check_room(position + tokens)
+            reach = position + (tokens if tree is None else tree.extent)
+            self.attending[0].check_room(reach)
             for cache in self.attending:
                 cache.length += tokens
-            attended = whole_rows(position + tokens)
+            attended = whole_rows(reach)
         result = torch.empty(shape, dtype=torch.float32, device="cpu")
         if result.numel() != tokens * shape[-1]:
             raise ValueError(f"what is behind {tokens} tokens has another shape than {tuple(shape)}")
@@ -172,7 +173,7 @@ class LayerProgram:
             size,
             position,
             attended,
-            *((None, None) if tree is None else tree.memory),
+            *((None, None, None, 0) if tree is None else tree.memory),
             result.data_ptr(),
             shape[-1],
         )

@@ -88,23 +88,26 @@ struct Cache {
   }
 };
 
-// Who stands behind whom among tokens that are run together.
+// Tokens that are run together, each behind its own text: all numbers count from where their tree stands, and the text
+// before it lies in the rows of its positions. What is behind a token's own depth in its tail may be any row.
 struct Tree {
-  const int64_t* depths;  // [size]
-  const bool* sees;       // [size, size]
-  int64_t size;
+  const int64_t* rows;    // [size]: where each token's entries go
+  const int64_t* depths;  // [size]: tokens of the tree before it, on its path
+  const int64_t* tails;   // [size, depth]: rows of its path at the last `depth` depths of the tree
+  int64_t size, depth;
 };
 
-// What tokens see of a cache's first rows, where their tree's roots stand at `position`.
+// What tokens see of a cache's first rows, where their tree stands at `position`.
 void fill_mask(float* mask, const Tree& tree, int64_t position, int64_t rows, int64_t window) {
   const float hidden = std::numeric_limits<float>::lowest();
+  const int64_t first = *std::max_element(tree.depths, tree.depths + tree.size) + 1 - tree.depth;
   for (int64_t token = 0; token < tree.size; ++token, mask += rows) {
-    const int64_t oldest = window ? position + tree.depths[token] - window + 1 : 0;  // that is near enough
-    for (int64_t row = 0; row < rows; ++row) mask[row] = row < oldest || row >= position ? hidden : 0.0f;
-    for (int64_t node = 0; node < tree.size && position + node < rows; ++node) {
-      const bool near = !window || position + tree.depths[node] >= oldest;
-      mask[position + node] = near && tree.sees[token * tree.size + node] ? 0.0f : hidden;
-    }
+    const int64_t depth = tree.depths[token], oldest = window ? depth - window + 1 : -position;  // that is near enough
+    const int64_t in_place = std::min(first, depth + 1);
+    std::fill(mask, mask + rows, hidden);
+    for (int64_t i = std::max(oldest, -position); i < in_place; ++i) mask[position + i] = 0.0f;
+    for (int64_t i = std::max(oldest, first); i <= depth; ++i)
+      mask[position + tree.tails[token * tree.depth + i - first]] = 0.0f;
   }
 }
 
@@ -114,14 +117,19 @@ struct Route {  // layers in their order, and a cache for each, null for one wit
   int64_t count;
 };
 
-// States [1, tokens, width] behind a route's layers, contiguous; null where the code fails. Without `depths` of a tree they
-// are one token's, at `position`; else the tree's, whose roots stand there.
+// States [1, tokens, width] behind a route's layers, contiguous; null where the code fails. Without `rows` of a tree they are
+// one token's, at `position`; else the tree's, which stands there.
 Handle run_layers(const Route& route, Handle hidden, const Tree& tree, int64_t position, int64_t attended) {
   const int32_t whole_numbers = aoti_torch_dtype_int64(), floats = aoti_torch_dtype_float32();
-  int64_t places[tree.size];
-  for (int64_t i = 0; tree.depths && i < tree.size; ++i) places[i] = position + tree.depths[i];
-  const Handle row = of_memory(&position, {1}, whole_numbers);
-  const Handle place = tree.depths ? of_memory(places, {1, tree.size}, whole_numbers) : Handle();
+  std::vector<int64_t> numbers(1, position);
+  for (int64_t i = 0; tree.rows && i < tree.size; ++i) numbers.push_back(position + tree.rows[i]);
+  for (int64_t i = 0; tree.rows && i < tree.size; ++i) numbers.push_back(position + tree.depths[i]);
+  for (int64_t i = 0; tree.rows && i < tree.size * tree.depth; ++i) numbers.push_back(position + tree.tails[i]);
+  int64_t* const at = numbers.data() + 1;
+  const Handle row = tree.rows ? of_memory(at, {tree.size}, whole_numbers) : of_memory(at - 1, {1}, whole_numbers);
+  Handle place, tail;
+  if (tree.rows) place = of_memory(at + tree.size, {1, tree.size}, whole_numbers);
+  if (tree.rows) tail = of_memory(at + 2 * tree.size, {tree.size, tree.depth}, whole_numbers);
   struct Mask {
     int64_t window;
     Handle numbers;
@@ -134,14 +142,14 @@ Handle run_layers(const Route& route, Handle hidden, const Tree& tree, int64_t p
     if (Cache* cache = static_cast<Cache*>(route.caches ? route.caches[i] : nullptr)) {
       cache->attend(attended);
       inputs.insert(inputs.end(), {row.another(), cache->rows[0].another(), cache->rows[1].another()});
-      if (tree.depths) {
+      if (tree.rows) {
         auto mask = std::find_if(masks.begin(), masks.end(), [&](Mask& m) { return m.window == cache->window; });
         if (mask == masks.end()) {
           mask = masks.insert(mask, {cache->window, empty({1, 1, tree.size, attended}, floats)});
           if (!mask->numbers.at) return Handle();
           fill_mask(Seen(mask->numbers.at).floats(), tree, position, attended, cache->window);
         }
-        inputs.insert(inputs.end(), {place.another(), mask->numbers.another()});
+        inputs.insert(inputs.end(), {place.another(), mask->numbers.another(), tail.another()});
       }
     }
     for (const Handle& weight : layer.weights) inputs.push_back(weight.another());

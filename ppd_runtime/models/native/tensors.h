@@ -27,9 +27,13 @@ struct Seen {
 
   float* floats() const { return static_cast<float*>(at); }
 
+  int64_t* whole_numbers() const { return static_cast<int64_t*>(at); }
+
   bool is_matrix() const {
     return rank == 2 && (sizes[0] <= 1 || strides[0] == sizes[1]) && (sizes[1] <= 1 || strides[1] == 1);
   }
+
+  bool is_whole_matrix() const { return is_matrix() && dtype == aoti_torch_dtype_int64(); }
 
   // Of one sequence, in float32, with the numbers of the last axis side by side.
   bool has_rows() const {

@@ -66,22 +66,20 @@ class PreallocatedLayer(CacheLayerMixin):
         self.values[:, :, self.length : end] = value_states
         self.length = end
 
-    def next_rows(self, tokens: int = 1) -> tuple[Tensor, Tensor]:
+    def next_rows(self, tokens: int = 1, extent: int = 0) -> tuple[Tensor, Tensor]:
         """Count more tokens, whose entries the caller writes: the first rows, `[rows, heads, head_dim]` each.
 
-        There are as many as the next multiple of `ATTENDED_ROWS`: that depends on the newest token's position alone.
+        There are as many as the next multiple of `ATTENDED_ROWS`: that depends on the newest token's position alone, or
+        on the `extent` of rows behind the tokens before in which entries lie.
         """
-        self.count(tokens)
-        size = whole_rows(self.length)
+        reach = self.length + max(tokens, extent)
+        self.check_room(reach)
+        self.length += tokens
+        size = whole_rows(reach)
         if self._first_rows is None or self._first_rows[0].shape[0] != size:
             keys, values = self.rows
             self._first_rows = keys[:size], values[:size]
         return self._first_rows
-
-    def count(self, tokens: int) -> None:
-        """Count more tokens, whose entries the caller writes; IndexError where they do not fit."""
-        self.check_room(self.length + tokens)
-        self.length += tokens
 
     def check_room(self, tokens: int) -> None:
         """Raise IndexError where so many tokens do not fit."""
@@ -180,6 +178,12 @@ class StageCache:
         """Have the stage's layers hold so many tokens, whose entries lie in the first rows."""
         for layer in self.layers[self._first :]:
             layer.length = length
+
+    @torch.inference_mode()
+    def fill(self, generator: torch.Generator) -> None:
+        """Random entries in all rows, to try passes with."""
+        for rows in (rows for layer in self.layers for rows in layer.rows):
+            rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float32))
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int) -> None:

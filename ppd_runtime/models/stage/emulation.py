@@ -9,7 +9,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from ppd_runtime.checks import check_number
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.trees import Part, TokenTree
 
 _SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
 _PR_SET_TIMERSLACK = 29
@@ -60,15 +61,17 @@ class EmulatedStage(Stage):
     def chain_drafting(self, layers: int | LayerSubset, behind: Stage | None = None) -> None:
         """None: what is run in one call takes the time that it takes here."""
 
-    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+    def _run(
+        self, first: int, last: int, inputs: list[int] | Tensor, position: int, tree: TokenTree | None = None
+    ) -> Tensor:
         began = time.perf_counter()
-        hidden = super()._run(first, last, inputs, position)
+        hidden = super()._run(first, last, inputs, position, tree)
         _wait_until(began + (last - first) * self._layer_s)
         return hidden
 
-    def _run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
+    def _run_rows(self, parts: Iterable[Part]) -> Tensor:
         began = time.perf_counter()
-        hidden = super()._run_rows(inputs, place)
+        hidden = super()._run_rows(parts)
         passes = 1 + self._row_cost * (hidden.shape[1] - 1)
         _wait_until(began + (self.num_layers - self.first_layer) * self._layer_s * passes)
         return hidden

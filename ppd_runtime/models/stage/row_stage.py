@@ -1,23 +1,26 @@
 """A stage of several in a row: its layers over the rows of a pass, each row a token in flight behind its own text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ppd_runtime.models.stage.slots import NodeSlots
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.trees import Part, tree_of
 
-_MOST_JOINED = 8  # rows of one pass
-_PROMPT = 3  # tokens, to find out with
+_TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
+"""The paths of the rows that a stage tries at its start: siblings, and what stands behind them."""
+_TRIED_TEXT, _LONGEST_TRIED_WINDOW = 61, 1024  # tokens before them: so their rows go past a step of the attended ones
+_PROMPT = 3  # tokens of that text that are run
 
 
 class RowStage:
     """Layers `first` to the stage's last, for one request after the other; nodes are known by numbers.
 
-    Each row runs as a pass of one token, over the entries of its text in their places: its bits are ordinary
-    decoding's, in every dtype and with every kernel. Rows that stand one behind the other run together where the stage
-    has found at its start that this leaves their bits alone.
+    Rows run together where the stage has found at its start that this leaves their bits alone. Elsewhere each row runs
+    as a pass of one token, over the entries of its text in the rows of their positions: its bits are ordinary
+    decoding's, in every dtype and with every kernel.
 
     Args:
         stage: it has these layers.
@@ -27,7 +30,10 @@ class RowStage:
     def __init__(self, stage: Stage, most_nodes: int) -> None:
         self._stage, self._most_nodes = stage, most_nodes
         self.num_layers = stage.num_layers - stage.first_layer
-        self._most_together = _most_together(stage)
+        self.most_together = 1
+        """Rows that run together, at the most."""
+        if stage.compiles_chains(len(_TRIED)) and stage.most_together(_PROMPT) is None:
+            self.most_together = self._found_most_together()
         self.begin(0)
 
     @property
@@ -38,7 +44,7 @@ class RowStage:
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
         self._stage.begin(capacity + self._most_nodes)
-        self._slots = NodeSlots(self._stage.cache, capacity, self._most_nodes)
+        self._slots = NodeSlots(self._stage.cache, self._most_nodes)
 
     def run_prompt(self, inputs: list[int] | Tensor) -> Tensor:
         """Run a prompt, its tokens or its hidden states `[1, tokens, hidden_size]`; the states behind the layers."""
@@ -50,13 +56,10 @@ class RowStage:
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Run nodes as one pass: each path ends with one of them, before which stand those that are not kept.
 
-        `inputs` are their token ids, or their hidden states `[1, nodes, hidden_size]`; so are the states behind the
-        layers.
+        Each comes after those that it stands behind. `inputs` are their token ids, or their hidden states
+        `[1, nodes, hidden_size]`; so are the states behind the layers.
         """
-        chains = _chains(paths, self._most_together)
-        parts = [slice(chain.start, chain.stop) for chain in chains]
-        several = [inputs[:, part] if isinstance(inputs, Tensor) else list(inputs[part]) for part in parts]
-        return self._stage.run_rows(several, lambda i: self._slots.place(paths[chains[i][-1]], len(chains[i])))
+        return self._stage.run_rows(self._parts(inputs, paths), self._slots.kept + len(paths[-1]) - 1)
 
     def keep(self, node: int) -> None:
         """A node that has run is the next of the certain tokens."""
@@ -70,42 +73,44 @@ class RowStage:
         """`[vocab_size]` float32 logits behind the newest of the hidden states: final norm and head."""
         return self._stage.logits(hidden)
 
+    def _parts(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Iterator[Part]:
+        """What runs together; each part's slots are ready until the next is asked for."""
+        slots = self._slots
+        for start in range(0, len(paths), self.most_together):
+            rows = slice(start, start + self.most_together)
+            given = inputs[:, rows] if isinstance(inputs, Tensor) else list(inputs[rows])
+            if len(paths[rows]) == 1:
+                yield given, slots.place(paths[start]), None
+            else:
+                yield given, slots.kept, tree_of(slots.rows(paths[rows]), self._stage.device)
 
-def _chains(paths: Sequence[Sequence[int]], most: int) -> list[range]:
-    """The rows in their order, those together that stand one behind the other, so many at the most."""
-    chains = [range(1)]
-    for row in range(1, len(paths)):
-        follows = list(paths[row][:-1]) == list(paths[row - 1])
-        if follows and len(chains[-1]) < most:
-            chains[-1] = range(chains[-1].start, row + 1)
-        else:
-            chains.append(range(row, row + 1))
-    return chains
+    def _found_most_together(self) -> int:
+        """How many rows a pass may have for each to keep the bits of a pass of its own.
 
+        That is found out by comparing: products and attention may depend on what is beside a row, or not.
+        """
+        most = len(_TRIED)
+        alone = self._try([1] * most)
+        self.most_together = most
+        same = all(self._try([size, most - size]).equal(alone) for size in range(2, most + 1))
+        return most if same else 1
 
-def _most_together(stage: Stage) -> int:
-    """How many tokens, one behind the other, a pass may have for each to keep the bits of a pass of its own.
-
-    That is found out by comparing: products and attention may depend on what is beside a row, or not.
-    """
-    if not stage.compiles_chains(_MOST_JOINED) or stage.most_together(_PROMPT) is not None:
-        return 1
-    alone = _states(stage, [1] * _MOST_JOINED)
-    same = all(_states(stage, [size, _MOST_JOINED - size]).equal(alone) for size in range(2, _MOST_JOINED - 1))
-    return _MOST_JOINED if same else 1
-
-
-def _states(stage: Stage, sizes: Sequence[int]) -> Tensor:
-    """The states of tokens behind a short prompt, run so many at a time."""
-    first, last, tokens = stage.first_layer, stage.num_layers, _PROMPT + _MOST_JOINED
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, tokens, stage.model.config.hidden_size, generator=generator, dtype=torch.float32)
-    inputs = states.to(stage.device, stage.model.dtype)
-    stage.begin(tokens)
-    run = [stage.run(first, last, inputs[:, :_PROMPT] if first else list(range(_PROMPT)), 0)]
-    position = _PROMPT
-    for size in sizes:
-        ids = list(range(position, position + size))
-        run.append(stage.run(first, last, inputs[:, position : position + size] if first else ids, position))
-        position += size
-    return torch.cat(run, dim=1)
+    def _try(self, sizes: Sequence[int]) -> Tensor:
+        """The states of the tried rows, run so many at a time, behind a text that is longer than short windows are."""
+        generator = torch.Generator().manual_seed(0)
+        config, first = self._stage.model.config, self._stage.first_layer
+        states = torch.randn(1, _PROMPT + len(_TRIED), config.hidden_size, generator=generator, dtype=torch.float32)
+        states = states.to(self._stage.device, self._stage.model.dtype)
+        windows = [layer.sliding_window or 0 for layer in self._stage.cache.layers]
+        text = max(_TRIED_TEXT, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW))
+        self.begin(text + len(_TRIED))
+        self.run_prompt(states[:, :_PROMPT] if first else list(range(_PROMPT)))
+        self._stage.cache.fill(generator)
+        self._slots.kept = text
+        found, start = [], 0
+        for size in filter(None, sizes):
+            rows = slice(start, start + size)
+            given = states[:, _PROMPT:][:, rows] if first else list(range(start, start + size))
+            found.append(self.run_rows(given, _TRIED[rows]))
+            start += size
+        return torch.cat(found, dim=1)

@@ -1,8 +1,7 @@
-"""Where the entries of tokens in flight lie: of a tree behind the certain text, one path at a time is in place.
+"""Where the entries of tokens in flight lie: the certain text in the rows of its positions, the others behind it.
 
-A pass attends to the rows of a cache in position order, and its bits depend on where they lie. So a node's ancestors
-are put into the rows of their positions before it runs, as in ordinary decoding; nodes of other branches that lie there
-move to spare rows behind the capacity. Where the tree is a chain, nothing moves.
+A pass over several tokens is told in which rows the text of each lies, so siblings and other branches run together. A
+token that runs alone has its text put into the rows of its positions, as in ordinary decoding: any code may run it.
 """
 
 from collections.abc import Sequence
@@ -14,61 +13,73 @@ class NodeSlots:
     """Rows of one sequence's cache; nodes are known by numbers.
 
     Args:
-        cache: it has room for `capacity` tokens and `spare` more.
-        kept: tokens that lie in place for good; the next one stands at this position.
+        cache: it has room for the whole text and for `most_nodes` tokens more.
+        most_nodes: nodes that have rows at any time.
     """
 
-    def __init__(self, cache: StageCache, capacity: int, spare: int) -> None:
-        self._cache, self.kept = cache, 0
+    def __init__(self, cache: StageCache, most_nodes: int) -> None:
+        self._cache, self._most_nodes = cache, most_nodes
+        self.kept = 0
+        """Tokens that lie in place for good; the next one stands at this position."""
         self._rows: dict[int, int] = {}  # by node
-        self._nodes: dict[int, int] = {}  # by row, of those that are no spare ones
-        self._capacity, self._spare = capacity, list(range(capacity, capacity + spare))
+        self._nodes: dict[int, int] = {}  # by row
 
-    def place(self, path: Sequence[int], newest: int = 1) -> int:
-        """Put nodes into place that stand one behind the other behind the kept tokens, for the newest to run.
+    def place(self, path: Sequence[int]) -> int:
+        """Put nodes into place that stand one behind the other behind the kept tokens, for the last to run alone.
 
-        The position of the first that runs, which is how many tokens the layers hold then. IndexError where there is no
-        room.
+        Its position, which is how many tokens the layers hold then. IndexError where there is no room.
         """
         for row, node in enumerate(path, self.kept):
             self._put(node, row)
-        position = self.kept + len(path) - newest
+        position = self.kept + len(path) - 1
         self._cache.set_length(position)
         return position
 
+    def rows(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """The rows of nodes that run together, each the last of its path, and of those that it stands behind.
+
+        They count from the kept tokens on, which are what the layers hold then. IndexError where there is no room.
+        """
+        for path in paths:
+            for row, node in enumerate(path, self.kept):
+                if node not in self._rows:
+                    self._take(node, row if row not in self._nodes else self._free_row())
+        self._cache.set_length(self.kept)
+        return tuple(tuple(self._rows[node] - self.kept for node in path) for path in paths)
+
     def keep(self, node: int) -> None:
-        """The node is the next of the certain tokens: it stays in place."""
+        """The node is the next of the certain tokens: it stays, in place."""
         self._put(node, self.kept)
-        del self._rows[node], self._nodes[self.kept]
+        self.drop(node)
         self.kept += 1
 
     def drop(self, node: int) -> None:
         """Give a node's row free, if it has one."""
         if (row := self._rows.pop(node, None)) is not None:
-            self._free(row)
+            del self._nodes[row]
 
     def _put(self, node: int, row: int) -> None:
-        if (held := self._rows.get(node)) == row:
+        if (other := self._nodes.get(row)) == node:
             return
-        if (other := self._nodes.get(row)) is not None:
-            if not self._spare:
-                raise IndexError("no spare row is left for a node")
-            self._move(other, self._spare.pop())
-        if held is None:
-            self._rows[node], self._nodes[row] = row, node
-        else:
+        if other is not None:
+            self._move(other, self._free_row())
+        if node in self._rows:
             self._move(node, row)
+        else:
+            self._take(node, row)
 
     def _move(self, node: int, row: int) -> None:
         before = self._rows[node]
         self._cache.copy_row(before, row)
-        self._free(before)
-        self._rows[node] = row
-        if row < self._capacity:
-            self._nodes[row] = node
+        del self._nodes[before]
+        self._take(node, row)
 
-    def _free(self, row: int) -> None:
-        if row < self._capacity:
-            del self._nodes[row]
-        else:
-            self._spare.append(row)
+    def _take(self, node: int, row: int) -> None:
+        self._rows[node], self._nodes[row] = row, node
+
+    def _free_row(self) -> int:
+        """The last one: those before it are the positions of tokens that may come sooner."""
+        for row in range(self.kept + self._most_nodes, self.kept - 1, -1):  # one more than there are nodes
+            if row not in self._nodes:
+                return row
+        raise IndexError("no row is left for a node")

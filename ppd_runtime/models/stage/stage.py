@@ -5,7 +5,7 @@ masks, rotary tables, windows and soft caps stay the library's business.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from ppd_runtime.models.stage.slicing import (
     with_mask_of,
     without,
 )
-from ppd_runtime.models.stage.trees import TokenTree, chain_of, token_tree
+from ppd_runtime.models.stage.trees import Part, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -131,19 +131,18 @@ class Stage:
         self.layer_passes += last - first
         return hidden
 
-    def run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
-        """Run the stage's layers over several tokens that stand behind different texts, as one pass: a row each.
+    def run_rows(self, parts: Iterable[Part], position: int) -> Tensor:
+        """Run the stage's layers over tokens that stand behind different texts, as one pass with a row for each.
 
-        Each of the `inputs` is a token, or a chain of some: ids where the stage embeds, else hidden states
-        `[1, tokens, hidden_size]`. `place` puts the text of one of them into the caches' first rows and gives its
-        position. The hidden states are `[1, rows, hidden_size]`; a token alone has the bits of a pass of its own.
+        Whoever gives a part has the caches ready for it just then. A token alone has the bits of a pass of its own. The
+        hidden states are `[1, rows, hidden_size]`; the last row's position is for the record.
         """
         began = time.perf_counter()
-        hidden = self._run_rows(inputs, place)
+        hidden = self._run_rows(parts)
         self._wait_for_device()
         ended, layers = time.perf_counter(), self.num_layers - self.first_layer
         self._note_time((ended - began) / layers)
-        self.recorder.note(Kind.LAYERS, began, ended, self.length(-1) - 1, -1, self.first_layer, self.num_layers)
+        self.recorder.note(Kind.LAYERS, began, ended, position, -1, self.first_layer, self.num_layers)
         self.layer_passes += hidden.shape[1] * layers
         return hidden
 
@@ -245,18 +244,23 @@ class Stage:
         with torch.inference_mode():
             return self.head(hidden).view(*tokens, -1).float()
 
-    def _run_rows(self, inputs: Sequence[list[int] | Tensor], place: Callable[[int], int]) -> Tensor:
-        rows = [Stage._run(self, self.first_layer, self.num_layers, row, place(i)) for i, row in enumerate(inputs)]
+    def _run_rows(self, parts: Iterable[Part]) -> Tensor:
+        first, last = self.first_layer, self.num_layers
+        rows = [Stage._run(self, first, last, inputs, position, tree) for inputs, position, tree in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
-    def _run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
+    def _run(
+        self, first: int, last: int, inputs: list[int] | Tensor, position: int, tree: TokenTree | None = None
+    ) -> Tensor:
+        """A chain, or a `tree`, which there must be compiled code for."""
         self.check_position(first, position)
         tokens = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
         if self._compiled and position and (tokens == 1 or self._compiled.runs_tree(tokens)):
             hidden = self._here(inputs) if isinstance(inputs, Tensor) else self._embed(inputs)
             if tokens == 1:
                 return self._compiled.run(first, last, hidden, self.cache.layers)
-            return self._compiled.run_tree(first, last, hidden, chain_of(tokens, self.device), self.cache.layers)
+            tree = tree or chain_of(tokens, self.device)
+            return self._compiled.run_tree(first, last, hidden, tree, self.cache.layers)
         return self._run_library(first, last, inputs, position)
 
     def _here(self, states: Tensor) -> Tensor:

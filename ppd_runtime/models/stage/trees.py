@@ -1,7 +1,9 @@
 """Attention within a tree of tokens that is run in one pass: each sees those it stands behind, and no other branch."""
 
+from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
@@ -10,24 +12,55 @@ from ppd_runtime.models.stage.caches import PreallocatedLayer
 
 
 class TokenTree:
-    """Who stands behind whom: `parents` has each token's parent, which comes before it, or -1."""
+    """Tokens that run together, each at the end of a path behind one text.
 
-    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
-        behind: list[list[int]] = []
-        for node, parent in enumerate(parents):
-            behind.append([*behind[parent], node] if parent >= 0 else [node])
-        sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-        for node, path in enumerate(behind):
-            sees[node, path] = True
-        self.parents, self.sees = tuple(parents), sees.to(device)
-        """`sees`, `[tokens, tokens]`: whether one (row) sees another."""
-        self.depths = torch.tensor([len(path) - 1 for path in behind], device=device)
-        """`[tokens]`: tokens between each and the text before the tree."""
-        self.is_chain = self.parents == tuple(range(-1, len(parents) - 1))
-        self.memory = self.depths.data_ptr(), self.sees.data_ptr()
-        """Where `depths` and `sees` are."""
+    Args:
+        paths: of each token: in which rows those lie that it stands behind, and its own last, counted from the text's
+            end on. What no path ends with has run before.
+    """
+
+    def __init__(self, paths: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self._paths, self._device, self.size = paths, device, len(paths)
+        self.extent = 1 + max(map(max, paths))
+        """Rows behind the text, up to the last one that a token sees."""
+        self.is_chain = all(path == tuple(range(i + 1)) for i, path in enumerate(paths))
+        self.comes_again = self.is_chain or all(path == (i,) for i, path in enumerate(paths))
+        """Whether it is a chain, or candidates of one position."""
+        deepest = max(map(len, paths))
+        in_place = takewhile(lambda i: all(path[i] == i for path in paths if len(path) > i), range(deepest - 1))
+        first = sum(1 for _ in in_place)
+        self._tails = [[*path[first:], *path[-1:] * (deepest - max(first, len(path)))] for path in paths]
+        of_tokens = [path[-1] for path in paths], [len(path) - 1 for path in paths]
+        self._numbers = array("q", chain(*of_tokens, *self._tails))
+        (at, _), step = self._numbers.buffer_info(), self.size * self._numbers.itemsize
+        self.memory = at, at + step, at + 2 * step, deepest - first
+        """Where its rows, depths and tails are, and how long a tail is; `Tree` in native/passes.h explains them."""
         self._ahead: dict[int, Tensor] = {}
         self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """`[tokens]`: where each token's entries go, counted from the text's end on."""
+        return torch.tensor([path[-1] for path in self._paths], device=self._device)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """`[tokens]`: tokens between each and the text before the tree."""
+        return torch.tensor([len(path) - 1 for path in self._paths], device=self._device)
+
+    @cached_property
+    def tails(self) -> Tensor:
+        """`[tokens, depth]`: the last rows of each path; behind its end any."""
+        return torch.tensor(self._tails, device=self._device)
+
+    @cached_property
+    def _sees(self) -> tuple[Tensor, Tensor]:
+        """Whether a token sees a row, `[tokens, extent]`, and the depth of what lies in each, `[extent]`."""
+        sees = torch.zeros(self.size, self.extent, dtype=torch.bool)
+        depths = torch.zeros(self.extent, dtype=torch.int64)
+        for token, path in enumerate(map(list, self._paths)):
+            sees[token, path], depths[path] = True, torch.arange(len(path))
+        return sees.to(self._device), depths.to(self._device)
 
     def masks(self, layers: Mapping[int, PreallocatedLayer], dtype: torch.dtype) -> dict[int, Tensor]:
         """What each layer adds to its scores, `[1, 1, tokens, attended]`, by the numbers that `layers` has them by.
@@ -41,16 +74,15 @@ class TokenTree:
         return {number: made[layer.sliding_window, layer.length] for number, layer in layers.items()}
 
     def _mask(self, layer: PreallocatedLayer, dtype: torch.dtype) -> Tensor:
-        size = len(self.parents)
-        attended, _ = layer.get_mask_sizes(size)
+        attended, _ = layer.get_mask_sizes(self.size)
         start = torch.tensor([layer.length], device=self.depths.device)
-        hides = self._hides(start, layer.length + size, layer.sliding_window)[None, None, :, -attended:]
+        hides = self._hides(start, layer.length + self.size, layer.sliding_window)[None, None, :, -attended:]
         return torch.where(hides, *self._scale(dtype))
 
     def mask(self, start: Tensor, rows: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """What the tokens see of a cache's first rows: an additive mask, `[1, 1, tokens, rows]`.
 
-        `start`, `[1]`, is where the tree's roots stand; its tokens' entries are in the rows from there on.
+        `start`, `[1]`, is where the text ends.
         """
         hides = self._hides_of_chain if self.is_chain else self._hides
         return torch.where(hides(start, rows, window), *self._scale(dtype))[None, None]
@@ -64,13 +96,13 @@ class TokenTree:
 
     def _hides(self, start: Tensor, rows: int, window: int | None) -> Tensor:
         """Which rows each token does not see, `[tokens, rows]`."""
-        place, depths = torch.arange(rows, device=start.device) - start, self.depths[:, None]
-        node = place.clamp(0, len(self.parents) - 1)
-        within = place == node
-        hidden = torch.where(within, ~self.sees[:, node], place > 0)
+        (sees, depths), place = self._sees, torch.arange(rows, device=start.device) - start
+        row = place.clamp(0, self.extent - 1)
+        within = place == row
+        hidden = torch.where(within, ~sees[:, row], place > 0)
         if window is None:
             return hidden
-        return hidden | (torch.where(within, self.depths[node], place) <= depths - window)
+        return hidden | (torch.where(within, depths[row], place) <= self.depths[:, None] - window)
 
     def _scale(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What a mask adds where something is hidden and where it is not."""
@@ -80,10 +112,24 @@ class TokenTree:
         return self._scales[dtype]
 
 
+Part = tuple[list[int] | Tensor, int, TokenTree | None]
+"""Tokens that run together in a pass: ids, or hidden states `[1, tokens, hidden_size]`; the length of the text before
+them; and their tree, for which there has to be compiled code, or None for one token."""
+
+
+@lru_cache(maxsize=256)
+def tree_of(paths: tuple[tuple[int, ...], ...], device: torch.device) -> TokenTree:
+    """The tree, made once for passes that look alike."""
+    return TokenTree(paths, device)
+
+
 @lru_cache(maxsize=256)
 def token_tree(parents: tuple[int, ...], device: torch.device) -> TokenTree:
-    """The tree, made once for passes that look alike."""
-    return TokenTree(parents, device)
+    """Tokens in consecutive rows, each with its parent, which comes before it, or -1."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in enumerate(parents):
+        paths.append((*paths[parent], token) if parent >= 0 else (token,))
+    return tree_of(tuple(paths), device)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,170 @@
+"""Rows of a stage's pass that run together: each has the bits of a pass of its own, whatever is beside it and where."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from compilers import needs_compiler
+from grids import nightly
+from models_for_tests import FAMILIES, load_stage
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.compiled.export import compile_layers
+from ppd_runtime.models.compiled.passes import CompiledLayers
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS
+from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.stage import Stage
+
+pytestmark = needs_compiler
+MOST_NODES = 24
+ModelFolder = Callable[..., Path]
+
+
+class CountedLayers(CompiledLayers):
+    """Notes how many rows each pass is over."""
+
+    passes: Counter[int]
+
+    def run(self, first, last, hidden, caches):
+        """A row alone."""
+        self.passes[1] += 1
+        return super().run(first, last, hidden, caches)
+
+    def run_tree(self, first, last, hidden, tree, caches):
+        """Rows together."""
+        self.passes[hidden.shape[1]] += 1
+        return super().run_tree(first, last, hidden, tree, caches)
+
+
+def counted_layers(
+    model: PreTrainedModel, kinds: Sequence[int] = (1, PassKind.SEVERAL), first: int = 0
+) -> CountedLayers:
+    files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in kinds}
+    layers = CountedLayers(model, files, first=first)
+    layers.passes = Counter()
+    return layers
+
+
+def row_stage(model: PreTrainedModel, first: int = 0) -> tuple[RowStage, CountedLayers]:
+    layers = counted_layers(model, first=first)
+    rows = RowStage(Stage(model, layers, first), MOST_NODES)
+    layers.passes.clear()
+    return rows, layers
+
+
+def followed(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> dict[int, Tensor]:
+    """The states of each node of a tree that grows and loses branches at random, the same for any `sizes` of passes."""
+    rng, sizes_left = random.Random(seed), list(sizes)
+    rows.begin(prompt + 60)
+    rows.run_prompt([40 + i % 200 for i in range(prompt)])
+    paths: dict[int, list[int]] = {}
+    states: dict[int, Tensor] = {}
+    for number in range(8):
+        new = range(10 * number, 10 * number + rng.randrange(1, 9))
+        for node in new:
+            paths[node] = [*paths.get(rng.choice([-1, *paths]), []), node]
+        start = new.start
+        while start < new.stop:
+            together = range(start, min(new.stop, start + sizes_left[0]))
+            sizes_left = [*sizes_left[1:], sizes_left[0]]
+            got = rows.run_rows([node + 5 for node in together], [paths[node] for node in together])
+            states |= {node: got[0, i].clone() for i, node in enumerate(together)}
+            start = together.stop
+        kept = rng.choice([path[0] for path in paths.values()])
+        for node in [node for node, path in paths.items() if path[0] != kept]:
+            rows.drop(node)
+            del paths[node]
+        rows.keep(kept)
+        paths = {node: path[1:] for node, path in paths.items() if path[1:]}
+        while len(paths) > MOST_NODES - 9:
+            leaf = max(paths, key=lambda node: len(paths[node]))
+            rows.drop(leaf)
+            del paths[leaf]
+    return states
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family in ("llama", "mistral", "qwen3") else pytest.param(family, marks=nightly) for family in FAMILIES],
+)
+def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> None:
+    """Over random trees; windows roll, and steps of the attended rows are passed."""
+    rows, layers = row_stage(load_stage(model_folder(family)).model)
+    for seed, prompt in enumerate((3, ATTENDED_ROWS - 4, ATTENDED_ROWS - 1, 2 * ATTENDED_ROWS + 7)):
+        rows.most_together, found = 1, rows.most_together
+        alone = followed(rows, prompt, [1], seed)
+        rows.most_together = found
+        for sizes in ([8], [1, 2, 3], [2, 7, 1, 8], [5]):
+            together = followed(rows, prompt, sizes, seed)
+            assert together.keys() == alone.keys()
+            assert all(torch.equal(together[node], alone[node]) for node in alone)
+    if family in ("llama", "mistral", "qwen3"):
+        assert rows.most_together == 8
+        assert set(layers.passes) == set(range(1, 9))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> None:
+    """As the methods on one device run it, and candidates of one position."""
+    model = load_stage(model_folder(family)).model
+    stage = Stage(model, counted_layers(model))
+    for position in (3, ATTENDED_ROWS - 2):
+        for parents in ([-1, -1, -1], [-1, 0, 0, 1, 2, 1, -1, 6]):
+            stage.begin(position + len(parents))
+            stage.run(0, 4, list(range(40, 40 + position)), 0)
+            together = stage.run_tree(range(9, 9 + len(parents)), parents, position)
+            stage.truncate(position)
+            for node in range(len(parents)):
+                path = [node]
+                while (parent := parents[path[0]]) >= 0:
+                    path.insert(0, parent)
+                alone = [stage.run(0, 4, [9 + each], position + i) for i, each in enumerate(path)]
+                stage.truncate(position)
+                assert torch.equal(together[:, node : node + 1], alone[-1])
+
+
+def test_siblings_share_a_pass(model_folder: ModelFolder) -> None:
+    rows, layers = row_stage(load_stage(model_folder("llama")).model)
+    rows.begin(40)
+    rows.run_prompt([1, 2, 3])
+    rows.run_rows([5, 6, 7], [[0], [1], [2]])
+    assert layers.passes == {3: 1}
+    rows.run_rows(list(range(10)), [[i % 3, 10 + i] for i in range(10)])
+    assert layers.passes == {3: 1, 8: 1, 2: 1}
+    rows.run_rows([9], [[2, 12, 20]])
+    assert layers.passes == {3: 1, 8: 1, 2: 1, 1: 1}
+
+
+def test_where_company_changes_bits_each_row_runs_alone(model_folder: ModelFolder) -> None:
+    model = load_stage(model_folder("llama")).model
+
+    class Dependent(CountedLayers):
+        """A number of each row but the first one depends on how many there are."""
+
+        def run_tree(self, first, last, hidden, tree, caches):
+            states = super().run_tree(first, last, hidden, tree, caches)
+            states[0, -1, 0] += (hidden.shape[1] > 6) * 1e-6
+            return states
+
+    layers = counted_layers(model)
+    layers.__class__ = Dependent
+    rows = RowStage(Stage(model, layers), MOST_NODES)
+    assert rows.most_together == 1
+    layers.passes.clear()
+    rows.begin(40)
+    rows.run_prompt([1, 2, 3])
+    rows.run_rows([5, 6, 7], [[0], [1], [0, 2]])
+    assert layers.passes == {1: 3}
+
+
+def test_stages_without_the_first_layers_and_without_the_code(model_folder: ModelFolder) -> None:
+    model = load_stage(model_folder("llama")).model
+    assert row_stage(model, first=2)[0].most_together == 8
+    one_token = Stage(model, counted_layers(model, (1,)))
+    for stage in (Stage(model), one_token):
+        assert RowStage(stage, MOST_NODES).most_together == 1
