@@ -1,7 +1,6 @@
 """Workers as plain processes of this host, without Ray; messages between them travel over sockets of ours."""
 
 import contextlib
-import json
 import os
 import select
 import subprocess
@@ -14,10 +13,12 @@ from pathlib import Path
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, import_environment
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.pipeline.messages import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import CLIENT
+from ppd_runtime.process_names import short_name
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
-from ppd_runtime.workers.process import start_order
+from ppd_runtime.workers.bits import NO_BITS
+from ppd_runtime.workers.process import read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
 
 _STOP_DEADLINE_S = 5.0
@@ -41,8 +42,8 @@ class ProcessWorkers:
         self._folder = SocketFolder()
         self._closed = False
         self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
-        needed = [spec.rank for spec in specs if spec.is_needed]
-        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce, needed)
+        num_stages = specs[0].num_stages
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce, num_stages)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
@@ -53,8 +54,8 @@ class ProcessWorkers:
 
     def _spawn(self, rank: int) -> "ProcessHandle":
         network = replace(self._networks[rank], client=self.endpoint.location)
-        order = start_order(self._specs[rank], network)
-        return ProcessHandle(rank, order, Path(self._folder.path))
+        spec, folder = self._specs[rank], Path(self._folder.path)
+        return ProcessHandle(short_name(rank, spec.num_stages), start_order(spec, network), folder)
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -79,13 +80,12 @@ class ProcessHandle:
 
     cancelled = False
 
-    def __init__(self, rank: int, order: str, folder: Path) -> None:
-        self.location = ""
+    def __init__(self, name: str, order: str, folder: Path) -> None:
+        self.location, self.bits = "", NO_BITS
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
-        name = "main" if rank == MAIN else f"sub-{rank}"
-        path = folder / f"errors-{rank}"
+        path = folder / f"errors-{name}"
         with path.open("w") as errors:
             self._errors = path.open(errors="replace")  # can be read though it is removed
             self.process = subprocess.Popen(
@@ -116,10 +116,7 @@ class ProcessHandle:
             self._check_running()
             return False
         self._answers, self._answered_at = rest, time.monotonic()
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        self.location = answer["location"]
+        self.location, self.bits = read_answer(line)
         return True
 
     def _check_running(self) -> None:

@@ -24,6 +24,7 @@ from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
 from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.workers.bits import Bits
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -87,6 +88,23 @@ def open_worker(order: str, own_address: str = "", own_device: str = "") -> tupl
     return worker, endpoint
 
 
+def ready_answer(worker: Worker, endpoint: Endpoint) -> str:
+    """What a worker says once it has loaded its layers, as one line of JSON."""
+    return json.dumps({"location": endpoint.location, "bits": asdict(worker.bits())})
+
+
+def read_answer(line: str | bytes) -> tuple[str, Bits]:
+    """The location and the bits of a worker that is ready; RuntimeError with the words of one that never will be."""
+    try:
+        answer = json.loads(line)
+        if "error" not in answer:
+            return answer["location"], Bits(**answer["bits"])
+        words = answer["error"]
+    except (ValueError, TypeError, KeyError) as error:
+        words = f"its answer cannot be read: {type(error).__name__}: {error}"
+    raise RuntimeError(words)
+
+
 def serve_from_standard_input() -> None:
     """Load the layers, say so, and serve until told to shut down or left alone."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
@@ -94,10 +112,11 @@ def serve_from_standard_input() -> None:
     threading.Thread(target=_answer_parent, args=(answers,), daemon=True).start()
     try:
         worker, endpoint = open_worker(order)
+        answer = ready_answer(worker, endpoint)
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         raise
-    print(json.dumps({"ready": os.getpid(), "location": endpoint.location}), file=answers, flush=True)
+    print(answer, file=answers, flush=True)
     with contextlib.closing(endpoint):
         worker.serve(endpoint)
 

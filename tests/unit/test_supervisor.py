@@ -5,12 +5,13 @@ import pytest
 import ppd_runtime.launch.supervisor
 from ppd_runtime.launch.supervisor import Supervisor
 from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.workers.bits import NO_BITS
 
 
 class Puppet:
     """A life that does as it is told."""
 
-    location, cancelled = "", False
+    location, cancelled, bits = "", False, NO_BITS
 
     def __init__(self, rank, starts="ready"):
         self.rank, self.starts, self.end, self.ended = rank, starts, None, False
