@@ -5,7 +5,7 @@ import pytest
 import ppd_runtime.launch.supervisor
 from ppd_runtime.launch.supervisor import Supervisor
 from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.workers.bits import NO_BITS
+from ppd_runtime.workers.bits import NO_BITS, Bits
 
 
 class Puppet:
@@ -107,6 +107,25 @@ def test_too_many_losses_in_a_row(stage, caplog, rank):
         assert caplog.messages[-1] == "sub-process 1 is lost, after 2 restarts, decoding goes on without it: it fell"
         stage.supervisor.check()
         assert len(stage.of(1)) == 3
+
+
+def test_a_life_with_other_bits_is_refused_at_the_start_and_as_a_successor(monkeypatch, caplog):
+    monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 0.0)
+    stage = Stage()
+    monkeypatch.setattr(Puppet, "bits", Bits("a", {"head": "0"}))
+    stage.supervisor.start(lambda line: None)
+    monkeypatch.setattr(Puppet, "bits", Bits("b", {"head": "1"}))
+    stage.of(2)[0].end = "it fell"
+    for _ in range(5):
+        stage.supervisor.check()
+    refused = "sub-process 2 failed to start: it computes other bits than the main process (head)"
+    assert [refused in message for message in caplog.messages] == [False, True, True]
+    assert all(life.ended for life in stage.of(2))
+    assert stage.supervisor.serving() == [MAIN, 1]
+    others = iter([Bits("a", {"head": "0"}), Bits("b", {"head": "1"})])
+    monkeypatch.setattr(Puppet, "bits", property(lambda self: next(others)))
+    with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it computes other bits"):
+        Stage().supervisor.start(lambda line: None)
 
 
 def test_success_between_losses_is_forgiveness(stage):

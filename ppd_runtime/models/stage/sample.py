@@ -60,19 +60,21 @@ def _sample_model(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, nn.Parameter]:
-    """What takes the place of each parameter, by its identity: matrices are parts of one piece of memory."""
+def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
+    """What takes the place of each tensor of a checkpoint, by its identity: matrices are parts of one piece of memory.
+
+    A stage has none of these tensors where it lacks the layer.
+    """
     scale = 2.0 ** (1 - round(math.log2(hidden_size) / 2))  # a sub-layer adds about as much as it is given
-    parameters = list(layer.parameters())
-    size = max(parameter.numel() for parameter in parameters) + _APART * len(parameters)
+    tensors = list(layer.state_dict(keep_vars=True).values())
+    size = max(tensor.numel() for tensor in tensors) + _APART * len(tensors)
     numbers = _drawn(_PERIOD).repeat(-(-size // _PERIOD)) * (scale / _LARGEST)
-    memory = {like: numbers.to(*like) for like in {(p.device, p.dtype) for p in parameters}}
-    weights = {}
-    for i, parameter in enumerate(parameters):
-        start = i * _APART
-        weight = memory[parameter.device, parameter.dtype][start : start + parameter.numel()].view(parameter.shape)
-        weight = 1 + weight if weight.dim() == 1 else weight
-        weights[id(parameter)] = nn.Parameter(weight, requires_grad=False)
+    memory = {like: numbers.to(*like) for like in {(tensor.device, tensor.dtype) for tensor in tensors}}
+    weights = dict[int, Tensor]()
+    for i, tensor in enumerate(tensors):
+        part = memory[tensor.device, tensor.dtype][i * _APART :][: tensor.numel()].view(tensor.shape)
+        weight = part if part.dim() > 1 else 1 + part
+        weights[id(tensor)] = nn.Parameter(weight, False) if isinstance(tensor, nn.Parameter) else weight
     return weights
 
 
