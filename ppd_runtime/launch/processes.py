@@ -18,7 +18,7 @@ from ppd_runtime.process_names import short_name
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers.bits import NO_BITS
-from ppd_runtime.workers.process import read_answer, start_order
+from ppd_runtime.workers.process import WELCOME, read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
 
 _STOP_DEADLINE_S = 5.0
@@ -125,6 +125,10 @@ class ProcessHandle:
             self._answered_at = now
         elif now - self._answered_at > ANSWER_DEADLINE_S:
             raise RuntimeError(f"it has been stopped for {ANSWER_DEADLINE_S:.0f} s")
+
+    def welcome(self) -> None:
+        """Have it serve."""
+        self._tell(WELCOME)
 
     def end_reason(self) -> str | None:
         """Its last words, or that it has not answered for long: it may be stopped, or its host out of reach."""

@@ -39,6 +39,9 @@ class WorkerHandle(Protocol):
     def is_ready(self) -> bool:
         """Whether it has loaded its layers; raises RuntimeError with its own words where it never will."""
 
+    def welcome(self) -> None:
+        """Have it serve, once it is ready: before, it answers none of its peers."""
+
     def end_reason(self) -> str | None:
         """Why it ended or counts as ended, in its own words where it has any; None while it serves."""
 
@@ -229,20 +232,15 @@ class Supervisor:
 
     def _welcome(self, rank: int, post: _Post) -> None:
         try:
-            post.serving = post.life is not None and self._is_welcome(rank, post.life)
+            if post.life is None or not post.life.is_ready():
+                return
+            self._handshake.check(rank, post.life.bits)
         except RuntimeError as error:
             raise RuntimeError(f"{self.name_of(rank)} failed to start: {error}") from error
-        if post.serving:
-            post.lives, post.silent = post.lives + 1, False
-            if self._introduce and post.life:
-                self._introduce(rank, post.life.location)
-
-    def _is_welcome(self, rank: int, life: WorkerHandle) -> bool:
-        """Whether it is ready; raises RuntimeError where it never will be, or computes other bits."""
-        if not life.is_ready():
-            return False
-        self._handshake.check(rank, life.bits)
-        return True
+        post.serving, post.lives, post.silent = True, post.lives + 1, False
+        post.life.welcome()
+        if self._introduce:
+            self._introduce(rank, post.life.location)
 
     def _loss(self, rank: int, post: _Post) -> str | None:
         if post.serving:

@@ -68,6 +68,9 @@ class ThreadHandle:
         """Its layers were loaded before it began."""
         return True
 
+    def welcome(self) -> None:
+        """It serves from its beginning: its bits are this process' own."""
+
     def end_reason(self) -> str | None:
         """That its thread has ended."""
         return None if self._thread.is_alive() else "its thread has ended"

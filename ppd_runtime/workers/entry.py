@@ -23,7 +23,7 @@ class Actor:
     def __init__(self, name: str, order: str, own_address: str, own_device: str) -> None:
         self._name, self._told = name, (order, own_address, own_device)
         self._answer: str | None = None
-        self._loaded = threading.Event()
+        self._loaded, self._welcome = threading.Event(), threading.Event()
 
     def __repr__(self) -> str:
         """What Ray puts before each line of its log, once it is made."""
@@ -34,8 +34,12 @@ class Actor:
         self._loaded.wait(patience_s)
         return self._answer
 
+    def welcome(self) -> None:
+        """Have it serve: its bits are the others'."""
+        self._welcome.set()
+
     def serve(self) -> None:
-        """Load the layers, and serve requests until told to shut down."""
+        """Load the layers, and serve requests, once welcome, until told to shut down."""
         with quick_imports():
             from ppd_runtime.workers.process import open_worker, ready_answer
 
@@ -44,6 +48,7 @@ class Actor:
         worker, endpoint = open_worker(*self._told)
         self._answer = ready_answer(worker, endpoint)
         self._loaded.set()
+        self._welcome.wait()
         spec, dtype = worker.spec, str(worker.spec.dtype).removeprefix("torch.")
         layers, host = f"{spec.num_layers} of {spec.info.num_layers} layers", socket.gethostname()
         logging.getLogger(__name__).info("serves with %s in %s on %s of %s", layers, dtype, spec.device, host)

@@ -85,7 +85,7 @@ def test_a_new_life_with_other_bits_is_refused_and_the_text_goes_on(folder, othe
 
 
 @pytest.mark.parametrize("name", ["stage-1", "stage-2"])
-def test_a_new_stage_with_other_bits_ends_the_request(folder, others, name):
+def test_a_new_stage_with_other_bits_ends_the_request(folder, others, caplog, name):
     given = {"stages": 2, "k": 1, "dtype": "float32", "launcher": "processes", "max_restarts": 1}
     with contextlib.ExitStack() as stack:
         runtime = stack.enter_context(PPDRuntime(folder, **given))
@@ -97,6 +97,8 @@ def test_a_new_stage_with_other_bits_ends_the_request(folder, others, name):
         failed = rf"{name.replace('-', ' ')} failed, after 1 restarts: .* it computes other bits than {whom} \("
         with pytest.raises(RuntimeError, match=failed):
             list(stream)
+    lost = [message for message in caplog.messages if "takes its place" in message]
+    assert len(lost) == 1, "no token comes of a life that is refused: it would forgive the losses"
     assert not _workers()
 
 

@@ -14,12 +14,15 @@ class Puppet:
     location, cancelled, bits = "", False, NO_BITS
 
     def __init__(self, rank, starts="ready"):
-        self.rank, self.starts, self.end, self.ended = rank, starts, None, False
+        self.rank, self.starts, self.end, self.ended, self.serves = rank, starts, None, False, False
 
     def is_ready(self):
         if self.starts not in ("ready", "slowly"):
             raise RuntimeError(self.starts)
         return self.starts == "ready"
+
+    def welcome(self):
+        self.serves = True
 
     def end_reason(self):
         return self.end
@@ -121,6 +124,7 @@ def test_a_life_with_other_bits_is_refused_at_the_start_and_as_a_successor(monke
     refused = "sub-process 2 failed to start: it computes other bits than the main process (head)"
     assert [refused in message for message in caplog.messages] == [False, True, True]
     assert all(life.ended for life in stage.of(2))
+    assert [life.serves for life in stage.of(2)] == [True, False, False]
     assert stage.supervisor.serving() == [MAIN, 1]
     others = iter([Bits("a", {"head": "0"}), Bits("b", {"head": "1"})])
     monkeypatch.setattr(Puppet, "bits", property(lambda self: next(others)))

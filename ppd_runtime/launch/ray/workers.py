@@ -160,6 +160,10 @@ class ActorHandle:
         (self.location, self.bits), self._answer = found, None
         return True
 
+    def welcome(self) -> None:
+        """Have it serve."""
+        self._actor.welcome.remote()
+
     def end_reason(self) -> str | None:
         """Its own words, or that it has not answered for long: it may be stopped, or its host out of reach."""
         self._membership.check()
