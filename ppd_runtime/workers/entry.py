@@ -50,7 +50,8 @@ class Actor:
         self._loaded.set()
         self._welcome.wait()
         spec, dtype = worker.spec, str(worker.spec.dtype).removeprefix("torch.")
-        layers, host = f"{spec.num_layers} of {spec.info.num_layers} layers", socket.gethostname()
+        held, host = spec.num_layers - spec.first_layer, socket.gethostname()
+        layers = f"{held} of {spec.info.num_layers} layers"
         logging.getLogger(__name__).info("serves with %s in %s on %s of %s", layers, dtype, spec.device, host)
         worker.serve(endpoint)
         endpoint.close()
