@@ -79,7 +79,7 @@ def _lose(runtime: PPDRuntime, victim: str, settings: dict[str, int]) -> Loss:
         events.append(event)
         times.append(time.monotonic())
         if len(events) == _BEFORE:
-            next(worker for worker in workers() if worker.cmdline()[-1] == victim).kill()
+            next(worker for worker in workers() if worker.name() == f"ppd-{victim}").kill()
             lost_at = time.monotonic()
     return Loss(events, times, lost_at)
 

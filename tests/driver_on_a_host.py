@@ -14,12 +14,13 @@ from ppd_runtime.models.trained.exit_heads import OracleHead
 def main() -> None:
     """Serve the test until its end."""
     given = json.loads(sys.argv[1])
-    head = OracleHead(((*given["prompt"], *given["text"]),), given["match_rate"], given["vocab_size"])
+    layout = given["layout"]
+    if "stages" not in layout:
+        head = OracleHead(((*given["prompt"], *given["text"]),), given["match_rate"], given["vocab_size"])
+        layout = layout | {"exit_head": head}
     with PPDRuntime(
         given["folder"],
-        k=given["k"],
-        run_ahead=given["run_ahead"],
-        exit_head=head,
+        **layout,
         transport=given["transport"],
         dtype="float32",
         ray_address=given["ray_address"],

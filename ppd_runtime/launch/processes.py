@@ -1,7 +1,6 @@
 """Workers as plain processes of this host, without Ray; messages between them travel over sockets of ours."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -14,11 +13,13 @@ from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, impor
 from ppd_runtime.launch.fork_server import CAN_FORK, UNKNOWN_EXIT_CODE, ForkedProcess, ForkServer, can_read
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.pipeline.messages import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import CLIENT
+from ppd_runtime.process_names import short_name
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers import fork_server
-from ppd_runtime.workers.process import start_order
+from ppd_runtime.workers.bits import NO_BITS
+from ppd_runtime.workers.process import WELCOME, read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
 
 _STOP_DEADLINE_S = 5.0
@@ -47,8 +48,8 @@ class ProcessWorkers:
         self._closed = False
         self._servers: list[ForkServer] = []  # the last one serves
         self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
-        needed = [spec.rank for spec in specs if spec.is_needed]
-        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce, needed)
+        num_stages = specs[0].num_stages
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce, num_stages)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
@@ -59,8 +60,9 @@ class ProcessWorkers:
 
     def _spawn(self, rank: int) -> "ProcessHandle":
         network = replace(self._networks[rank], client=self.endpoint.location)
-        order = start_order(self._specs[rank], network)
-        return ProcessHandle(rank, order, Path(self._folder.path), self._start)
+        spec, folder = self._specs[rank], Path(self._folder.path)
+        name = short_name(rank, spec.num_stages)
+        return ProcessHandle(name, start_order(spec, network), folder, self._start)
 
     def _start(self, name: str, streams: Sequence[int]) -> Process:
         if not CAN_FORK:
@@ -94,19 +96,19 @@ class ProcessHandle:
 
     cancelled = False
 
-    def __init__(self, rank: int, order: str, folder: Path, start: Start) -> None:
-        self.location = ""
+    def __init__(self, name: str, order: str, folder: Path, start: Start) -> None:
+        self.location, self.bits = "", NO_BITS
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
         self._folder = folder
-        path = folder / f"errors-{rank}"
+        path = folder / f"errors-{name}"
         orders, to_it = os.pipe()
         from_it, answers = os.pipe()
         self._orders, self._stdout = os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb", buffering=0)
         with os.fdopen(orders), os.fdopen(answers, "w"), path.open("w") as errors:
             self._errors = path.open(errors="replace")  # can be read though it is removed
-            self.process = start("main" if rank == MAIN else f"sub-{rank}", (orders, answers, errors.fileno()))
+            self.process = start(name, (orders, answers, errors.fileno()))
         os.set_blocking(from_it, False)
         self._tell(order.encode() + b"\n")
 
@@ -122,10 +124,7 @@ class ProcessHandle:
             self._check_running()
             return False
         self._answers, self._answered_at = rest, time.monotonic()
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        self.location = answer["location"]
+        self.location, self.bits = read_answer(line)
         return True
 
     def _check_running(self) -> None:
@@ -135,6 +134,10 @@ class ProcessHandle:
             self._answered_at = now
         elif now - self._answered_at > ANSWER_DEADLINE_S:
             raise RuntimeError(f"it has been stopped for {ANSWER_DEADLINE_S:.0f} s")
+
+    def welcome(self) -> None:
+        """Have it serve."""
+        self._tell(WELCOME)
 
     def end_reason(self) -> str | None:
         """Its last words, or that it has not answered for long: it may be stopped, or its host out of reach."""

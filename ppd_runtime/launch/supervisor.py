@@ -2,11 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ppd_runtime.launch.bit_handshake import BitHandshake
 from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.process_names import named_process
+from ppd_runtime.workers.bits import Bits
 
 logger = logging.getLogger(__name__)
 START_DEADLINE_S = 300.0
@@ -28,11 +31,16 @@ class WorkerHandle(Protocol):
 
     location: str
     """Where its peers reach it, once it is ready; empty where its rank says that."""
+    bits: Bits
+    """Those that it computes, once it is ready."""
     cancelled: bool
     """Whether it was taken back before it ran at all, which says nothing against the worker."""
 
     def is_ready(self) -> bool:
         """Whether it has loaded its layers; raises RuntimeError with its own words where it never will."""
+
+    def welcome(self) -> None:
+        """Have it serve, once it is ready: before, it answers none of its peers."""
 
     def end_reason(self) -> str | None:
         """Why it ended or counts as ended, in its own words where it has any; None while it serves."""
@@ -72,7 +80,8 @@ class Supervisor:
         begin_life: starts a worker of a rank, without waiting for it.
         most_restarts: new lives for a worker in a row, without a sign of success between them.
         introduce: is told the rank and the location of each life that has come to serve.
-        needed: workers without whom nothing is decoded; others cost time only.
+        num_stages: of the staged layout, where nothing is decoded without all of them; 0 in the paper's layout, where
+            all but the main process cost time only.
     """
 
     def __init__(
@@ -81,11 +90,12 @@ class Supervisor:
         spawn: Callable[[int], WorkerHandle],
         most_restarts: int,
         introduce: Callable[[int, str], None] | None = None,
-        needed: Collection[int] = (MAIN,),
+        num_stages: int = 0,
     ) -> None:
         self._spawn, self._most_restarts, self._introduce = spawn, most_restarts, introduce
         self._posts = {rank: _Post(None) for rank in ranks}
-        self._needed = needed
+        self._needed, self._num_stages = set(ranks) if num_stages else {MAIN}, num_stages
+        self._handshake = BitHandshake(num_stages)
         self._words: dict[int, str] = {}
         self._dismissed = False
 
@@ -100,7 +110,7 @@ class Supervisor:
             self._begin(rank, post)
         waiting: list[int] = []
         while starting := [rank for rank, post in self._posts.items() if not post.serving]:
-            names = ", ".join(name_of(rank) for rank in starting)
+            names = ", ".join(map(self.name_of, starting))
             if starting != waiting:
                 progress(f"waiting for {names}")
                 waiting = starting
@@ -118,7 +128,7 @@ class Supervisor:
         Raises:
             RuntimeError: where one is lost that is needed, and has been replaced too often, or all have been dismissed.
         """
-        if self._dismissed or not self._posts.keys() >= set(self._needed):
+        if self._dismissed or not self._posts.keys() >= self._needed:
             raise RuntimeError(CLOSED)
         for rank, post in list(self._posts.items()):
             reason = None
@@ -146,13 +156,13 @@ class Supervisor:
         if post.losses <= self._most_restarts:
             pause = 0 if post.losses <= 1 else min(2.0 ** (post.losses - 2), _LONGEST_PAUSE_S)
             post.begin_at = time.monotonic() + pause
-            logger.warning("%s is lost, a new one takes its place: %s", name_of(rank), reason)
+            logger.warning("%s is lost, a new one takes its place: %s", self.name_of(rank), reason)
             return
         again = f", after {self._most_restarts} restarts" if self._most_restarts else ""
         del self._posts[rank]
         if rank in self._needed:
-            raise RuntimeError(f"{name_of(rank)} failed{again}: {reason}")
-        logger.warning("%s is lost%s, decoding goes on without it: %s", name_of(rank), again, reason)
+            raise RuntimeError(f"{self.name_of(rank)} failed{again}: {reason}")
+        logger.warning("%s is lost%s, decoding goes on without it: %s", self.name_of(rank), again, reason)
 
     def note_words(self, rank: int, words: str) -> None:
         """Keep what a worker said of its own end; it is the reason that people are told."""
@@ -186,6 +196,10 @@ class Supervisor:
         """The workers that serve."""
         return [rank for rank, post in self._posts.items() if post.serving]
 
+    def name_of(self, rank: int) -> str:
+        """What messages to people call a worker."""
+        return named_process(rank, self._num_stages)
+
     def dismiss(self) -> None:
         """Have the next `check` fail: from now on nobody is replaced. May be called in any thread."""
         self._dismissed = True
@@ -213,18 +227,20 @@ class Supervisor:
         try:
             self._begin(rank, post)
         except (OSError, MemoryError, ValueError) as error:
-            return f"{name_of(rank)} cannot be started: {type(error).__name__}: {error}"
+            return f"{self.name_of(rank)} cannot be started: {type(error).__name__}: {error}"
         return None
 
     def _welcome(self, rank: int, post: _Post) -> None:
         try:
-            post.serving = post.life is not None and post.life.is_ready()
+            if post.life is None or not post.life.is_ready():
+                return
+            self._handshake.check(rank, post.life.bits)
         except RuntimeError as error:
-            raise RuntimeError(f"{name_of(rank)} failed to start: {error}") from error
-        if post.serving:
-            post.lives, post.silent = post.lives + 1, False
-            if self._introduce and post.life:
-                self._introduce(rank, post.life.location)
+            raise RuntimeError(f"{self.name_of(rank)} failed to start: {error}") from error
+        post.serving, post.lives, post.silent = True, post.lives + 1, False
+        post.life.welcome()
+        if self._introduce:
+            self._introduce(rank, post.life.location)
 
     def _loss(self, rank: int, post: _Post) -> str | None:
         if post.serving:
@@ -234,9 +250,4 @@ class Supervisor:
         except RuntimeError as error:
             return str(error)
         late = not post.serving and time.monotonic() > post.deadline
-        return f"{name_of(rank)} did not start within {START_DEADLINE_S:.0f} s" if late else None
-
-
-def name_of(rank: int) -> str:
-    """What messages to people call a worker."""
-    return "the main process" if rank == MAIN else f"sub-process {rank}"
+        return f"{self.name_of(rank)} did not start within {START_DEADLINE_S:.0f} s" if late else None

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
-from ppd_runtime.launch.supervisor import Progress, Supervisor, name_of
+from ppd_runtime.launch.supervisor import Progress, Supervisor
 from ppd_runtime.pipeline.messages import CLIENT, Shutdown
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
+from ppd_runtime.workers.bits import NO_BITS
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -27,13 +28,12 @@ class LocalWorkers:
         self._spawned: list[int] = []  # the rank of each life
         self._progress: Progress = progress
         self.endpoint: Endpoint = self._network.endpoint(CLIENT)
-        needed = [spec.rank for spec in specs if spec.is_needed]
         introduce = Introductions(self.endpoint).introduce
-        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, introduce, needed)
+        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, introduce, specs[0].num_stages)
         self.supervisor.start(progress)
 
     def _spawn(self, rank: int) -> "ThreadHandle":
-        self._progress(f"loading {name_of(rank)}")
+        self._progress(f"loading {self.supervisor.name_of(rank)}")
         self._spawned.append(rank)
         return ThreadHandle(Worker(self._specs[rank]), self._network.endpoint(rank))
 
@@ -52,7 +52,7 @@ class LocalWorkers:
 class ThreadHandle:
     """A worker in a thread; the worker's own message tells why it ended."""
 
-    location, cancelled = "", False
+    location, cancelled, bits = "", False, NO_BITS
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
         arguments, name = (worker, endpoint), f"ppd-{worker.spec.rank}"
@@ -67,6 +67,9 @@ class ThreadHandle:
     def is_ready(self) -> bool:
         """Its layers were loaded before it began."""
         return True
+
+    def welcome(self) -> None:
+        """It serves from its beginning: its bits are this process' own."""
 
     def end_reason(self) -> str | None:
         """That its thread has ended."""

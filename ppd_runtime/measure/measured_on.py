@@ -2,18 +2,17 @@
 
 import os
 import platform
-import re
 from importlib.metadata import version
-from pathlib import Path
 
 from ppd_runtime import __version__
+from ppd_runtime.processor import processor
 
 _RECORDED = ("torch", "transformers", "ray", "pyzmq")
 
 
 def machine() -> str:
     """The processor and the number of its cores."""
-    return f"{_processor()}, {os.cpu_count()} cores"
+    return f"{processor()}, {os.cpu_count()} cores"
 
 
 def versions() -> dict[str, str]:
@@ -23,9 +22,3 @@ def versions() -> dict[str, str]:
         "ppd-runtime": __version__,
         **{name: version(name) for name in _RECORDED},
     }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return named[1].strip() if named else platform.processor() or platform.machine()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.whole import whole_file
+from ppd_runtime.process_names import process_name
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 Event = dict[str, Any]
@@ -50,11 +51,9 @@ class Trace:
 
     def name(self, rank: int) -> str:
         """What a process is called."""
-        if self.cuts:
-            return f"stage {self.row(rank) + 1}"
-        if rank:
-            return f"sub-process {rank}"
-        return "main process" if self.exit_layer is not None else "ordinary decoding"
+        if not self.cuts and self.exit_layer is None:
+            return "ordinary decoding"
+        return process_name(rank, len(self.cuts) + 1 if self.cuts else 0)
 
     def row(self, rank: int) -> int:
         """A process' place from above, from 0: stages stand in their order."""

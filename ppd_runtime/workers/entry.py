@@ -23,30 +23,36 @@ class Actor:
 
     def __init__(self, name: str, order: str, own_address: str, own_device: str) -> None:
         self._name, self._told = name, (order, own_address, own_device)
-        self._location: str | None = None
-        self._loaded = threading.Event()
+        self._answer: str | None = None
+        self._loaded, self._welcome = threading.Event(), threading.Event()
 
     def __repr__(self) -> str:
         """What Ray puts before each line of its log, once it is made."""
         return self._name
 
-    def location(self, patience_s: float) -> str | None:
-        """Where the worker's peers reach it; None, after so long, where its layers are not loaded yet."""
+    def answer(self, patience_s: float) -> str | None:
+        """What `ready_answer` gives; None, after so long, where its layers are not loaded yet."""
         self._loaded.wait(patience_s)
-        return self._location
+        return self._answer
+
+    def welcome(self) -> None:
+        """Have it serve: its bits are the others'."""
+        self._welcome.set()
 
     def serve(self) -> None:
-        """Load the layers, and serve requests until told to shut down."""
+        """Load the layers, and serve requests, once welcome, until told to shut down."""
         with quick_imports():
-            from ppd_runtime.workers.process import open_worker
+            from ppd_runtime.workers.process import open_worker, ready_answer
 
         logging.basicConfig(format="%(levelname)s %(message)s")  # Ray can bring it to the driver
         logging.getLogger("ppd_runtime").setLevel(logging.INFO)
         worker, endpoint = open_worker(*self._told)
-        self._location = endpoint.location
+        self._answer = ready_answer(worker, endpoint)
         self._loaded.set()
+        self._welcome.wait()
         spec, dtype = worker.spec, str(worker.spec.dtype).removeprefix("torch.")
-        layers, host = f"{spec.num_layers} of {spec.info.num_layers} layers", socket.gethostname()
+        held, host = spec.num_layers - spec.first_layer, socket.gethostname()
+        layers = f"{held} of {spec.info.num_layers} layers"
         logging.getLogger(__name__).info("serves with %s in %s on %s of %s", layers, dtype, spec.device, host)
         worker.serve(endpoint)
         endpoint.close()
@@ -60,6 +66,8 @@ def main() -> None:
 
     if sys.argv[1:] == [fork_server.NAME]:
         fork_server.fork_workers()
+    else:
+        fork_server.show_name(sys.argv[1])
     serve_from_standard_input()
 
 

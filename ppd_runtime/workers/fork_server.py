@@ -52,7 +52,13 @@ def fork_workers() -> None:
     for standard, descriptor in enumerate(streams):
         os.dup2(descriptor, standard)
         os.close(descriptor)
-    Path("/proc/self/comm").write_bytes(b"ppd-" + name)  # what `top` and `ps -o comm` show
+    show_name(name.decode())
+
+
+def show_name(name: str) -> None:
+    """Have `top` and `ps -o comm` show this worker's name, on systems with a /proc."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"ppd-{name}")
 
 
 def _fork() -> int:

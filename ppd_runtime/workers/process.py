@@ -1,8 +1,8 @@
 """One worker in a process of its own, from its specification as a line of text.
 
 A plain process reads the line from standard input and says on standard output, in one JSON line, that it has loaded its
-layers or why it could not. Standard input stays open for as long as the process that started it lives: when it ends,
-the worker ends too.
+layers and which bits they give, or why it could not. It serves once it is told that the others have these bits, too.
+Standard input stays open for as long as the process that started it lives: when it ends, the worker ends too.
 """
 
 import contextlib
@@ -24,8 +24,12 @@ from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
 from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.workers.bits import Bits
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
+
+WELCOME = b"w"
+"""What a plain process is told, on standard input, before it serves."""
 
 
 def start_order(spec: WorkerSpec, network: Network) -> str:
@@ -87,23 +91,46 @@ def open_worker(order: str, own_address: str = "", own_device: str = "") -> tupl
     return worker, endpoint
 
 
+def ready_answer(worker: Worker, endpoint: Endpoint) -> str:
+    """What a worker says once it has loaded its layers, as one line of JSON."""
+    return json.dumps({"location": endpoint.location, "bits": asdict(worker.bits())})
+
+
+def read_answer(line: str | bytes) -> tuple[str, Bits]:
+    """The location and the bits of a worker that is ready; RuntimeError with the words of one that never will be."""
+    try:
+        answer = json.loads(line)
+        if "error" not in answer:
+            return answer["location"], Bits(**answer["bits"])
+        words = answer["error"]
+    except (ValueError, TypeError, KeyError) as error:
+        words = f"its answer cannot be read: {type(error).__name__}: {error}"
+    raise RuntimeError(words)
+
+
 def serve_from_standard_input() -> None:
-    """Load the layers, say so, and serve until told to shut down or left alone."""
+    """Load the layers, say so, and serve, once welcome, until told to shut down or left alone."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     order = sys.stdin.readline()
-    threading.Thread(target=_answer_parent, args=(answers,), daemon=True).start()
+    welcome = threading.Event()
+    threading.Thread(target=_answer_parent, args=(answers, welcome), daemon=True).start()
     try:
         worker, endpoint = open_worker(order)
+        answer = ready_answer(worker, endpoint)
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         raise
-    print(json.dumps({"ready": os.getpid(), "location": endpoint.location}), file=answers, flush=True)
+    print(answer, file=answers, flush=True)
+    welcome.wait()
     with contextlib.closing(endpoint):
         worker.serve(endpoint)
 
 
-def _answer_parent(answers: TextIO) -> None:
+def _answer_parent(answers: TextIO, welcome: threading.Event) -> None:
     """Answer each line that asks whether this process lives; leave once nobody holds standard input any more."""
-    while os.read(sys.stdin.fileno(), 1):
-        print(file=answers, flush=True)
+    while read := os.read(sys.stdin.fileno(), 1):
+        if read == WELCOME:
+            welcome.set()
+        else:
+            print(file=answers, flush=True)
     os._exit(1)

@@ -52,9 +52,9 @@ class WorkerSpec:
         return self.run_ahead and not self.cuts and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
 
     @property
-    def is_needed(self) -> bool:
-        """Whether nothing is decoded without it."""
-        return self.rank == MAIN or bool(self.cuts)
+    def num_stages(self) -> int:
+        """Stages of the staged layout; 0 in the paper's layout."""
+        return len(self.cuts) + 1 if self.cuts else 0
 
     @property
     def num_candidates(self) -> int:

@@ -47,12 +47,14 @@ from ppd_runtime.pipeline.staged.chances import Calibration
 from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.process_names import named_process
 from ppd_runtime.results import PathStats
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.transport import Endpoint
+from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -113,6 +115,11 @@ class Worker:
         self._held: list[Token] = []  # one behind the other
         self._released = 0.0
 
+    def bits(self) -> Bits:
+        """What to compare with the other workers' before it serves."""
+        with current_device(self.spec.device):
+            return bits_of(self.stage)
+
     def serve(self, endpoint: Endpoint) -> None:
         """Serve requests until told to shut down; an error is reported to the client and raised."""
         self._endpoint = endpoint
@@ -153,7 +160,8 @@ class Worker:
             elif self._validator.takes(message):
                 return message
             else:
-                logger.warning("left out what %d sent, a %s: not of this model", message.sender, type(message).__name__)
+                sender, kind = named_process(message.sender, self.spec.num_stages), type(message).__name__
+                logger.warning("left out what %s sent, a %s: not of this model", sender, kind)
         return None
 
     def _answer(self, message: Message) -> None:
@@ -245,12 +253,11 @@ class Worker:
         """As one of several stages, but the last."""
         spec, stage, head = self.spec, self._row_stage, self._exit_head(sampler)
         assert stage is not None
-        num_stages = len(spec.cuts) + 1
         if spec.rank == 1:
             first = FirstStage(
                 stage,
                 head,
-                num_stages,
+                spec.num_stages,
                 spec.k,
                 spec.rows,
                 self._send,
@@ -262,7 +269,7 @@ class Worker:
             self._drive(first.serve(), begin.request)
             self._attempt = first.begin.epoch
             return Report(spec.rank, begin.request, first.layer_passes, 0, tuple(first.first_boundary))
-        middle = MiddleStage(stage, head, spec.rank, num_stages, spec.k, self._send, begin)
+        middle = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, self._send, begin)
         self._drive(middle.serve(), begin.request)
         self._attempt = middle.begin.epoch
         return Report(spec.rank, begin.request, middle.layer_passes, 0)

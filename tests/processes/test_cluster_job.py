@@ -181,6 +181,19 @@ def test_a_killed_job_goes_on_where_it_was(cluster, folder, arguments, tmp_path)
     assert out.read_bytes() == before
 
 
+def test_stages_as_a_job(cluster, folder, arguments, tmp_path):
+    """Each stage logs with its name how many layers it has."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = write_prompts(file, 2)
+    done = cluster.submit(*arguments, "--prompt-file", file, "--out", out, "--cuts", "1,3", "--k", 2, "--rows", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_results(out, folder, prompts, {0, 1})
+    assert "placing 3 workers, each 1 CPU, STRICT_PACK on " in done.stdout, done.stdout
+    for number, layers in ((1, 1), (2, 2), (3, 1)):
+        words = rf"\(stage {number} pid=\d+\).* serves with {layers} of 4 layers in float32 on cpu"
+        assert re.search(words, done.stdout), done.stdout
+
+
 def check_metrics(cluster: Cluster) -> None:
     """Every metric of the dashboard is exported, by worker; the killed sub-process' restart is among them."""
     wanted = set(re.findall(r"\bray_ppd_\w+", (ROOT / "cluster" / "grafana_dashboard.json").read_text()))

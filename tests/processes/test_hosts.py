@@ -1,5 +1,6 @@
 """Workers on two hosts, over TCP with CURVE: exact tokens, over a bad link, too, when the sub-process is killed on its
-host, and when the link between the hosts goes away; in the night the time that the simulator predicts for the link.
+host, or each of two stages, and when the link between the hosts goes away; in the night the time that the simulator
+predicts for the link.
 """
 
 import contextlib
@@ -108,9 +109,9 @@ def driver(hosts, environment, given):
         process.kill()
 
 
-def worker(hosts, title):
-    """A worker by its process' title, and its host; main process and sub-process are on different ones."""
-    for name in hosts.names:
+def worker(hosts, title, *names):
+    """A worker by its process' title, and its host; all are on different ones, those of these names where there are."""
+    for name in names or hosts.names:
         for pid in hosts.run(name, "ip", "netns", "pids", name).stdout.split():
             with contextlib.suppress(psutil.Error):
                 if (process := psutil.Process(int(pid))).cmdline()[0].startswith(f"ray::{title}"):
@@ -151,28 +152,44 @@ def takes_part(ask, text):
 
 def a_killed_worker_costs_only_time(hosts, ask, text):
     """The sub-process is killed in the middle of a text, and has a successor."""
-    ask({"max_new_tokens": NUM_TOKENS, "tell_at": 10})
-    worker(hosts, "PPDSub")[0].kill()
-    assert tuple(ask()["tokens"]) == text
+    killed_in_a_text(hosts, ask, text, "PPDSub")
     deadline = time.monotonic() + 60
     while takes_part(ask, text)["restarts"] < 1:
         assert time.monotonic() < deadline, "nobody has noticed"
 
 
-def a_lost_link_costs_only_time(hosts, ask, text):
+def killed_in_a_text(hosts, ask, text, *where):
+    """A worker is killed in the middle of a text; what the text's end tells."""
+    ask({"max_new_tokens": NUM_TOKENS, "tell_at": 10})
+    worker(hosts, *where)[0].kill()
+    run = ask()
+    assert tuple(run["tokens"]) == text
+    return run
+
+
+def without_link_in_a_text(hosts, ask, text):
     """The link is gone for a while in the middle of a text."""
     ask({"max_new_tokens": NUM_TOKENS, "tell_at": 10})
     hosts.set_link(0.0, loss=1.0)
     time.sleep(LINK_GONE_S)
     hosts.set_link(0.0)
     assert tuple(ask()["tokens"]) == text
-    takes_part(ask, text)
+
+
+def over_bad_links(hosts, ask, ordinary):
+    """Sampled texts over links that lose frames, and that are slow."""
+    for seed, (delay_ms, loss) in enumerate([(1, 0.03), (20, 0.0)]):
+        hosts.set_link(delay_ms / 1000, loss)
+        sampled = {"max_new_tokens": 20, "temperature": 0.8, "seed": seed}
+        expected = ordinary.generate(PROMPT, ignore_eos=True, **sampled).token_ids
+        assert tuple(ask(sampled)["tokens"]) == expected
+    hosts.set_link(0.0)
 
 
 def predicted_ms(given, hop_ms, hits):
     """Milliseconds a token, by the simulator."""
     layers, times = (NUM_LAYERS, NUM_LAYERS // 2), Times(layer=LAYER_MS, hop=hop_ms)
-    setting = Setting(*layers, given["k"], NUM_TOKENS, times, run_ahead=given["run_ahead"])
+    setting = Setting(*layers, num_new_tokens=NUM_TOKENS, times=times, **given["layout"])
     return simulate(setting, [int(hit) for hit in hits]).time / NUM_TOKENS
 
 
@@ -190,12 +207,12 @@ def ordinary(model_folder):
 
 
 @contextlib.contextmanager
-def runtime_on(two_hosts, ordinary, transport, run_ahead):
+def runtime_on(two_hosts, ordinary, transport, **layout):
     """The hosts, what the runtime was given, its function from settings to results, and the text that it is to give."""
     hosts, environment, head = two_hosts
     text = ordinary.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).token_ids
-    given = {"folder": str(ordinary.info.folder), "prompt": PROMPT, "text": text, "vocab_size": 300, "k": 1}
-    given |= {"match_rate": MATCH_RATE, "layer_ms": LAYER_MS, "run_ahead": run_ahead, "transport": transport}
+    given = {"folder": str(ordinary.info.folder), "prompt": PROMPT, "text": text, "vocab_size": 300, "layout": layout}
+    given |= {"match_rate": MATCH_RATE, "layer_ms": LAYER_MS, "transport": transport}
     given |= {"ray_address": head, "bind_interface": hosts.addresses[0]}
     hosts.set_link(0.0)
     with driver(hosts, environment, given) as ask:
@@ -207,25 +224,31 @@ def runtime_on(two_hosts, ordinary, transport, run_ahead):
     [pytest.param("zeromq", False, marks=nightly), ("zeromq", True), ("collective", False)],
 )
 def test_tokens_on_two_hosts(two_hosts, ordinary, transport, run_ahead):
-    with runtime_on(two_hosts, ordinary, transport, run_ahead) as (hosts, _, ask, text):
+    with runtime_on(two_hosts, ordinary, transport, k=1, run_ahead=run_ahead) as (hosts, _, ask, text):
         takes_part(ask, text)
         is_linked_or_not(hosts, transport)
-        for seed, (delay_ms, loss) in enumerate([(1, 0.03), (20, 0.0)]):
-            hosts.set_link(delay_ms / 1000, loss)
-            sampled = {"max_new_tokens": 20, "temperature": 0.8, "seed": seed}
-            expected = ordinary.generate(PROMPT, ignore_eos=True, **sampled).token_ids
-            assert tuple(ask(sampled)["tokens"]) == expected
-        hosts.set_link(0.0)
+        over_bad_links(hosts, ask, ordinary)
         a_killed_worker_costs_only_time(hosts, ask, text)
         is_linked_or_not(hosts, transport)
-        a_lost_link_costs_only_time(hosts, ask, text)
+        without_link_in_a_text(hosts, ask, text)
+        takes_part(ask, text)
         is_linked_or_not(hosts, transport)
+
+
+@pytest.mark.parametrize("transport", [pytest.param("collective", marks=nightly), "zeromq"])
+def test_stages_on_two_hosts(two_hosts, ordinary, transport):
+    with runtime_on(two_hosts, ordinary, transport, stages=2, k=2, rows=2) as (hosts, _, ask, text):
+        assert tuple(ask({"max_new_tokens": NUM_TOKENS})["tokens"]) == text
+        over_bad_links(hosts, ask, ordinary)
+        for number, name in enumerate(hosts.names, 1):
+            assert killed_in_a_text(hosts, ask, text, "PPDStage", name)["restarts"] >= number
+        without_link_in_a_text(hosts, ask, text)
 
 
 @nightly
 @pytest.mark.parametrize(("transport", "run_ahead"), [("zeromq", False), ("zeromq", True), ("collective", False)])
 def test_time_on_two_hosts(two_hosts, ordinary, transport, run_ahead):
-    with runtime_on(two_hosts, ordinary, transport, run_ahead) as (hosts, given, ask, text):
+    with runtime_on(two_hosts, ordinary, transport, k=1, run_ahead=run_ahead) as (hosts, given, ask, text):
         hits = takes_part(ask, text)["hits"]
         assert 0.6 < sum(hits) / len(hits) < 0.95
         for delay_ms in (0, 1, 5):

@@ -221,9 +221,9 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
 
 
 def test_last_words_are_read_though_their_file_is_gone(tmp_path):
-    life = ProcessHandle(1, "no order", tmp_path, start_alone)
+    life = ProcessHandle("sub-1", "no order", tmp_path, start_alone)
     try:
-        (tmp_path / "errors-1").unlink()
+        (tmp_path / "errors-sub-1").unlink()
         life.wait(60)
         assert life.end_reason().startswith("json.decoder.JSONDecodeError")
     finally:

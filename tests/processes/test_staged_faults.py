@@ -10,7 +10,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 
 PROMPT = [5, 9, 200, 31]
 TOKENS = 120
-NAMES = ("sub-1", "sub-2", "main")
+NAMES = ("stage-1", "stage-2", "stage-3")
 
 
 GREEDY = {"max_new_tokens": TOKENS, "ignore_eos": True}

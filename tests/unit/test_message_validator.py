@@ -105,4 +105,4 @@ def test_what_fits_is_taken_and_what_does_not_is_logged_and_left_out(
             client.send(MAIN, End(CLIENT, 1))
             assert worker._receive(lambda: 0) == End(CLIENT, 1), message
     assert len(caplog.messages) == len(bad)
-    assert caplog.messages[0] == "left out what 0 sent, a ExitState: not of this model"
+    assert caplog.messages[0] == "left out what the main process sent, a ExitState: not of this model"

@@ -5,20 +5,24 @@ import pytest
 import ppd_runtime.launch.supervisor
 from ppd_runtime.launch.supervisor import Supervisor
 from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.workers.bits import NO_BITS, Bits
 
 
 class Puppet:
     """A life that does as it is told."""
 
-    location, cancelled = "", False
+    location, cancelled, bits = "", False, NO_BITS
 
     def __init__(self, rank, starts="ready"):
-        self.rank, self.starts, self.end, self.ended = rank, starts, None, False
+        self.rank, self.starts, self.end, self.ended, self.serves = rank, starts, None, False, False
 
     def is_ready(self):
         if self.starts not in ("ready", "slowly"):
             raise RuntimeError(self.starts)
         return self.starts == "ready"
+
+    def welcome(self):
+        self.serves = True
 
     def end_reason(self):
         return self.end
@@ -106,6 +110,26 @@ def test_too_many_losses_in_a_row(stage, caplog, rank):
         assert caplog.messages[-1] == "sub-process 1 is lost, after 2 restarts, decoding goes on without it: it fell"
         stage.supervisor.check()
         assert len(stage.of(1)) == 3
+
+
+def test_a_life_with_other_bits_is_refused_at_the_start_and_as_a_successor(monkeypatch, caplog):
+    monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 0.0)
+    stage = Stage()
+    monkeypatch.setattr(Puppet, "bits", Bits("a", {"head": "0"}))
+    stage.supervisor.start(lambda line: None)
+    monkeypatch.setattr(Puppet, "bits", Bits("b", {"head": "1"}))
+    stage.of(2)[0].end = "it fell"
+    for _ in range(5):
+        stage.supervisor.check()
+    refused = "sub-process 2 failed to start: it computes other bits than the main process (head)"
+    assert [refused in message for message in caplog.messages] == [False, True, True]
+    assert all(life.ended for life in stage.of(2))
+    assert [life.serves for life in stage.of(2)] == [True, False, False]
+    assert stage.supervisor.serving() == [MAIN, 1]
+    others = iter([Bits("a", {"head": "0"}), Bits("b", {"head": "1"})])
+    monkeypatch.setattr(Puppet, "bits", property(lambda self: next(others)))
+    with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it computes other bits"):
+        Stage().supervisor.start(lambda line: None)
 
 
 def test_success_between_losses_is_forgiveness(stage):

@@ -26,3 +26,8 @@ class PPDMain(_HostActor):
 @ray.remote(max_restarts=0)
 class PPDSub(_HostActor):
     """A sub-process; the class' name is what `ps` shows."""
+
+
+@ray.remote(max_restarts=0)
+class PPDStage(_HostActor):
+    """One of several stages; the class' name is what `ps` shows."""

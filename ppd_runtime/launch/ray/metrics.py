@@ -6,15 +6,17 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from ppd_runtime.launch.base import RequestCounts
 from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.process_names import short_name
 
 _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300]
 _WORKER = ("worker",)
 
 
 class Metrics:
-    """Counts of requests, by worker ("main", "sub-1" and so on); told after a request, never within one."""
+    """Counts of requests, by worker ("main", "sub-1", "stage-1" and so on); told after a request, never within one."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
         self._tokens = Counter("ppd_tokens", "Tokens generated", _WORKER)
         self._hits = Counter("ppd_hits", "Tokens whose pass a sub-process had started, by that sub-process", _WORKER)
         self._misses = Counter("ppd_misses", "Tokens whose pass the main process had to start", _WORKER)
@@ -27,23 +29,21 @@ class Metrics:
 
     def record(self, counts: RequestCounts) -> None:
         """Take in a request that has ended."""
-        _add(self._tokens, {MAIN: counts.tokens})
-        _add(self._hits, counts.hits)
-        _add(self._misses, {MAIN: counts.misses})
-        _add(self._stall, {MAIN: counts.stall_s})
-        _add(self._layer_passes, counts.layer_passes)
-        _add(self._restarts, {rank: n - self._restarted.get(rank, 0) for rank, n in counts.restarts.items()})
+        self._add(self._tokens, {MAIN: counts.tokens})
+        self._add(self._hits, counts.hits)
+        self._add(self._misses, {MAIN: counts.misses})
+        self._add(self._stall, {MAIN: counts.stall_s})
+        self._add(self._layer_passes, counts.layer_passes)
+        self._add(self._restarts, {rank: n - self._restarted.get(rank, 0) for rank, n in counts.restarts.items()})
         self._restarted = counts.restarts
         self._latency.observe(counts.latency_s)
         for rank in counts.restarts:
-            self._serving.set(int(rank in counts.serving), _tags(rank))
+            self._serving.set(int(rank in counts.serving), self._tags(rank))
 
+    def _add(self, counter: Counter, by_rank: Mapping[int, float]) -> None:
+        for rank, amount in by_rank.items():
+            if amount > 0:  # Ray takes nothing else
+                counter.inc(amount, self._tags(rank))
 
-def _add(counter: Counter, by_rank: Mapping[int, float]) -> None:
-    for rank, amount in by_rank.items():
-        if amount > 0:  # Ray takes nothing else
-            counter.inc(amount, _tags(rank))
-
-
-def _tags(rank: int) -> dict[str, str]:
-    return {"worker": "main" if rank == MAIN else f"sub-{rank}"}
+    def _tags(self, rank: int) -> dict[str, str]:
+        return {"worker": short_name(rank, self._num_stages)}

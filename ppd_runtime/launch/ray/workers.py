@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ppd_runtime.config import TRANSPORTS, RuntimeConfig
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.choice import address_to_join
-from ppd_runtime.launch.ray.actors import PPDMain, PPDSub
+from ppd_runtime.launch.ray.actors import PPDMain, PPDStage, PPDSub
 from ppd_runtime.launch.ray.gpus import UNMASKED
 from ppd_runtime.launch.ray.metrics import Metrics
 from ppd_runtime.launch.ray.placement import cluster_nodes, release, reserve
@@ -21,11 +21,13 @@ from ppd_runtime.launch.ray.room import Bundle, cpus_beside_others
 from ppd_runtime.launch.ray.security import check_authentication
 from ppd_runtime.launch.ray.session import Membership, check_same, join
 from ppd_runtime.launch.socket_folder import SocketFolder
-from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor, name_of
+from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
+from ppd_runtime.process_names import process_name
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import choose_transport, make_networks, open_endpoint
-from ppd_runtime.workers.process import start_order
+from ppd_runtime.workers.bits import NO_BITS, Bits
+from ppd_runtime.workers.process import read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
 
 _STOP_DEADLINE_S = 5.0
@@ -43,8 +45,8 @@ class RayWorkers:
         progress: Progress,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        needed = [spec.rank for spec in specs if spec.is_needed]
-        self.supervisor = Supervisor(list(self._specs), self._spawn, config.max_restarts, self._introduce, needed)
+        stages = self._num_stages = specs[0].num_stages
+        self.supervisor = Supervisor(list(self._specs), self._spawn, config.max_restarts, self._introduce, stages)
         self._folder = SocketFolder()
         self._closed = False
         self._group: Any = None
@@ -63,7 +65,7 @@ class RayWorkers:
             self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
-            self._metrics = Metrics()
+            self._metrics = Metrics(self._num_stages)
             self.supervisor.start(progress)
         except BaseException:
             self.close()
@@ -84,7 +86,7 @@ class RayWorkers:
 
     def _spawn(self, rank: int) -> "ActorHandle":
         self._joined.check()
-        actor_class: Any = PPDMain if rank == MAIN else PPDSub
+        actor_class: Any = PPDStage if self._num_stages else PPDMain if rank == MAIN else PPDSub
         network = replace(self._networks[rank], client=self.endpoint.location)
         if not self._one_host:
             network = replace(network, interface="")  # the address of the Ray node that it comes to
@@ -94,7 +96,7 @@ class RayWorkers:
         options: dict[str, Any] = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
         if self._environment:
             options["runtime_env"] = {"env_vars": self._environment}
-        name = name_of(rank).removeprefix("the ")
+        name = process_name(rank, self._num_stages)
         return ActorHandle(actor_class.options(**options).remote(name, order), self._joined)
 
     def _introduce(self, rank: int, location: str) -> None:
@@ -131,7 +133,7 @@ class ActorHandle:
 
     def __init__(self, actor: Any, membership: Membership) -> None:
         self._actor, self._membership = actor, membership
-        self.location, self.cancelled = "", False
+        self.location, self.bits, self.cancelled = "", NO_BITS, False
         self._serving = actor.serve.remote()
         self._answer: Any = None
         self._asked_at, self._has_answered = 0.0, False
@@ -151,12 +153,16 @@ class ActorHandle:
             if self._is_late(deadline):
                 raise RuntimeError(_silent(deadline))
             return False
-        location = self._take_answer()
-        if location is None:
+        found = self._take_answer()
+        if found is None:
             self._ask(_PATIENCE_S)
             return False
-        self.location, self._answer = location, None
+        (self.location, self.bits), self._answer = found, None
         return True
+
+    def welcome(self) -> None:
+        """Have it serve."""
+        self._actor.welcome.remote()
 
     def end_reason(self) -> str | None:
         """Its own words, or that it has not answered for long: it may be stopped, or its host out of reach."""
@@ -183,20 +189,20 @@ class ActorHandle:
             ray.kill(self._actor)
 
     def _ask(self, patience_s: float) -> None:
-        self._answer = self._actor.location.remote(patience_s)
+        self._answer = self._actor.answer.remote(patience_s)
         self._asked_at = time.monotonic()
 
     def _is_late(self, seconds: float) -> bool:
         return time.monotonic() - self._asked_at > seconds and not _has(self._answer, LAST_LOOK_S)
 
-    def _take_answer(self) -> str | None:
+    def _take_answer(self) -> tuple[str, Bits] | None:
         try:
-            location: str | None = ray.get(self._answer)
+            answer: str | None = ray.get(self._answer)
         except ray.exceptions.RayError as error:
             self.cancelled = _never_ran(error)
             raise RuntimeError(_own_words(error)) from error
         self._has_answered = True
-        return location
+        return None if answer is None else read_answer(answer)
 
     def _reason(self) -> str:
         try:

@@ -69,6 +69,7 @@ class CompiledLayers:
         halves: weights in bfloat16, by name, which other processes share.
         code_of: makes the model's files for a kind of passes, or for its head, where no earlier run has made them.
         first: layers before it are not there; it counts from 0.
+        loaded: files' code that is loaded already.
 
     Raises:
         ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
@@ -81,15 +82,17 @@ class CompiledLayers:
         halves: Mapping[str, Tensor] | None = None,
         code_of: "Callable[[PreTrainedModel, int], Sequence[Path]] | None" = None,
         first: int = 0,
+        loaded: Mapping[Path, Any] | None = None,
     ) -> None:
         self._model, self._code_of, self._first = model, code_of or _code_of, first
         files = {kind: self._whole(kind, paths) for kind, paths in files.items()}
         self._passes: Any = _passes(model, {path for paths in files.values() for path in paths})
-        self._loaded: dict[Path, Any] = {}
+        self._loaded = dict(loaded or {})
         named = dict(model.named_parameters()) if halves else {}
         self._shared = {named[name].data_ptr(): half for name, half in (halves or {}).items() if name in named}
         self._halves: dict[Hashable, Tensor] = {}
         self._sharing: bool | None = None
+        self._files: dict[int, Sequence[Path]] = {}
         self._layers: dict[int, list[Any]] = {}
         self.head: CompiledHead | None = None
         """The final norm and the head, where they are compiled."""
@@ -108,6 +111,7 @@ class CompiledLayers:
         return paths if all(map(is_whole, set(paths))) else self._code_of(self._model, kind)
 
     def _load(self, kind: int, paths: Sequence[Path]) -> None:
+        self._files[kind] = paths
         for path in set(paths) - set(self._loaded):
             self._loaded[path] = self._passes.load(path)
         if kind == PassKind.HEAD:
@@ -154,6 +158,11 @@ class CompiledLayers:
         """A model of one layer behind another model, such as an adapter, for one token and for several."""
         files = {kind: _code_of_part(part, kind) for kind in (1, PassKind.SEVERAL, PassKind.HEAD)}
         return CompiledLayers(part, {kind: paths for kind, paths in files.items() if paths}, code_of=_code_of_part)
+
+    def over(self, model: PreTrainedModel) -> "CompiledLayers":
+        """The first layer's code with the weights of a model of this layer alone."""
+        files = {kind: paths[:1] for kind, paths in self._files.items() if kind != PassKind.HEAD}
+        return CompiledLayers(model, files, code_of=self._code_of, loaded=self._loaded)
 
     def forget(self) -> None:
         """Let go of the last sequence's caches."""

@@ -33,6 +33,9 @@ class CompiledPasses(Protocol):
     def of_part(self, part: PreTrainedModel) -> "CompiledPasses":
         """Those of a model of one layer behind another model."""
 
+    def over(self, model: PreTrainedModel) -> "CompiledPasses":
+        """The first layer's code with a model's weights."""
+
     def forget(self) -> None:
         """Let go of the last sequence's caches."""
 

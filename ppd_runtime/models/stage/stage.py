@@ -95,6 +95,10 @@ class Stage:
         stage.recorder = self.recorder
         return stage
 
+    def over(self, model: PreTrainedModel) -> "Stage":
+        """A stage for a model of this one's first layer with other weights, run by the same code."""
+        return Stage(model, self._compiled and self._compiled.over(model))
+
     def chain_drafting(self, layers: "int | LayerSubset", behind: "Stage | None" = None) -> Any:
         """What drafts greedy chains in one call, through the first so many layers or a piece, perhaps through a stage
         `behind` them, and a head, and verifies them where it can; None where passes are not compiled so.

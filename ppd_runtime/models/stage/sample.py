@@ -1,0 +1,88 @@
+"""Outputs for fixed inputs, hashed: workers that compute the same bits have the same hashes.
+
+Every worker can compute them, whichever layers it holds: a layer of the model's own shape whose weights come from a
+generator, and the final norm and the head, which all of them have. Both run as they do in decoding.
+"""
+
+import copy
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.behaviour import shallow_copy
+from ppd_runtime.models.stage.slicing import some_layers
+from ppd_runtime.models.stage.stage import Stage
+
+_PROMPTS = (3, 40)
+_CHAIN = 5
+_PERIOD = 2**16 - 15
+"""Of the weights; a prime, so that no two rows of a matrix are alike."""
+_APART = 2**12
+"""Numbers between the places where two weights begin: all lie in memory as freshly allocated ones do."""
+_LARGEST = 2**7
+"""Of the whole numbers that are drawn: bfloat16 has them all."""
+
+
+def output_hashes(stage: Stage) -> dict[str, str]:
+    """SHA-256 of a layer's outputs for prompts, for single tokens behind them and for a chain, and of the head's.
+
+    By what was run, in the words that people are told. It takes the memory of the layer's largest weight.
+    """
+    config, tokens = stage.model.config, max(_PROMPTS) + 1 + _CHAIN
+    states = _drawn(tokens * config.hidden_size).view(1, tokens, -1) / (_LARGEST // 2)
+    states = states.to(stage.device, stage.model.dtype)
+    sample = stage.over(_sample_model(stage.model))
+    hashes = {}
+    for size in _PROMPTS:
+        sample.begin(tokens)
+        hashes[f"a layer over {size} tokens"] = _hash(sample.run(0, 1, states[:, :size], 0))
+        one = sample.run(0, 1, states[:, size : size + 1], size)
+        hashes[f"a layer over one token behind {size}"] = _hash(one)
+        if sample.compiles_chains(_CHAIN):
+            chain = sample.run(0, 1, states[:, size + 1 : size + 1 + _CHAIN], size + 1)
+            hashes[f"a layer over {_CHAIN} tokens behind {size + 1}"] = _hash(chain)
+    for size in (1, _CHAIN):
+        hashes[f"the head over {size}"] = _hash(stage.token_logits(states[:, :size]))
+    return hashes
+
+
+def _sample_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the first layer alone, whose weights come from a generator; head and embedding are shared."""
+    twin = shallow_copy(model)
+    decoder = some_layers(model.model, [0])
+    layer = model.model.layers[0]
+    known = {id(model.config): decoder.config, **_sample_weights(layer, model.config.hidden_size)}
+    decoder.layers = nn.ModuleList([copy.deepcopy(layer, known)])
+    twin.model, twin.config = decoder, decoder.config
+    return twin
+
+
+def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
+    """What takes the place of each tensor of a checkpoint, by its identity: matrices are parts of one piece of memory.
+
+    A stage has none of these tensors where it lacks the layer.
+    """
+    scale = 2.0 ** (1 - round(math.log2(hidden_size) / 2))  # a sub-layer adds about as much as it is given
+    tensors = list(layer.state_dict(keep_vars=True).values())
+    size = max(tensor.numel() for tensor in tensors) + _APART * len(tensors)
+    numbers = _drawn(_PERIOD).repeat(-(-size // _PERIOD)) * (scale / _LARGEST)
+    memory = {like: numbers.to(*like) for like in {(tensor.device, tensor.dtype) for tensor in tensors}}
+    weights = dict[int, Tensor]()
+    for i, tensor in enumerate(tensors):
+        part = memory[tensor.device, tensor.dtype][i * _APART :][: tensor.numel()].view(tensor.shape)
+        weight = part if part.dim() > 1 else 1 + part
+        weights[id(tensor)] = nn.Parameter(weight, False) if isinstance(tensor, nn.Parameter) else weight
+    return weights
+
+
+def _drawn(size: int) -> Tensor:
+    """Whole numbers in bfloat16, the same on every machine: drawn normal ones depend on the processor."""
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(-_LARGEST, _LARGEST, (size,), generator=generator).to(torch.bfloat16)
+
+
+def _hash(outputs: Tensor) -> str:
+    return hashlib.sha256(outputs.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,56 @@
+"""What a worker says of the bits that it computes, and what it computes them on."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from ppd_runtime.models.stage.sample import output_hashes
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.processor import processor
+
+_LONGEST, _MOST_HASHES = 1000, 64
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Workers whose hashes are equal compute the same bits.
+
+    Raises:
+        ValueError: for what is not of this form.
+    """
+
+    machine: str
+    """Host, device, versions and number format, for people."""
+    hashes: Mapping[str, str]
+    """SHA-256 of outputs by what was run, in words; threads of one process need none."""
+
+    def __post_init__(self) -> None:
+        few = isinstance(self.hashes, Mapping) and len(self.hashes) <= _MOST_HASHES
+        texts = [self.machine, *self.hashes, *self.hashes.values()] if few else [None]
+        if not all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in texts):
+            raise ValueError("this is not what a worker says of its bits")
+
+    def different(self, other: "Bits") -> list[str]:
+        """What both have run with other outputs."""
+        return [name for name in self.hashes if self.hashes[name] != other.hashes.get(name, self.hashes[name])]
+
+
+NO_BITS = Bits("", {})
+"""Of a worker that is a thread of its client's process: there is nobody with others."""
+
+
+def bits_of(stage: Stage) -> Bits:
+    """Those of a stage in this process; takes some milliseconds for a small model, and several passes through a layer
+    of any model."""
+    machine = f"{socket.gethostname()}: {_device(stage.device)}, torch {torch.__version__}"
+    number_format = str(stage.model.dtype).removeprefix("torch.")
+    return Bits(f"{machine}, transformers {transformers.__version__}, {number_format}", output_hashes(stage))
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} {torch.cuda.get_device_name(device)}"
+    return f"{processor()} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

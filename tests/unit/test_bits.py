@@ -1,0 +1,141 @@
+"""What workers say of their bits: alike for stages of one model, unlike for other kernels; and what is made of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from models_for_tests import FAMILIES
+
+from ppd_runtime.launch.bit_handshake import BitHandshake
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.sample import output_hashes
+from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.process_names import named_process, process_name, short_name
+from ppd_runtime.workers.bits import Bits, bits_of
+from ppd_runtime.workers.process import read_answer
+
+HASHES = """
+import sys, json, torch
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.stage.sample import output_hashes
+torch.set_num_threads(1)
+print(json.dumps(output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))))
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_with_other_layers_have_the_same_hashes(model_folder, family, dtype):
+    info = describe(str(model_folder(family)))
+    first = output_hashes(load_stage(info, 2, dtype, "cpu"))
+    assert first == output_hashes(load_stage(info, info.num_layers, dtype, "cpu", first=2))
+    assert len(set(first.values())) == len(first) == 6
+
+
+def test_compiled_stages_too():
+    info = describe("demo")
+    code = compile_ahead(info, torch.float32, "cpu", (PassKind.ONE, PassKind.SEVERAL))
+    first = output_hashes(load_stage(info, 6, torch.float32, "cpu", code))
+    assert first == output_hashes(load_stage(info, 12, torch.float32, "cpu", code, first=6))
+    library = output_hashes(load_stage(info, 6, torch.float32, "cpu"))
+    different = {name for name in library if first[name] != library[name]}
+    assert different == {name for name in library if "one token" in name or "head" in name}, "prompts are the library's"
+    assert {name for name in first if "tokens behind" in name} == first.keys() - library.keys()
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="there are no other instructions")
+def test_other_instructions_have_other_hashes():
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    other = json.loads(subprocess.check_output([sys.executable, "-c", HASHES], env=environment))
+    ours = output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))
+    assert any(name.startswith("a layer") for name in ours if ours[name] != other[name])
+
+
+def test_other_weights_in_the_head_have_other_hashes(model_folder):
+    ours, other = (
+        output_hashes(load_stage(describe(str(model_folder("llama", seed=seed))), 2, torch.float32, "cpu"))
+        for seed in (0, 1)
+    )
+    assert {name for name in ours if ours[name] != other[name]} == {name for name in ours if "head" in name}
+
+
+def test_the_machine_is_named(model_folder):
+    stage = load_stage(describe(str(model_folder("llama"))), 2, torch.bfloat16, "cpu")
+    machine = bits_of(stage).machine
+    for word in (os.uname().nodename, "1 threads", f"torch {torch.__version__}", "transformers 5.", "bfloat16"):
+        assert word in machine
+
+
+def bits(host, **hashes):
+    return Bits(f"{host}: a processor", hashes)
+
+
+@pytest.mark.parametrize("num_stages", [0, 3])
+def test_who_differs_is_refused_and_both_are_named(num_stages):
+    handshake = BitHandshake(num_stages)
+    handshake.check(MAIN, bits("a", layer="1", head="2"))
+    handshake.check(1, bits("b", layer="1", head="2", more="3"))
+    with pytest.raises(RuntimeError) as refused:
+        handshake.check(2, bits("c", layer="1", head="4"))
+    whom = "stage 3" if num_stages else "the main process"
+    assert str(refused.value).startswith(f"it computes other bits than {whom} (head)")
+    assert f"it runs on c: a processor; {whom} on a: a processor; give" in str(refused.value)
+    handshake.check(2, bits("d", layer="1", head="2"))
+
+
+def test_whoever_is_there_first_is_who_others_are_held_to_until_the_main_process_is():
+    handshake = BitHandshake(0)
+    handshake.check(1, bits("b", layer="1"))
+    with pytest.raises(RuntimeError, match="than sub-process 1 .*runs on c"):
+        handshake.check(2, bits("c", layer="2"))
+    with pytest.raises(RuntimeError, match="than sub-process 1 .*runs on a"):
+        handshake.check(MAIN, bits("a", layer="2"))
+
+
+def test_a_new_main_process_is_held_to_the_first_one():
+    handshake = BitHandshake(0)
+    handshake.check(MAIN, bits("a", layer="1"))
+    with pytest.raises(RuntimeError, match="than its first life .*runs on b: .*; its first life on a: "):
+        handshake.check(MAIN, bits("b", layer="2"))
+    handshake.check(MAIN, bits("c", layer="1"))
+
+
+GOOD = {"location": "", "bits": {"machine": "a", "hashes": {"layer": "0"}}}
+
+
+def test_an_answer_is_read():
+    assert read_answer(json.dumps(GOOD)) == ("", Bits("a", {"layer": "0"}))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"location": "x"},
+        [],
+        GOOD | {"bits": {"machine": "two\nlines", "hashes": {}}},
+        GOOD | {"bits": {"machine": "a" * 10_000, "hashes": {}}},
+        GOOD | {"bits": {"machine": "a", "hashes": {str(n): "0" for n in range(1000)}}},
+        GOOD | {"bits": {"machine": "a", "hashes": ["0"]}},
+        GOOD | {"bits": {"machine": "a", "hashes": {"layer": 7}}},
+    ],
+    ids=lambda answer: json.dumps(answer)[:40],
+)
+def test_what_is_no_answer_is_refused(answer):
+    with pytest.raises(RuntimeError, match="its answer cannot be read"):
+        read_answer(json.dumps(answer))
+
+
+def test_names():
+    assert [process_name(rank) for rank in (0, 1)] == ["main process", "sub-process 1"]
+    assert [process_name(rank, 3) for rank in (1, 2, 0)] == ["stage 1", "stage 2", "stage 3"]
+    assert [named_process(rank) for rank in (-1, 0, 1)] == ["the client", "the main process", "sub-process 1"]
+    assert named_process(0, 2) == "stage 2"
+    assert [short_name(rank) for rank in (0, 1)] == ["main", "sub-1"]
+    assert [short_name(rank, 2) for rank in (1, 0)] == ["stage-1", "stage-2"]
