@@ -192,7 +192,7 @@ class PPDRuntime(TextGenerator):
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
-            yield _totals(call, self._trace(call.reports))
+            yield _totals(call, self._trace(call.reports, workers))
         except RuntimeError:
             self.close()
             raise
@@ -208,11 +208,12 @@ class PPDRuntime(TextGenerator):
             self.close()
             raise
 
-    def _trace(self, reports: RequestReports) -> Trace | None:
+    def _trace(self, reports: RequestReports, workers: Workers) -> Trace | None:
         if not self._traced:
             return None
         exit_layer = None if self.cuts else self.exit_layer
-        return Trace(self.info.num_layers, exit_layer, self._conditions, reports.processes(), self.cuts)
+        processes = reports.processes(workers.supervisor.name_of)
+        return Trace(self.info.num_layers, exit_layer, self._conditions, processes, self.cuts)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         if told := sum(totals.first_boundary):

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ppd_runtime.client.ending import CANCELLED, Ending
@@ -55,14 +55,14 @@ class RequestReports:
         """The sub-processes' counts."""
         return [self.of_workers[rank] for rank in sorted(self.of_workers)]
 
-    def processes(self) -> tuple[ProcessSpans, ...]:
+    def processes(self, name_of: Callable[[int], str]) -> tuple[ProcessSpans, ...]:
         """The workers' spans; what cannot be read is logged and left out."""
         processes = []
         for rank in sorted(self.spans):
             try:
                 processes.append(unpack(self.spans[rank]))
             except WireError as error:
-                logger.warning("left worker %d out of the trace: %s", rank, error)
+                logger.warning("left %s out of the trace: %s", name_of(rank), error)
         return tuple(processes)
 
 

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
-from models_for_tests import FAMILIES
+from families.specimens import SUPPORTED, Specimen
+from grids import nightly
+from models_for_tests import FAMILIES, build_tokenizer
 
 from ppd_runtime.launch.bit_handshake import BitHandshake
 from ppd_runtime.models.checkpoint.description import describe
@@ -36,6 +38,18 @@ def test_stages_with_other_layers_have_the_same_hashes(model_folder, family, dty
     first = output_hashes(load_stage(info, 2, dtype, "cpu"))
     assert first == output_hashes(load_stage(info, info.num_layers, dtype, "cpu", first=2))
     assert len(set(first.values())) == len(first) == 6
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "apertus" else pytest.param(name, marks=nightly) for name in SUPPORTED]
+)
+def test_stages_of_every_family(family, tmp_path):
+    """Apertus has tensors in its layers that are no parameters."""
+    Specimen(family).build().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    info = describe(str(tmp_path))
+    first = output_hashes(load_stage(info, 2, torch.float32, "cpu"))
+    assert first == output_hashes(load_stage(info, info.num_layers, torch.float32, "cpu", first=2))
 
 
 def test_compiled_stages_too():
