@@ -67,10 +67,19 @@ def test_hop():
 
 def test_equal_devices():
     rows = figures(equal_devices, "--model random:64x4 --match-rate 0.5 --tokens 6 --rounds 1")["rows"]
-    assert [row["way"] for row in rows] == ["1 device, ordinary", "tensor parallel", "PPD"]
-    assert rows[0]["identical"]
-    assert rows[2]["identical"]
+    assert [row["way"] for row in rows] == ["1 device, ordinary", "tensor parallel", "PPD", "stages"]
+    assert all(row["identical"] for row in rows if row["way"] != "tensor parallel")
     assert all(len(row["tokens_per_second"]) == 3 for row in rows)
+
+
+@nightly
+def test_equal_devices_that_are_emulated():
+    found = figures(equal_devices, "--model random:64x4 --devices 4 --tokens 6 --rounds 1 --emulate-layer-ms 20")
+    one, parallel, *pipelined = found["rows"]
+    assert max(one["tokens_per_second"]) <= 1 / (4 * 0.020)
+    assert max(parallel["tokens_per_second"]) <= 1 / (4 * (0.005 + 2 * 0.000029))
+    assert all(row["identical"] for row in (one, parallel, *pipelined))
+    assert [row["devices"] for row in found["rows"]] == [1, 4, 4, 4]
 
 
 def test_stages_on_slow_links_that_nobody_foresees():
