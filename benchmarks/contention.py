@@ -246,10 +246,15 @@ def bounds(rounds: Sequence[Round], match_rate: float, num_layers: int, exit_lay
     theorem = 1 - match_rate * (num_layers - exit_layer) / num_layers
     rows = []
     for r in _STEPS_TO_FLOOR:
-        ratios = [(times.ratio(match_rate) + (r - 1) * theorem) / r for times in rounds]
+        ratios = [for_step(times.ratio(match_rate), theorem, r) for times in rounds]
         savings = [realised_saving(ratio, theorem) for ratio in ratios] if match_rate else None
         rows.append({"step_to_floor": r, "ratio": ratios, "greatest_saving": savings})
     return {"match_rate": match_rate, "theorem": theorem, "rows": rows}
+
+
+def for_step(bound: float, theorem: float, step_to_floor: float) -> float:
+    """The bound of decoding whose step takes so many times its products' time; see above."""
+    return (bound + (step_to_floor - 1) * theorem) / step_to_floor
 
 
 def table(figures: Figures) -> str:

@@ -1,104 +1,180 @@
 """The staged layout beside ordinary decoding, in turn, on texts that the demo model has not seen.
 
     python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --launcher processes
-    python -m benchmarks.stages --stages 2 --k 3 --compile --launcher processes
+    python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --hop-ms 5
+    python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --match-rate 0 --no-repetitions
+    python -m benchmarks.stages --stages 2 --k 3 --compile --beside --contention
 
 Times are for a token after the first; the first round is dropped, and serves the heads' calibration. "Lock-step" is the
 same machines over the same texts on virtual clocks, with hops and heads of no time: the best that they could reach.
+"Simulator" is the same with times: a layer's or the emulated device's, ordinary decoding's head for every head, and for
+a hop what `benchmarks.hop` measures, what --hop-ms adds, and ordinary decoding's Python for a token.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
-device would take it for all rows of a pass.
+device would take it for all rows of a pass. --hop-ms hands every message from worker to worker on so much later.
+--match-rate has heads that are right with this probability, and say so; at 0 nobody foresees the text.
+--beside runs the paper's layout, with k = 1 and with k = 3 on one sub-process, and two threads in the same turns.
+--contention says what `benchmarks.contention` leaves of the saving on two cores, for boundary 1's share of the tokens.
+The simulator then takes layers to be as much slower as their products are beside the other core's.
 """
 
 import argparse
 import contextlib
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from benchmarks import contention, hop
 from benchmarks.keep_cores_awake import keep_cores_awake
-from benchmarks.pipeline import woken_at_once
+from benchmarks.models import model_folder
+from benchmarks.pipeline import exit_head, woken_at_once
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
+from benchmarks.slow_links import found_sockets, slow_links
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
 from ppd_runtime.cost_model.staged import speedup_bound
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
+from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
 
+STAGES, THREADS = "stages", "2 threads"
+_HIDDEN_SIZE = 512  # of the messages whose hop is measured; a hop of others takes about as long
+_PAPERS = {"PPD, k=1": {"k": 1}, "PPD, k=3 on 1 sub-process": {"k": 3, "workers": 1}}
 Pair = tuple[GenerationResult, GenerationResult]
-"""Ordinary decoding's and the stages' result for one prompt."""
+"""Ordinary decoding's and another way's result for one prompt."""
 
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
-    if options.tokens < 2:
-        raise ValueError(f"--tokens {options.tokens}: times are for tokens after the first, give at least 2")
-    prompts = [prompt.text for prompt in read_prompts(options.prompts, options.limit)]
+    _check(options)
+    texts = [prompt.text for prompt in read_prompts(options.prompts, options.limit)]
     params = SamplingParams(options.tokens, options.temperature, seed=1, ignore_eos=True)
-    device = None
     with contextlib.ExitStack() as stack:
+        model = stack.enter_context(model_folder(options.model))
+        device = None
         if options.emulate_layer_ms is not None:
             device = EmulatedDevice(options.emulate_layer_ms, row_cost=options.row_cost)
             stack.enter_context(woken_at_once())
             stack.enter_context(keep_cores_awake())
         place = {"dtype": options.dtype, "compile": options.compile, "emulate": device}
-        ordinary = OrdinaryDecoding(options.model, **place)
+        ordinary = OrdinaryDecoding(model, **place)
+        prompts = [ordinary.tokenizer.encode(text) for text in texts]
+        head = exit_head(options, ordinary, prompts)
+        folder = stack.enter_context(found_sockets())
         runtime = PPDRuntime(
-            options.model,
+            model,
             stages=options.stages,
             cuts=options.cuts,
             k=options.k,
             rows=options.rows,
             repetitions=not options.no_repetitions,
             launcher=options.launcher,
+            exit_head=head,
             **place,
         )
         stack.enter_context(runtime)
-        pairs = _paired_runs(options.rounds, ordinary, runtime, prompts, params)
-    allowed = _lock_step_speedup(options, runtime, prompts, params)
-    figures = _figures(options, runtime, pairs)
-    saved, to_save = (1 - 1 / speedup for speedup in (figures["speedup"], allowed))
-    return figures | {"lock_step_speedup": allowed, "realised_saving": saved / to_save}
+        if options.hop_ms:
+            stack.enter_context(slow_links(folder, options.hop_ms / 1000))
+        others = _others(options, model, head, stack) if options.beside else {}
+        pairs = _paired_runs(options.rounds, ordinary, {STAGES: runtime} | others, prompts, params)
+        figures = _figures(options, runtime, pairs)
+        figures["contention"] = _contention(options, model, figures) if options.contention else None
+        return figures | _simulated(options, runtime, head, prompts, params, figures)
 
 
 def table(figures: Figures) -> str:
     """The figures in Markdown, as an emulation's where they are."""
     emulated = figures["emulated_layer_ms"]
     columns = ["layout", "ordinary, ms a token", "stages", "speed-up", "quartiles", "lock-step", "N/E[J]"]
-    columns += ["realised saving", "tokens first named at boundary 1, 2, …, never", "tokens identical", "texts"]
+    columns += ["realised saving", "simulator, ms a token", "stages over simulator"]
+    columns += ["tokens first named at boundary 1, 2, …, never", "tokens identical", "texts"]
     layout = f"{figures['stages']} stages, k={figures['k']}, rows={figures['rows']}, T={figures['temperature']:g}"
     layout += "" if figures["repetitions"] else ", without repetitions"
+    layout += "" if figures["match_rate"] is None else f", match rate {figures['match_rate']:g}"
     conditions = f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""
+    conditions += f", {figures['hop_ms']:g} ms more a hop" if figures["hop_ms"] else ""
     row = [
         layout + ", compiled" * figures["compiled"] + conditions,
         *(figures[name] for name in ("autoregressive_ms", "staged_ms", "speedup")),
         f"{figures['speedup_quartiles'][0]:.2f} to {figures['speedup_quartiles'][2]:.2f}",
         *(figures[name] for name in ("lock_step_speedup", "bound", "realised_saving")),
+        *(figures[name] for name in ("simulated_ms", "measured_over_simulated")),
         ", ".join(map(str, figures["first_boundary"])),
         figures["identical_tokens"],
         figures["texts"],
     ]
-    return markdown(columns, [row])
+    tables = [markdown(columns, [row])]
+    if figures["beside"]:
+        names = ("way", "ms", "speedup", "identical")
+        rows = [[way[name] for name in names] for way in figures["beside"]]
+        tables.append(markdown(["in the same turns", "ms a token", "speed-up", "tokens identical to ordinary"], rows))
+    if told := figures["contention"]:
+        columns = [
+            "boundary 1's share",
+            "step / floor",
+            "ratio that contention leaves",
+            "measured",
+            "share of its saving",
+        ]
+        names = ("match_rate", "step_to_floor", "ratio", "measured_ratio", "realised")
+        tables.append(markdown(columns, [[told[name] for name in names]]))
+    return "\n\n".join(tables)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together."""
+    if options.tokens < 2:
+        raise ValueError(f"--tokens {options.tokens}: times are for tokens after the first, give at least 2")
+    if not 0 <= options.hop_ms < float("inf"):
+        raise ValueError(f"--hop-ms {options.hop_ms}: give 0 or more")
+    if options.match_rate is not None and options.temperature:
+        raise ValueError(f"--match-rate {options.match_rate} with a temperature: its texts are greedy, drop one")
+    for name in ("beside", "contention"):
+        if getattr(options, name) and options.emulate_layer_ms is not None:
+            raise ValueError(
+                f"--{name} with --emulate-layer-ms {options.emulate_layer_ms}: is for real cores, drop one"
+            )
+
+
+def _others(
+    options: argparse.Namespace, model: str, head: str | OracleHead, stack: contextlib.ExitStack
+) -> dict[str, TextGenerator]:
+    """Other ways to use two cores."""
+    place = {"dtype": options.dtype, "compile": options.compile}
+    found: dict[str, TextGenerator] = {THREADS: OrdinaryDecoding(model, threads=2, **place)}
+    for name, layout in _PAPERS.items():
+        paper = PPDRuntime(model, launcher=options.launcher, exit_head=head, **layout, **place)
+        found[name] = stack.enter_context(paper)
+    return found
 
 
 def _paired_runs(
-    rounds: int, ordinary: OrdinaryDecoding, runtime: PPDRuntime, prompts: Sequence[str], params: SamplingParams
-) -> list[Pair]:
-    pairs: list[Pair] = []
-    for turn in range(rounds + 1):
-        for prompt in prompts:
-            with on_core_of(runtime):
-                expected = ordinary.generate(prompt, params)
-            got = runtime.generate(prompt, params)
-            pairs += [(expected, got)] if turn else []
+    rounds: int,
+    ordinary: OrdinaryDecoding,
+    ways: Mapping[str, TextGenerator],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+) -> dict[str, list[Pair]]:
+    """Every prompt in every way, in turn, with ordinary decoding on the last stage's core."""
+    pairs: defaultdict[str, list[Pair]] = defaultdict(list)
+    for turn, prompt in itertools.product(range(rounds + 1), prompts):
+        with on_core_of(ways[STAGES]):
+            expected = ordinary.generate(prompt, params)
+        for name, way in ways.items():
+            got = way.generate(prompt, params)
+            pairs[name] += [(expected, got)] if turn else []
     return pairs
 
 
-def _figures(options: argparse.Namespace, runtime: PPDRuntime, pairs: list[Pair]) -> Figures:
-    ratios = [expected.stats.time_per_token_s / got.stats.time_per_token_s for expected, got in pairs]
+def _figures(options: argparse.Namespace, runtime: PPDRuntime, by_way: Mapping[str, list[Pair]]) -> Figures:
+    pairs = by_way[STAGES]
+    ratios = _speedups(pairs)
     first = np.sum([got.stats.first_boundary for _, got in pairs], axis=0)
     same = [ours == theirs for a, b in pairs for ours, theirs in zip(a.token_ids, b.token_ids, strict=False)]
     return {
@@ -109,12 +185,14 @@ def _figures(options: argparse.Namespace, runtime: PPDRuntime, pairs: list[Pair]
         "rows": options.rows,
         "repetitions": not options.no_repetitions,
         "temperature": options.temperature,
+        "match_rate": options.match_rate,
         "launcher": runtime.launcher,
         "compiled": options.compile,
         "emulated_layer_ms": options.emulate_layer_ms,
         "row_cost": options.row_cost,
+        "hop_ms": options.hop_ms,
         "autoregressive_ms": statistics.median(a.stats.time_per_token_s for a, _ in pairs) * 1000,
-        "staged_ms": statistics.median(b.stats.time_per_token_s for _, b in pairs) * 1000,
+        "staged_ms": _ms(pairs),
         "speedup": statistics.median(ratios),
         "speedup_quartiles": quartiles(ratios),
         "first_boundary": first.tolist(),
@@ -123,28 +201,98 @@ def _figures(options: argparse.Namespace, runtime: PPDRuntime, pairs: list[Pair]
         "identical_tokens": "all" if all(same) else f"{np.mean(same):.4f}",
         "texts": len(pairs),
         "ledger_ms": mean_ledger_ms([b.stats.ledger_per_token for _, b in pairs]),
+        "ordinary_ledger_ms": mean_ledger_ms([a.stats.ledger_per_token for a, _ in pairs]),
+        "beside": [
+            {
+                "way": way,
+                "ms": _ms(others),
+                "speedup": statistics.median(_speedups(others)),
+                "identical": all(a.token_ids == b.token_ids for a, b in others),
+            }
+            for way, others in by_way.items()
+            if way != STAGES
+        ],
     }
 
 
-def _lock_step_speedup(
-    options: argparse.Namespace, runtime: PPDRuntime, prompts: Sequence[str], params: SamplingParams
-) -> float:
-    """What the machines could reach over these texts."""
-    simulated = SimulatedStages(
-        runtime.info, runtime.cuts, options.k, options.rows, options.compile, not options.no_repetitions
+def _ms(pairs: Sequence[Pair]) -> float:
+    return statistics.median(got.stats.time_per_token_s for _, got in pairs) * 1000
+
+
+def _speedups(pairs: Sequence[Pair]) -> list[float]:
+    return [expected.stats.time_per_token_s / got.stats.time_per_token_s for expected, got in pairs]
+
+
+def _contention(options: argparse.Namespace, model: str, figures: Figures) -> Figures:
+    """What two cores' contention leaves of the time, and how much of that saving was measured."""
+    named = figures["first_boundary"]
+    match_rate = named[0] / sum(named)
+    settings = ["--model", model, "--dtype", options.dtype, "--match-rate", str(match_rate), "--seconds", "0.2"]
+    found = contention.measure(contention.parser().parse_args([*settings, "--rounds", "5"]))
+    hit, sub, every = found["rows"]
+    floor_ms = statistics.median(every["alone_ms"])
+    step, theorem = max(1.0, figures["autoregressive_ms"] / floor_ms), found["bounds"]["theorem"]
+    left = contention.for_step(statistics.median(found["bounds"]["rows"][0]["ratio"]), theorem, step)
+    slowest = [max(pair) for pair in zip(hit["beside_ms"], sub["beside_ms"], strict=True)]
+    return {
+        "match_rate": match_rate,
+        "step_to_floor": step,
+        "ratio": left,
+        "measured_ratio": 1 / figures["speedup"],
+        "realised": (1 - 1 / figures["speedup"]) / (1 - left) if left < 1 else None,
+        "slower_ms": max(0.0, 2 * statistics.median(slowest) - floor_ms),
+    }
+
+
+def _simulated(
+    options: argparse.Namespace,
+    runtime: PPDRuntime,
+    head: str | OracleHead,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    figures: Figures,
+) -> Figures:
+    """What the machines could reach over these texts, and what the simulator says that they take."""
+    oracle = head if isinstance(head, OracleHead) else None
+    layout = (runtime.cuts, options.k, options.rows, options.compile, not options.no_repetitions)
+    simulated = SimulatedStages(runtime.info, *layout, head=oracle)
+    num_layers = runtime.info.num_layers
+    lock_step, timed = StageTimes(row_cost=options.row_cost), _times(options, runtime, figures)
+    for prompt in prompts:  # for the heads' calibration, as in the round that is dropped
+        simulated.decode(prompt, params, timed)
+    least, taken = (
+        statistics.median(simulated.decode(prompt, params, times).time_per_token for prompt in prompts)
+        for times in (lock_step, timed)
     )
-    times = StageTimes(row_cost=options.row_cost)
-    prompt_ids = [runtime.tokenizer.encode(prompt) for prompt in prompts]
-    for ids in prompt_ids:  # for the heads' calibration, as in the round that is dropped
-        simulated.decode(ids, params, times)
-    taken = [simulated.decode(ids, params, times).time_per_token for ids in prompt_ids]
-    return runtime.info.num_layers / statistics.median(taken)
+    allowed = num_layers / least
+    return {
+        "lock_step_speedup": allowed,
+        "realised_saving": (1 - 1 / figures["speedup"]) / (1 - 1 / allowed) if allowed > 1 else None,
+        "simulated_ms": taken,
+        "measured_over_simulated": figures["staged_ms"] / taken,
+    }
+
+
+def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -> StageTimes:
+    """In milliseconds, as this module's docstring says."""
+    spent, info = figures["ordinary_ledger_ms"], runtime.info
+    slower = figures["contention"]["slower_ms"] if figures["contention"] else 0.0
+    layer = (spent["layers"] + slower) / info.num_layers
+    sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 100"
+    (row,) = hop.measure(hop.parser().parse_args(sizes.split()))["rows"]
+    return StageTimes(
+        layer=layer if options.emulate_layer_ms is None else options.emulate_layer_ms,
+        head=spent["heads"],
+        exit_head=spent["heads"],
+        hop=row["median_us"] / 1000 + options.hop_ms + spent["python"],
+        row_cost=options.row_cost,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
     found = new_parser(__doc__)
-    found.add_argument("--model", default="demo")
+    found.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
     found.add_argument("--prompts", default="demo", help="JSON Lines, or demo")
     found.add_argument("--limit", type=positive, default=6, help="prompts")
     found.add_argument("--stages", type=positive)
@@ -160,6 +308,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--launcher", default="processes")
     found.add_argument("--compile", action="store_true")
     found.add_argument("--emulate-layer-ms", type=float)
+    found.add_argument("--hop-ms", type=float, default=0.0, help="what each message from worker to worker takes longer")
+    found.add_argument("--match-rate", type=float, help="heads that are right with this probability")
+    found.add_argument("--beside", action="store_true", help="the paper's layout and two threads in the same turns")
+    found.add_argument("--contention", action="store_true", help="what two cores' contention leaves of the saving")
     return found
 
 

@@ -314,7 +314,7 @@ class RuntimeConfig:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
-        if self.exit_head != SHARED:
+        if isinstance(self.exit_head, str) and self.exit_head != SHARED:
             raise ValueError(
                 f"exit_head={self.exit_head!r:.200} with stages={self.stages}: boundaries use the model's own head"
             )

@@ -44,12 +44,18 @@ class Given:
     """Passes over several candidates, in passes over one, in place of measured ones; see `Calibration.widths`."""
     run_ahead: bool = True
     """Whether a lone sub-process runs ahead where it can, as the runtime's does by default."""
+    rows: Sequence[int] | None = None
+    """Rows of a stage's pass to plan with; None is 1 to k."""
+    all_reduce_ms: float | None = None
+    """Tensor parallelism's all-reduce; None ranks it where it was measured."""
 
     def __post_init__(self) -> None:
         for k in self.ks or ():
             check_whole("k", k, 1)
         for count in self.workers or ():
             check_whole("workers", count, 1)
+        for count in self.rows or ():
+            check_whole("rows", count, 1)
         for name, time in self.times_ms.items():
             if time is not None:
                 check_number(name, time)
@@ -147,6 +153,8 @@ def plan_with(
         _devices(times, subject),
         _load_cautions(times),
         rates.first_boundary,
+        given.rows,
+        given.all_reduce_ms,
     )
     return Planned(ranking, times, rates, notes)
 

@@ -6,10 +6,11 @@ at best.
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +21,13 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.models.trained.exit_heads import BoundaryHead, SharedHead
 from ppd_runtime.pipeline.machine import Machine
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
 from ppd_runtime.pipeline.staged.chances import Calibration
 from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
@@ -49,12 +51,71 @@ class StageTimes:
 class SimulatedText:
     """What one request came to."""
 
+    time: float
+    """From the request to its last token, in the unit of the times."""
     time_per_token: float
-    """Of a token after the first, in the unit of the times."""
+    """Of a token after the first."""
     first_boundary: tuple[int, ...]
     """As `Stats.first_boundary`."""
     rows_per_token: float
     """Of the first stage."""
+
+
+class RowCounter(RowStageLike, Protocol):
+    """A stage that counts the rows of its passes."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Everything but the text that the stages' machines need; stages, heads and clocks are in the stages' order.
+
+    The last stage's head is asked for nothing. `hop` is a message's time, `slow_links` are factors on it by rank.
+    """
+
+    num_layers: int
+    stages: Sequence[RowCounter]
+    heads: Sequence[BoundaryHead]
+    clocks: Sequence[Clock]
+    k: int
+    rows: int
+    calibration: Calibration
+    repetitions: bool = True
+    hop: float = 0.0
+    slow_links: Mapping[int, float] = field(default_factory=dict)
+
+    def run(self, begin: Begin, sampler: Sampler, stop: StopRule) -> SimulatedText:
+        """Decode a text of two tokens at least."""
+        network, told = VirtualNetwork(self.hop, self.slow_links), list[float]()
+
+        def send(rank: int, addresses: Sequence[int], message: Message) -> None:
+            if CLIENT in addresses and isinstance(message, Token):
+                told.append(network.processes[rank].clock.now)
+            network.send(rank, addresses, message)
+
+        size = len(self.stages)
+        first = FirstStage(
+            self.stages[0],
+            self.heads[0],
+            size,
+            self.k,
+            self.rows,
+            partial(send, 1),
+            begin,
+            self.calibration,
+            self.repetitions,
+        )
+        last = LastStage(self.stages[-1], self.num_layers, range(1, size), partial(send, MAIN), begin)
+        machines: dict[int, Machine] = {1: first.serve(), MAIN: last.decode(sampler, stop)}
+        for rank in range(2, size):
+            between = self.stages[rank - 1], self.heads[rank - 1]
+            machines[rank] = MiddleStage(*between, rank, size, self.k, partial(send, rank), begin).serve()
+        for rank, machine in machines.items():
+            network.processes[rank] = VirtualProcess(self.clocks[(rank - 1) % size], machine)
+        network.run()
+        per_token = (told[-1] - told[0]) / (len(told) - 1)
+        return SimulatedText(told[-1], per_token, tuple(first.first_boundary), self.stages[0].rows / len(told))
 
 
 class SimulatedStages:
@@ -67,6 +128,7 @@ class SimulatedStages:
         rows: of a pass, at the most.
         compiled: run compiled passes, whose tokens are those of compiled ordinary decoding.
         repetitions: as in `RuntimeConfig`.
+        head: names the candidates of every boundary; None: the model's own.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.
@@ -80,8 +142,9 @@ class SimulatedStages:
         rows: int,
         compiled: bool = True,
         repetitions: bool = True,
+        head: BoundaryHead | None = None,
     ) -> None:
-        self._has_repetitions = repetitions
+        self._has_repetitions, self._head = repetitions, head
         self._info, self._k, self._rows = info, k, rows
         self._tokenizer, self._calibration = load_tokenizer(info), Calibration()
         code = compile_ahead(info, torch.float32, "cpu") if compiled else {}
@@ -92,40 +155,22 @@ class SimulatedStages:
 
     def decode(self, prompt_ids: list[int], params: SamplingParams, times: StageTimes) -> SimulatedText:
         """Decode a text of two tokens at least."""
-        network, sampler = VirtualNetwork(times.hop, {}), Sampler(params, len(prompt_ids))
-        begin, told = Begin(CLIENT, 1, prompt_ids, params, live=True), list[float]()
-
-        def send(rank: int, addresses: Sequence[int], message: Message) -> None:
-            if CLIENT in addresses and isinstance(message, Token):
-                told.append(network.processes[rank].clock.now)
-            network.send(rank, addresses, message)
-
+        sampler = Sampler(params, len(prompt_ids))
         clocks = [Clock(times.layer, 1.0, 0.0, random.Random()) for _ in self._stages]
-        stages = [_ClockedStage(stage, clock, times) for stage, clock in zip(self._stages, clocks, strict=True)]
-        heads = [_ClockedHead(stage, sampler, clock, times) for stage, clock in zip(self._stages, clocks, strict=True)]
-        size = len(stages)
-        first = FirstStage(
-            stages[0],
-            heads[0],
-            size,
-            self._k,
-            self._rows,
-            partial(send, 1),
-            begin,
-            self._calibration,
-            self._has_repetitions,
+        pairs = list(zip(self._stages, clocks, strict=True))
+        machines = Machines(
+            self._info.num_layers,
+            stages=[_ClockedStage(stage, clock, times) for stage, clock in pairs],
+            heads=[ClockedHead(self._head or SharedHead(stage, sampler), clock, times) for stage, clock in pairs],
+            clocks=clocks,
+            k=self._k,
+            rows=self._rows,
+            calibration=self._calibration,
+            repetitions=self._has_repetitions,
+            hop=times.hop,
         )
-        last = LastStage(stages[-1], self._info.num_layers, range(1, size), partial(send, MAIN), begin)
         stop = StopRule(params, self._info.eos_token_ids, self._tokenizer, prompt_ids)
-        machines: dict[int, Machine] = {1: first.serve(), MAIN: last.decode(sampler, stop)}
-        for rank in range(2, size):
-            middle = MiddleStage(stages[rank - 1], heads[rank - 1], rank, size, self._k, partial(send, rank), begin)
-            machines[rank] = middle.serve()
-        for rank, machine in machines.items():
-            network.processes[rank] = VirtualProcess(clocks[(rank - 1) % size], machine)
-        network.run()
-        per_token = (told[-1] - told[0]) / (len(told) - 1)
-        return SimulatedText(per_token, tuple(first.first_boundary), stages[0].rows / len(told))
+        return machines.run(Begin(CLIENT, 1, prompt_ids, params, live=True), sampler, stop)
 
 
 class _ClockedStage:
@@ -162,12 +207,13 @@ class _ClockedStage:
         return self._stage.logits(hidden)
 
 
-class _ClockedHead:
+class ClockedHead:
     """A boundary's head, whose guesses take a clock's time."""
 
-    def __init__(self, stage: Stage, sampler: Sampler, clock: Clock, times: StageTimes) -> None:
-        self._head, self._clock, self._time = SharedHead(stage, sampler), clock, times.exit_head
+    def __init__(self, head: BoundaryHead, clock: Clock, times: StageTimes) -> None:
+        self._head, self._clock, self._time = head, clock, times.exit_head
 
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """The head's own."""
         self._clock.spend(self._time)
         return self._head.guesses(hidden, texts, k)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ppd_runtime.measure.against_ordinary import Comparison
 
+_STAGES = (2, 3, 4, 6)  # that the demo model's 12 layers are even in
 _USUAL_MATCH_RATE = 0.8  # of the embedded model on its own prompts, at any k, where nothing else runs
 _NO_DIFFERENCE = 0.005
 _PROMPT = "def read_lines(path):"
@@ -26,7 +27,7 @@ _TIMED_PROMPTS = (_PROMPT, "class Reader:", "    def __init__(self, name, value=
     sampling=options.sampling("max_new_tokens", max_new_tokens=96),
 )
 def demo(runtime: Settings, sampling: Settings) -> None:
-    """Stream a completion from the embedded model, then time pipelined beside ordinary decoding on this host."""
+    """Stream a completion from the embedded model, then time both layouts beside ordinary decoding on this host."""
     with one_line_errors(demo):
         with quick_imports():
             from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -37,36 +38,34 @@ def demo(runtime: Settings, sampling: Settings) -> None:
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens={max_new_tokens}: times are for tokens after the first, give at least 2")
         cores = available_cores()
-        with PPDRuntime(**runtime, progress=show_progress) as streaming:
-            print_stream(streaming.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT)
-        layouts = _layouts(runtime["k"], cores)
-        print(f"\nTimed on {cores} CPU cores: " + ", then ".join(_name(*layout) for layout in layouts))
-        comparisons = {}
+        layouts, comparisons = _layouts(runtime["k"], cores), {}
         with OrdinaryDecoding() as ordinary:
-            for timed_k, workers in layouts:
-                layout = {**runtime, "k": timed_k, "workers": workers}
-                with PPDRuntime(**layout, progress=show_progress) as timed:
-                    show_progress("timing both, in turn")
-                    comparison = compare(timed, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)
-                    comparisons[timed_k, workers] = comparison
+            for number, (name, layout) in enumerate(layouts.items()):
+                with PPDRuntime(**{**runtime, **layout}, progress=show_progress) as timed:
+                    if number == 0:
+                        print_stream(timed.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT)
+                        print(f"\nTimed on {cores} CPU cores, each beside ordinary decoding: {', then '.join(layouts)}")
+                    show_progress(f"timing {name} and ordinary decoding, in turn")
+                    comparisons[name] = compare(timed, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)
         show_progress("")
-        _print_all({_name(*layout): comparison for layout, comparison in comparisons.items()})
+        _print_all(comparisons)
 
 
-def _layouts(k: int, cores: int) -> list[tuple[int, int]]:
-    """(k, sub-processes) worth timing: as many candidates as there are spare cores, and all of them on those."""
-    spare = max(1, cores - 1)
-    return [(k, k)] if k <= spare else [(spare, spare), (k, spare)]
-
-
-def _name(k: int, workers: int) -> str:
-    return f"k={k}" if workers == k else f"k={k} on {workers} sub-process{'es' if workers > 1 else ''}"
+def _layouts(k: int, cores: int) -> dict[str, dict[str, int]]:
+    """Settings worth timing by name: a stage for each core, and as many candidates as there are spare cores."""
+    stages = max((number for number in _STAGES if number <= cores), default=_STAGES[0])
+    candidates = min(k, max(1, cores - 1))
+    return {
+        f"{stages} stages, k={k}": {"stages": stages, "k": k},
+        f"the paper's layout, k={candidates}": {"k": candidates},
+    }
 
 
 def _print_all(comparisons: "Mapping[str, Comparison]") -> None:
     """The quickest layout's table, a line for each other one, and what to make of the times."""
     best = min(comparisons, key=lambda layout: comparisons[layout].ratio)
     _print_table(comparisons[best], best)
+    print(f"Shown is the faster layout in these measurements, {best}.")
     for layout, comparison in comparisons.items():
         if layout != best:
             print(f"With {layout} PPD is {_outcome(comparison.ratio)} (ratio {comparison.ratio:.3f}).")
@@ -85,16 +84,15 @@ def _print_table(comparison: "Comparison", layout: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    saving = comparison.realised_saving
+    saving, theory = comparison.realised_saving, "E[J]/N" if comparison.first_boundary else "Theorem 4.1"
     table = Table(title=f"Pipelined beside ordinary decoding, {layout}", show_header=False)
     rows = [
         ("tokens", str(comparison.new_tokens)),
-        ("hits, misses", f"{comparison.hits}, {comparison.misses}"),
-        ("match rate", f"{comparison.match_rate:.3f}"),
+        *_named(comparison),
         ("ordinary decoding, time per token", f"{comparison.ordinary_time_per_token_s * 1000:.2f} ms"),
         ("PPD, time per token", f"{comparison.ppd_time_per_token_s * 1000:.2f} ms"),
         ("ratio of the two, measured", f"{comparison.ratio:.3f}"),
-        ("ratio that Theorem 4.1 predicts", f"{comparison.predicted_ratio:.3f}"),
+        (f"ratio that {theory} predicts", f"{comparison.predicted_ratio:.3f}"),
         ("realised saving", "-" if saving is None else "none" if saving <= 0 else f"{saving:.0%}"),
         ("tokens identical", "yes, all of them" if comparison.identical else "NO"),
     ]
@@ -102,6 +100,16 @@ def _print_table(comparison: "Comparison", layout: str) -> None:
         table.add_row(*row)
     Console().print(table)
     print(f"PPD is {_outcome(comparison.ratio)}.")
+
+
+def _named(comparison: "Comparison") -> list[tuple[str, str]]:
+    """How often candidates were right."""
+    if comparison.first_boundary:
+        *boundaries, never = comparison.first_boundary
+        counts = [(f"first named at boundary {number}", str(count)) for number, count in enumerate(boundaries, start=1)]
+        return [*counts, ("that no boundary named", str(never))]
+    hits = ("hits, misses", f"{comparison.hits}, {comparison.misses}")
+    return [hits, ("match rate", f"{comparison.match_rate:.3f}")]
 
 
 def _notes(comparisons: "Sequence[Comparison]") -> list[str]:

@@ -35,18 +35,22 @@ class Known:
     """Candidates to plan with, such as 1,3; default: all that fit."""
     workers: str | None = None
     """Sub-processes to plan with, such as 1,2; default: all that fit, up to k."""
+    rows: str | None = None
+    """Tokens of a stage's pass to plan with, such as 1,4; default: 1 to k."""
     width: tuple[str, ...] = ()
     """N:FACTOR, a pass over N candidates in passes over one; may be given again."""
 
-    def given(self, times: "Times", run_ahead: bool) -> "Given":
+    def given(self, times: "Times", run_ahead: bool, all_reduce_ms: float | None) -> "Given":
         """As the library has it; ValueError for what cannot be."""
         from ppd_runtime.calibration.planning import Given
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
 
         ks = None if self.k is None else parse_list("--k", self.k, int)
         counts = None if self.workers is None else parse_list("--workers", self.workers, int)
+        rows = None if self.rows is None else parse_list("--rows", self.rows, int)
         widths = parse_factors("--width", self.width)
-        return Given(self.match_rates, self.calibration, self.layers, ks, asdict(times), counts, widths, run_ahead)
+        known = (self.match_rates, self.calibration, self.layers, ks, asdict(times), counts, widths)
+        return Given(*known, run_ahead, rows, all_reduce_ms)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ def plan(
             help="Rank tensor parallelism with this speed-up over devices; default: where it was measured, with that."
         ),
     ] = None,
+    all_reduce_ms: Annotated[
+        float | None, typer.Option(help="Or rank it with all-reduces of this time, two for each layer.")
+    ] = None,
     sampling: Settings,
     limit: options.Limit = None,
     as_json: options.AsJson = False,
@@ -109,8 +116,8 @@ def plan(
 
         check_outputs(out, html)
         max_devices = (os.cpu_count() or 1) if devices is None else devices
-        check_request(max_devices, tensor_parallel_efficiency)
-        given = known.given(times, run_ahead)
+        check_request(max_devices, tensor_parallel_efficiency, all_reduce_ms)
+        given = known.given(times, run_ahead, all_reduce_ms)
         subject = Subject(model, prompts, limit, SamplingParams(**sampling), **place)
         planned = plan_with(given, max_devices, tensor_parallel_efficiency, subject, show_progress)
         _give(planned, model, as_json, out, html)
@@ -159,5 +166,6 @@ def _cells(ranking: "Ranking", row: "Plan | StagedPlan | Alternative") -> list[s
         number = f"{ranking.plans.index(row) + 1}{', running ahead' if row.runs_ahead else ''}"
         return [number, str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", *figures]
     if isinstance(row, StagedPlan):
-        return [f"{row.devices} stages", "", str(row.k), str(row.devices), "", *figures]
+        several = f" ({row.rows} rows)" if row.rows > 1 else ""
+        return [f"{row.devices} stages{several}", "", str(row.k), str(row.devices), "", *figures]
     return [row.name, "", "", str(row.devices), "", *figures]

@@ -1,4 +1,4 @@
-"""What `ppd tradeoff --stages` predicts and prints."""
+"""What `ppd tradeoff --stages` predicts and prints; and what `ppd simulate --stages` has in common with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def refuse_beside_stages(stages: str, **given: object) -> None:
     """Raise ValueError for an option of the paper's layout."""
     for name, value in given.items():
         if value is not None:
-            option = f"--{name.replace('_', '-')} {value}"
+            option = f"--{name.replace('_', '-')} {value}".strip()
             raise ValueError(
                 f"--stages {stages} and {option}: that option is the paper's layout's, leave one of them out"
             )
@@ -50,33 +50,39 @@ def predict_staged(options: StagedOptions, tokens: int, times: "Times | None") -
         ValueError: for what was given and cannot be, before anything is predicted.
     """
     from ppd_runtime.cost_model.staged_tradeoff import check_rows, predict
+    from ppd_runtime.cost_model.tradeoff import parse_list
 
     rows, all_reduce = options.rows_per_token, options.all_reduce_ms
     check_rows(rows, all_reduce)
     if all_reduce is not None and times is None:
         raise ValueError(f"--all-reduce-ms {all_reduce:g}: needs --layer-ms as well, give it too")
-    num_layers, settings = _settings(options)
+    stages = parse_list("--stages", options.stages, int)
+    ks = None if options.k is None else parse_list("--k", options.k, int)
+    num_layers, settings = staged_settings(stages, options.first_boundary, options.match_rates, options.layers, ks)
     return [predict(num_layers, setting, tokens, times, rows, all_reduce) for setting in settings]
 
 
-def _settings(options: StagedOptions) -> "tuple[int, list[Setting]]":
+def staged_settings(
+    stages: Sequence[int], shares: str | None, file: Path | None, layers: int | None, ks: Sequence[int] | None
+) -> "tuple[int, list[Setting]]":
+    """The model's layers, and what is known of so many stages: from `shares` as an option has them, or from a file.
+
+    Raises:
+        ValueError: for both or neither, or for what cannot be.
+    """
     from ppd_runtime.cost_model.staged_tradeoff import given_settings, measured_settings
     from ppd_runtime.cost_model.tradeoff import parse_list, read_match_rates
 
-    shares, file = options.first_boundary, options.match_rates
+    asked = ",".join(map(str, stages))
     if (shares is None) == (file is None):
-        raise ValueError(f"--stages {options.stages}: give one of --first-boundary and --match-rates")
-    stages = parse_list("--stages", options.stages, int)
-    ks = None if options.k is None else parse_list("--k", options.k, int)
+        raise ValueError(f"--stages {asked}: give one of --first-boundary and --match-rates")
     if file is not None:
         measured = read_match_rates(file)
-        num_layers = measured.layers(options.layers, USUAL_LAYERS)
+        num_layers = measured.layers(layers, USUAL_LAYERS)
         return num_layers, measured_settings(num_layers, stages, measured, ks)
-    num_layers = USUAL_LAYERS if options.layers is None else options.layers
+    num_layers = USUAL_LAYERS if layers is None else layers
     if len(stages) > 1:
-        raise ValueError(
-            f"--stages {options.stages}: --first-boundary is for one number of stages, --match-rates for all"
-        )
+        raise ValueError(f"--stages {asked}: --first-boundary is for one number of stages, --match-rates for all")
     given = parse_list("--first-boundary", str(shares), float)
     return num_layers, given_settings(num_layers, stages[0], given, ks or [int(USUAL_K)])
 

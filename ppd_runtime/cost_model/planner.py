@@ -8,13 +8,14 @@ whose pass over the prompt every way of decoding has in common.
 import math
 from collections.abc import Mapping, Sequence
 
-from ppd_runtime.checks import check_layers, check_share, check_whole, check_workers
+from ppd_runtime.checks import check_layers, check_number, check_share, check_whole, check_workers
 from ppd_runtime.cost_model import verdict as words
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, TokenTime
 from ppd_runtime.cost_model.run_ahead_model import entry_messages, follow
+from ppd_runtime.cost_model.staged import tensor_parallel_time
 from ppd_runtime.cost_model.staged_planner import rank_stages
-from ppd_runtime.cost_model.theory import can_run_ahead
+from ppd_runtime.cost_model.theory import Times, can_run_ahead, miss_time
 from ppd_runtime.cost_model.tradeoff import BoundaryShares, Rates
 
 
@@ -29,24 +30,28 @@ def rank(
     devices_here: int | None = None,
     cautions: Sequence[str] = (),
     boundaries: BoundaryShares | None = None,
+    rows: Sequence[int] | None = None,
+    all_reduce_ms: float | None = None,
 ) -> Ranking:
     """Rank every (exit layer, k) of `rates` on every number of workers that fits within `max_devices`.
 
     `workers` holds the numbers to consider; None is 1 to k, or k alone where the calibration knows of no widths.
     `run_ahead` is the runtime's: off, every plan is Algorithm 2's.
 
-    `efficiency` is tensor parallelism's speed-up over its number of devices, in (0, 1], whatever that is; None ranks
-    what was measured, and nothing where nothing was: other hardware's figures say nothing of this one's.
+    `efficiency` is tensor parallelism's speed-up over its number of devices, in (0, 1], whatever that is;
+    `all_reduce_ms` what an all-reduce takes, of which it has two a layer. With neither, what was measured is ranked,
+    and nothing where nothing was: other hardware's figures say nothing of this one's.
 
     `devices_here` is how many devices there are, None where nobody knows; plans for more are ranked, with a caution.
     `cautions` are the caller's own, for the verdict.
 
     `boundaries` are the staged layout's first boundaries; what fits of it is ranked beside, one device for each stage.
+    `rows` are the numbers of rows a pass to consider; None is 1 to k.
 
     Raises:
         ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
     """
-    check_request(max_devices, efficiency)
+    check_request(max_devices, efficiency, all_reduce_ms)
     plans = [
         plan(num_layers, exit_layer, k, rate, calibration, count, run_ahead)
         for (exit_layer, k), rate in rates.items()
@@ -55,9 +60,13 @@ def rank(
     ]
     plans.sort(key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
     ordinary = _ordinary(num_layers, calibration)
-    staged = rank_stages(num_layers, calibration, boundaries or {}, max_devices, ordinary.ms_per_token)
+    staged = rank_stages(num_layers, calibration, boundaries or {}, max_devices, ordinary.ms_per_token, rows)
     counts = sorted({row.devices for row in plans} | {row.devices for row in staged} | ({max_devices} - {1}))
-    parallel = _parallel(ordinary, _speedups(counts, max_devices, calibration, efficiency))
+    if all_reduce_ms is None:
+        speedups = _speedups(counts, max_devices, calibration, efficiency)
+    else:
+        speedups = _split_speedups(counts, num_layers, calibration, all_reduce_ms)
+    parallel = _parallel(ordinary, speedups)
     least = 1 + min(min(worker_counts(k, calibration, workers), default=k) for _, k in rates)
     cautions = (*words.beyond(plans, staged, max_devices, devices_here), *cautions)
     return Ranking(
@@ -75,9 +84,14 @@ def rank(
     )
 
 
-def check_request(max_devices: int, efficiency: float | None) -> None:
-    """Raise ValueError for less than one device, or an efficiency outside (0, 1]."""
+def check_request(max_devices: int, efficiency: float | None, all_reduce_ms: float | None = None) -> None:
+    """Raise ValueError for less than one device, an efficiency outside (0, 1], or a negative time beside none."""
     check_whole("devices", max_devices, 1)
+    if all_reduce_ms is not None:
+        check_number("all_reduce_ms", all_reduce_ms)
+        if efficiency is not None:
+            given = f"tensor_parallel_efficiency={efficiency} with all_reduce_ms={all_reduce_ms}"
+            raise ValueError(f"{given}: both say how fast tensor parallelism is, drop one")
     if efficiency is not None:
         check_share("tensor_parallel_efficiency", efficiency)
         if not efficiency:
@@ -240,6 +254,21 @@ def _speedups(
         return {devices: (efficiency * devices, "efficiency given") for devices in counts}
     measured = sorted(calibration.parallel_speedups.items())
     return {devices: (speedup, "measured") for devices, speedup in measured if devices <= max_devices}
+
+
+def _split_speedups(
+    counts: Sequence[int], num_layers: int, calibration: Calibration, all_reduce_ms: float
+) -> dict[int, tuple[float, str]]:
+    """Tensor parallelism's by its formula."""
+    times = Times(calibration.layer_ms, calibration.head_ms)
+    alone = calibration.pass_ms + miss_time(num_layers, times)
+    return {
+        devices: (
+            alone / (calibration.pass_ms + tensor_parallel_time(num_layers, devices, times, all_reduce_ms)),
+            f"all-reduces of {all_reduce_ms:g} ms",
+        )
+        for devices in counts
+    }
 
 
 def _parallel(ordinary: Alternative, speedups: Mapping[int, tuple[float, str]]) -> tuple[Alternative, ...]:

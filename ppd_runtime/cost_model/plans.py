@@ -60,6 +60,8 @@ class StagedPlan:
     """The layers behind which stages end, the last stage's excluded."""
     k: int
     """Candidates that each boundary names."""
+    rows: int
+    """Of a pass, at the most."""
     first_boundary: tuple[float, ...]
     """How often boundary 1, 2, … is the first to name the right token, and how often none does."""
     ms_per_token: float

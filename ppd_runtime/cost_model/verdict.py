@@ -89,7 +89,8 @@ def _papers_advice(plans: Sequence[Plan], least: int, max_devices: int, calibrat
 
 def _setting(row: AnyPlan) -> str:
     if isinstance(row, StagedPlan):
-        return f"{row.devices} stages (cut after {_layers(row.cuts)}) with k={row.k} on {row.devices} devices"
+        fewer = f", rows={row.rows}" if row.rows > 1 else ""
+        return f"{row.devices} stages (cut after {_layers(row.cuts)}) with k={row.k}{fewer} on {row.devices} devices"
     fewer = f", workers={row.workers}" if row.workers < row.k else ""
     ahead = ", running ahead" if row.runs_ahead else ""
     return f"exit layer {row.exit_layer} with k={row.k}{fewer} on {row.devices} devices{ahead}"

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
 from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
 from ppd_runtime.measure.machine_load import LoadMeter
@@ -25,11 +26,13 @@ class Comparison:
     ratio: float
     """Median over the pairs of PPD's time for a token over ordinary decoding's."""
     predicted_ratio: float
-    """What Theorem 4.1 gives for the match rate of these runs."""
+    """What Theorem 4.1 gives for the match rate of these runs; of stages, E[J]/N for their first boundaries."""
     identical: bool
     """Whether every pair's tokens were the same."""
     cpu_share: float | None = None
     """Of the CPU time that was there for the timing, what it could have; None where nobody looked."""
+    first_boundary: tuple[int, ...] = ()
+    """Of stages, as `Stats.first_boundary`; what a boundary named counts as a hit."""
 
     @property
     def match_rate(self) -> float:
@@ -72,8 +75,7 @@ def _pair(
 
 def _cores(runtime: PPDRuntime) -> list[int]:
     """The cores of the runtime's workers; where they share what there is, all of that."""
-    config = runtime.config
-    needed = (1 + (config.workers or config.k)) * config.threads_per_worker
+    needed = (1 + runtime.config.num_subs) * runtime.config.threads_per_worker
     return [core for cores in assign_cores(min(needed, available_cores()), 1) for core in cores]
 
 
@@ -81,7 +83,13 @@ def summarise(
     runtime: PPDRuntime, pairs: list[tuple[GenerationResult, GenerationResult]], max_new_tokens: int
 ) -> Comparison:
     """Medians over pairs of (ordinary, pipelined) results for the same prompts."""
+    first = tuple(map(sum, zip(*(p.stats.first_boundary for _, p in pairs), strict=True)))
     hits, misses = sum(p.stats.hits for _, p in pairs), sum(p.stats.misses for _, p in pairs)
+    if first:
+        hits, misses = sum(first[:-1]), first[-1]
+        predicted = expected_first_boundary([told / sum(first) for told in first]) / len(first)
+    else:
+        predicted = predicted_ratio_after_first(runtime, hits / (hits + misses), max_new_tokens)
     times = [(o.stats.time_per_token_s, p.stats.time_per_token_s) for o, p in pairs]
     return Comparison(
         new_tokens=sum(len(p.token_ids) for _, p in pairs),
@@ -90,8 +98,9 @@ def summarise(
         ordinary_time_per_token_s=statistics.median(o for o, _ in times),
         ppd_time_per_token_s=statistics.median(p for _, p in times),
         ratio=statistics.median(p / o for o, p in times),
-        predicted_ratio=predicted_ratio_after_first(runtime, hits / (hits + misses), max_new_tokens),
+        predicted_ratio=predicted,
         identical=all(o.token_ids == p.token_ids for o, p in pairs),
+        first_boundary=first,
     )
 
 

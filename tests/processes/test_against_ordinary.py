@@ -31,6 +31,14 @@ def test_texts_are_compared(both: tuple[PPDRuntime, OrdinaryDecoding]) -> None:
     check(*both)
 
 
+def test_stages_are_compared_by_their_first_boundaries(model_folder: Callable[..., Path]) -> None:
+    folder = str(model_folder("llama"))
+    with PPDRuntime(folder, stages=2, k=1, transport="local") as runtime, OrdinaryDecoding(folder) as ordinary:
+        found = check(runtime, ordinary)
+    assert found.first_boundary == (found.hits, found.misses)
+    assert found.predicted_ratio == pytest.approx(1 - found.match_rate / 2)
+
+
 @nightly
 def test_other_programs_are_noticed_on_the_sub_process_core(both: tuple[PPDRuntime, OrdinaryDecoding]) -> None:
     """Ordinary decoding runs on the main process' core, which nobody else wants here."""

@@ -12,7 +12,19 @@ from grids import nightly
 from seeds import SEED
 
 from benchmarks import __main__ as everything
-from benchmarks import contention, endurance, equal_devices, hop, passes, pipeline, recovery, siblings, startup, tracing
+from benchmarks import (
+    contention,
+    endurance,
+    equal_devices,
+    hop,
+    passes,
+    pipeline,
+    recovery,
+    siblings,
+    stages,
+    startup,
+    tracing,
+)
 from benchmarks.recording import environment, slug
 from ppd_runtime.launch.cpu_affinity import available_cores
 
@@ -55,10 +67,42 @@ def test_hop():
 
 def test_equal_devices():
     rows = figures(equal_devices, "--model random:64x4 --match-rate 0.5 --tokens 6 --rounds 1")["rows"]
-    assert [row["way"] for row in rows] == ["1 device, ordinary", "tensor parallel", "PPD"]
-    assert rows[0]["identical"]
-    assert rows[2]["identical"]
+    assert [row["way"] for row in rows] == ["1 device, ordinary", "tensor parallel", "PPD", "stages"]
+    assert all(row["identical"] for row in rows if row["way"] != "tensor parallel")
     assert all(len(row["tokens_per_second"]) == 3 for row in rows)
+
+
+@nightly
+def test_equal_devices_that_are_emulated():
+    found = figures(equal_devices, "--model random:64x4 --devices 4 --tokens 6 --rounds 1 --emulate-layer-ms 20")
+    one, parallel, *pipelined = found["rows"]
+    assert max(one["tokens_per_second"]) <= 1 / (4 * 0.020)
+    assert max(parallel["tokens_per_second"]) <= 1 / (4 * (0.005 + 2 * 0.000029))
+    assert all(row["identical"] for row in (one, parallel, *pipelined))
+    assert [row["devices"] for row in found["rows"]] == [1, 4, 4, 4]
+
+
+def test_stages_on_slow_links_that_nobody_foresees():
+    """Nothing is guessed, so every token takes all layers and a hop to each stage; the simulator knows both."""
+    options = "--model random:64x4 --stages 2 --tokens 6 --limit 1 --rounds 1 --emulate-layer-ms 5 --hop-ms 20"
+    found = figures(stages, f"{options} --match-rate 0 --no-repetitions")
+    assert found["identical"]
+    assert found["first_boundary"] == [0, 5]
+    assert (found["emulated_layer_ms"], found["hop_ms"], found["beside"], found["contention"]) == (5, 20, [], None)
+    assert found["lock_step_speedup"] == found["bound"] == 1
+    assert found["realised_saving"] is None
+    assert min(found["staged_ms"], found["simulated_ms"]) >= 4 * 5 + 2 * 20
+    assert found["measured_over_simulated"] == found["staged_ms"] / found["simulated_ms"]
+
+
+@nightly
+@pytest.mark.skipif(available_cores() < 2, reason="contention is between two cores")
+def test_stages_beside_other_ways_of_using_two_cores():
+    options = "--model random:64x4 --stages 2 --k 1 --tokens 6 --limit 1 --rounds 1 --beside --contention"
+    found = figures(stages, options)
+    assert [way["way"] for way in found["beside"]] == ["2 threads", "PPD, k=1", "PPD, k=3 on 1 sub-process"]
+    assert all(way["identical"] for way in found["beside"])
+    assert found["contention"]["match_rate"] == found["first_boundary"][0] / 5
 
 
 def test_startup():

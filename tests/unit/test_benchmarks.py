@@ -1,10 +1,13 @@
 """Benchmarks' options, tables and files."""
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
+import tempfile
 import time
+from contextlib import closing
 
 import pytest
 from torch import nn
@@ -27,11 +30,14 @@ from benchmarks.__main__ import PLAN, merged
 from benchmarks.floor import Products
 from benchmarks.models import model_folder, random_shape
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
+from benchmarks.slow_links import found_sockets, slow_links
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.pipeline.messages import CLIENT, End
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
+from ppd_runtime.transport.unix import UnixEndpoint
 
 MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, siblings, stages, startup, tracing)
 
@@ -79,6 +85,12 @@ def test_options_that_are_refused(module, arguments, capsys):
         (tracing, ["--rounds", "1"], "--rounds 1: give at least 2"),
         (passes, ["--tokens", "2,99"], "--tokens 99: compiled passes are over 15 tokens at the most"),
         (startup, ["--layouts", "ordinary,dask"], "--layouts dask: choose from "),
+        (stages, ["--tokens", "1"], "--tokens 1: "),
+        (stages, ["--hop-ms", "-1"], "--hop-ms -1.0: give 0 or more"),
+        (stages, ["--match-rate", "0", "--temperature", "1"], "--match-rate 0.0 with a temperature: "),
+        (stages, ["--match-rate", "2"], "--match-rate 2.0: give a share from 0 to 1"),
+        (stages, ["--beside", "--emulate-layer-ms", "3"], "--beside with --emulate-layer-ms 3.0: is for real cores"),
+        (stages, ["--contention", "--emulate-layer-ms", "3"], "--contention with --emulate-layer-ms 3.0: "),
     ],
 )
 def test_mistakes_end_with_one_line(module, arguments, words, monkeypatch, capsys):
@@ -238,6 +250,22 @@ def test_a_silent_recorder_changes_no_result():
     recorder.pause()
     assert recorder.ledger() == LatencyBreakdown(0.0, 0.0, 0.0, 0.0, 0.0)
     assert recorder.spans(0).spans == ()
+
+
+def test_a_slow_link_hands_on_later_in_order_and_to_workers_alone():
+    with found_sockets() as folder, contextlib.ExitStack() as stack:
+        sockets = tempfile.mkdtemp()
+        one, two, client = (stack.enter_context(closing(UnixEndpoint(sockets, rank))) for rank in (1, 2, CLIENT))
+        stack.enter_context(slow_links(folder, delay_s=0.2))
+        began = time.perf_counter()
+        for request in (5, 6):
+            one.send(2, End(1, request))
+        one.send(CLIENT, End(1, 7))
+        assert client.receive(0.1) == End(1, 7)
+        assert [two.receive(5.0), two.receive(5.0)] == [End(1, 5), End(1, 6)]
+        assert time.perf_counter() - began >= 0.2
+    with found_sockets() as folder, pytest.raises(ValueError, match="no sockets of workers"), slow_links(folder, 0.2):
+        pass
 
 
 def test_held_out_prompts_are_whole_lines_of_held_out_files():

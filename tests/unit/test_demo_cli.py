@@ -6,7 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ppd_runtime.cli.demo import _print_all, demo
+from ppd_runtime.cli.demo import _layouts, _print_all, demo
+from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.measure.against_ordinary import Comparison
 
 FASTER = Comparison(
@@ -21,6 +22,7 @@ FASTER = Comparison(
     cpu_share=0.99,
 )
 SLOWER = replace(FASTER, ratio=1.25)
+STAGES = replace(FASTER, first_boundary=(70, 20, 10), ratio=0.5)
 
 
 def said(capsys: pytest.CaptureFixture[str], **comparisons: Comparison) -> str:
@@ -42,6 +44,35 @@ def test_slower_is_said_to_be_slower(capsys: pytest.CaptureFixture[str]) -> None
     assert "With there PPD is slower: a token takes 41.4% longer (ratio 1.414).\n" in text
     assert "times as fast" not in text
     assert "realised saving                   │ none" in text
+
+
+def test_the_faster_layout_is_shown_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, stages=STAGES, papers=FASTER)
+    assert "Pipelined beside ordinary decoding, stages" in " ".join(text.split())
+    assert "first named at boundary 2         │ 20" in text
+    assert "that no boundary named            │ 10" in text
+    assert "ratio that E[J]/N predicts" in text
+    assert "ordinary decoding, time per token │ 10.00 ms" in text
+    assert "Shown is the faster layout in these measurements, stages.\n" in text
+    assert "With papers PPD is 1.25 times as fast (ratio 0.800).\n" in text
+    other = said(capsys, stages=replace(STAGES, ratio=0.9), papers=FASTER)
+    assert "in these measurements, papers.\n" in other
+    assert "hits, misses" in other
+    assert "boundary" not in other
+
+
+@pytest.mark.parametrize(
+    ("k", "cores", "layouts"),
+    [
+        (3, 1, {"2 stages, k=3": (2, 3), "the paper's layout, k=1": (None, 1)}),
+        (3, 2, {"2 stages, k=3": (2, 3), "the paper's layout, k=1": (None, 1)}),
+        (3, 5, {"4 stages, k=3": (4, 3), "the paper's layout, k=3": (None, 3)}),
+        (9, 64, {"6 stages, k=9": (6, 9), "the paper's layout, k=9": (None, 9)}),
+    ],
+)
+def test_both_layouts_are_for_the_cores_at_hand(k: int, cores: int, layouts: dict[str, tuple[int | None, int]]) -> None:
+    found = {name: RuntimeConfig(**layout) for name, layout in _layouts(k, cores).items()}  # type: ignore[arg-type]
+    assert {name: (config.stages, config.k) for name, config in found.items()} == layouts
 
 
 def test_no_difference_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_stages_are_ranked_where_their_first_boundaries_are_known(rates: Path, t
         (4, [2, 4, 6], 1),
         (2, [4], 1),
     ]
-    assert data["verdict"].startswith("4 stages (cut after layers 2, 4 and 6) with k=3 on 4 devices: ")
+    assert data["verdict"].startswith("4 stages (cut after layers 2, 4 and 6) with k=3, rows=3 on 4 devices: ")
     assert data["verdict"] in result.stdout
     assert sum(line.split()[1:2] == ["stages"] for line in result.stdout.splitlines()) == 4 + 1  # and the verdict
     assert data["first_boundary"] == boundaries
@@ -95,6 +95,13 @@ def test_stages_are_ranked_where_their_first_boundaries_are_known(rates: Path, t
     one = json.loads(invoke("--match-rates", known, *TIMES, "--devices", 4, "--k", 1, "--json").stdout)
     assert {row["k"] for row in one["staged"]} == {1}
     assert json.loads(invoke("--match-rates", rates, *TIMES, "--json").stdout)["staged"] == []
+    beside = ("--devices", 4, "--rows", 1, "--all-reduce-ms", 0.01)
+    narrow = json.loads(invoke("--match-rates", known, *TIMES, *beside, "--json").stdout)
+    assert {row["rows"] for row in data["staged"]} == {1, 3}
+    assert {row["rows"] for row in narrow["staged"]} == {1}
+    assert narrow["staged"][0]["ms_per_token"] > data["staged"][0]["ms_per_token"]
+    assert {row["source"] for row in narrow["parallel"]} == {"all-reduces of 0.01 ms"}
+    assert "tensor parallelism on 2 devices is faster" in narrow["verdict"]
 
 
 def test_the_verdict_tells_of_missing_devices_and_of_load(rates: Path, tmp_path: Path) -> None:
@@ -162,6 +169,10 @@ def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None
         ("--calibration FOLDER/none.json", "No such file"),
         ("--match-rates FOLDER/rates.json TIMES --devices 0", "--devices 0"),
         ("--tensor-parallel-efficiency 1.5", "--tensor-parallel-efficiency 1.5"),
+        ("--all-reduce-ms -1", "--all-reduce-ms -1"),
+        ("--all-reduce-ms 0.1 --tensor-parallel-efficiency 0.5", "both say how fast tensor parallelism is, drop one"),
+        ("--match-rates FOLDER/rates.json TIMES --rows 0", "--rows 0"),
+        ("--match-rates FOLDER/rates.json TIMES --rows two", "--rows two"),
         ("--html FOLDER/none/page.html", "give a file in a folder that exists"),
         ("--out FOLDER", "give a file in a folder that exists"),
         ("--prompts FOLDER/broken.jsonl --html FOLDER/page.html", "broken.jsonl, line 2: no JSON at column 11"),
