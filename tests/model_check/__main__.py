@@ -4,9 +4,11 @@ import sys
 import time
 
 from model_check.cases import DEEP, QUICK
+from model_check.staged_cases import STAGED_DEEP, STAGED_QUICK
 
-for case in (*QUICK, *DEEP):
-    if all(word in case.name for word in sys.argv[1:]) and (sys.argv[1:] or case in DEEP):
+deep = (*DEEP, *STAGED_DEEP)
+for case in (*QUICK, *STAGED_QUICK, *deep):
+    if all(word in case.name for word in sys.argv[1:]) and (sys.argv[1:] or case in deep):
         began = time.perf_counter()
         system, explored = case.search()
         runs = sum(automaton.runs for automaton in system.automata)

@@ -69,7 +69,8 @@ class Automaton:
         if taken not in edges:
             process = self._alive.pop(number, None) or self.replay(number)
             self.resume(process, taken)
-            edges[taken] = Edge(self._add(process, (number, taken)), self.sent_by(process))
+            sent = self.sent_by(process)  # first: what a process keeps of it is known by its number
+            edges[taken] = Edge(self._add(process, (number, taken)), sent)
         return edges[taken]
 
     def replay(self, number: int) -> Process:
@@ -81,7 +82,7 @@ class Automaton:
             node = self.nodes[before]
         process = self._start()
         for taken in reversed(path):
-            self.resume(process, taken)
+            self._step(process, taken)
         return process
 
     def sent_by(self, process: Process) -> tuple[tuple[int, int], ...]:
@@ -97,13 +98,16 @@ class Automaton:
         Raises:
             Violation: where it fails, or an invariant of its own does not hold.
         """
-        message, process.main_lives = taken
         try:
-            process.resume(None if message == NOTHING else self._messages[message])
+            self._step(process, taken)
             check_process(self._scenario, process)
         except Exception as error:
             raise Violation(f"{name_of(self._address)}: {type(error).__name__}: {error}") from error
         self.runs += 1
+
+    def _step(self, process: Process, taken: tuple[int, int]) -> None:
+        message, process.main_lives = taken
+        process.resume(None if message == NOTHING else self._messages[message])
 
     def _add(self, process: Process, origin: tuple[int, tuple[int, int]] | None) -> int:
         essence = "over" if process.dead else repr(self._messages.essence.of_process(process))
@@ -131,7 +135,7 @@ class Messages:
         self._messages: list[Message] = []
         self._by_essence: dict[str, int] = {}
         self._by_id: dict[int, int] = {}
-        self.essence = Essence(self._by_id)
+        self.essence = Essence(self._known)
 
     def __getitem__(self, number: int) -> Message:
         return self._messages[number]
@@ -139,6 +143,11 @@ class Messages:
     def numbers(self, sent: Sequence[tuple[int, Message]]) -> tuple[tuple[int, int], ...]:
         """Of what a process sent: addresses and messages' numbers."""
         return tuple((address, self._number(without_counts(address, message))) for address, message in sent)
+
+    def _known(self, message: Message) -> int | None:
+        """A message's number, where it or one like it was sent."""
+        number = self._by_id.get(id(message))
+        return self._by_essence.get(repr(self.essence.of_message(message))) if number is None else number
 
     def _number(self, message: Message) -> int:
         number = self._by_essence.setdefault(repr(self.essence.of_message(message)), len(self._messages))

@@ -6,7 +6,7 @@ matters is itself tested: `test_merged_states_behave_alike`.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import CodeType, FrameType, GeneratorType
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model_check.processes import Process
 from model_check.toy import ToyStage
+from model_check.toy_rows import ToyRows
 from ppd_runtime.client.request import RequestClient
 from ppd_runtime.pipeline.machine import WaitFor
 from ppd_runtime.pipeline.messages import Finished, Message
@@ -21,10 +22,16 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess, _Heard
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.staged.arrivals import Arrivals
+from ppd_runtime.pipeline.staged.chances import Calibration, Successors
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.text import StopRule
 from ppd_runtime.workers.worker import Worker
 
-_COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes"}
+_COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes", "first_boundary"}
 _READ = (
     Worker,
     MainProcess,
@@ -35,17 +42,24 @@ _READ = (
     StopRule,
     ToyStage,
     RequestClient,
+    FirstStage,
+    MiddleStage,
+    LastStage,
+    Arrivals,
+    Successors,
+    Calibration,
+    ToyRows,
 )
-_DEAD = {"message", "reply", "hidden", "now"}
+_DEAD = {"message", "reply", "hidden", "now", "nodes", "root", "certain"}
 """Variables that are set anew before they are read, wherever a process can wait."""
 _LIVE = {"_go_on": {"token", "stop"}}
 """Of a frame that holds much of the token before, what is read again."""
 
 
 class Essence:
-    """Reads processes; `number_of` gives the numbers of messages that are known already, by `id`."""
+    """Reads processes; `number_of` gives the number of a message that is known already."""
 
-    def __init__(self, number_of: Mapping[int, int]) -> None:
+    def __init__(self, number_of: Callable[[Message], int | None]) -> None:
         self._number_of = number_of
         self._seen: dict[int, int] = {}
         self._now, self._idle = 0.0, False
@@ -87,7 +101,7 @@ class Essence:
         if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
             return value
         if isinstance(value, Message):
-            number = self._number_of.get(id(value))
+            number = self._number_of(value)
             return self.of_message(value) if number is None else ("message", number)
         for kinds, read in self._READERS:
             if isinstance(value, kinds):
@@ -96,6 +110,16 @@ class Essence:
 
     def _of_tensor(self, tensor: Tensor) -> object:
         return tensor.tolist()
+
+    def _of_node(self, node: Node) -> object:
+        if id(node) in self._seen or node.is_dropped:
+            return "node", self._seen.get(id(node))
+        self._seen[id(node)] = len(self._seen)
+        return [self._of(getattr(node, field.name)) for field in dataclasses.fields(node)]
+
+    def _of_tree(self, tree: NodeTree) -> object:
+        """Its nodes in their order, which decides between guesses that are as good as each other."""
+        return self._of(tree.history), [self._of(node) for node in tree.alive()]
 
     def _of_object(self, value: object) -> object:
         name = type(value).__name__
@@ -108,19 +132,22 @@ class Essence:
     def _of_field(self, owner: object, name: str, value: object) -> object:
         if isinstance(owner, RequestClient) and isinstance(value, float):
             return value <= self._now
-        if isinstance(owner, MainProcess) and name == "told":
+        if isinstance(owner, MainProcess | LastStage) and name == "told":
             return [(message.position, message.token_id) for message in owner.told]
         if isinstance(owner, RunAheadSubProcess) and name == "_forks":
             return None
         if isinstance(owner, SubProcess) and name == "_winners":  # asked of positions that are not in the cache yet
             held = owner.stage.length(0)
             return sorted(item for item in owner._winners.items() if item[0] >= held)
-        if isinstance(owner, Worker) and self._idle and name in ("stage", "_main"):  # it only repeats what it told
+        repeats = isinstance(owner, Worker) and self._idle  # only what it has told
+        if repeats and name in ("stage", "_row_stage", "_main"):
             return owner._main and (len(owner._main.begin.delivered), self._of_field(owner._main, "told", None))
         return self._of(value)
 
     _READERS: tuple[tuple[object, Callable[["Essence", object], object]], ...] = (
         (Tensor, _of_tensor),
+        (Node, _of_node),
+        (NodeTree, _of_tree),
         (GeneratorType, _of_generator),
         (list | tuple | deque, lambda self, values: [self._of(value) for value in values]),
         (dict, lambda self, values: [(key, self._of(values[key])) for key in sorted(values)]),

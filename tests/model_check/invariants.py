@@ -2,16 +2,28 @@
 
 from model_check.processes import Process, Scenario
 from model_check.toy import ToyModel, ToyStage
+from model_check.toy_rows import ToyRows
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.tree import NodeTree
+
+Stage = FirstStage | MiddleStage | LastStage
 
 
 def check_process(scenario: Scenario, process: Process) -> None:
     """Raise AssertionError where a process holds or has delivered what it must not."""
     if process.worker is None:
         check_delivered(scenario, process)
-    elif machine := _machine(process):
+    elif isinstance(machine := _machine(process), Stage):
+        tree = machine._tree if isinstance(machine, LastStage) else machine.tree
+        _check_tree(scenario.model, machine.stage, tree, tuple(machine.begin.prompt_ids))
+        if scenario.mendable and isinstance(machine, LastStage):
+            assert machine.epoch <= 1, "another attempt begins, for what could be sent again"
+    elif machine is not None:
         _check_caches(scenario.model, machine)
 
 
@@ -22,12 +34,13 @@ def check_delivered(scenario: Scenario, client: Process) -> None:
     assert not client.dead or got == expected, f"the request ended with {got} instead of {expected}"
 
 
-def _machine(process: Process) -> MainProcess | SubProcess | RunAheadSubProcess | None:
+def _machine(process: Process) -> MainProcess | SubProcess | RunAheadSubProcess | Stage | None:
     """The state machine that a worker runs just now."""
     frame = process.gr_frame
     while frame is not None:
-        if frame.f_code.co_name in ("_decode", "_speculate"):
-            return frame.f_locals.get("main") or frame.f_locals.get("sub")
+        if frame.f_code.co_name in ("_decode", "_speculate", "_follow"):
+            held = map(frame.f_locals.get, ("main", "sub", "first", "middle"))
+            return next((machine for machine in held if machine is not None), None)
         frame = frame.f_back
     return None
 
@@ -49,3 +62,20 @@ def _check_layer(model: ToyModel, stage: ToyStage, layer: int, text: tuple[int, 
     held = stage.entries[layer][: len(text)]
     expected = list(model.ordinary(text).entries[layer][: len(held)])
     assert held == expected, f"layer {layer} holds entries of another text than {text}"
+
+
+def _check_tree(model: ToyModel, stage: ToyRows, tree: NodeTree, prompt: tuple[int, ...]) -> None:
+    """Every certain token is ordinary decoding's, and what is held is that of nodes that may come true, and theirs."""
+    certain, layers = tuple(tree.history), range(stage.first, stage.first + stage.num_layers)
+    assert certain == model.text(prompt, len(certain)), f"{certain} is taken for certain"
+    kept = certain[: len(stage.kept[0])]
+    expected = [list(model.ordinary(kept).entries[layer]) if kept else [] for layer in layers]
+    assert stage.kept == expected, f"kept entries are not those of {kept}"
+    texts = {node.number: tuple(tree.text(node)) for node in tree.alive()}
+    wrong = [text for text in texts.values() if text[: len(certain)] != certain[: len(text)]]
+    assert not wrong, f"{wrong} are in flight behind {certain}"
+    nodes = {node.number: texts[node.number] for node in tree.alive() if node.has_run and not node.is_kept}
+    assert stage.nodes.keys() == nodes.keys(), f"{stage.nodes.keys()} are held, {nodes} have run and may come true"
+    for number, text in nodes.items():
+        held = [model.ordinary(text).entries[layer][-1] for layer in layers]
+        assert stage.nodes[number] == held, f"a node holds entries of another text than {text}"

@@ -15,12 +15,16 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
+from model_check.toy_rows import BoundaryPattern, ToyRows
 from ppd_runtime.client import request as calls
 from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token, Tokens
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Report, Token, Tokens
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.staged import arrivals, follower
 from ppd_runtime.workers import worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
@@ -46,6 +50,14 @@ class Scenario:
     """The token that ends a text."""
     rests: bool = False
     """Whether the sub-processes are left alone now and then: after two wrong candidates in a row."""
+    cuts: tuple[int, ...] = ()
+    """The staged layout's borders, one for each worker; empty: the paper's layout."""
+    rows: int = 1
+    """Of a pass of the staged layout."""
+    trees: bool = False
+    """Whether they may stand in several branches; else one behind the other."""
+    mendable: tuple[type[Message], ...] = ()
+    """Messages of stages that alone meet with mishaps, none of which may take another attempt; empty: whatever may."""
 
     @property
     def num_addresses(self) -> int:
@@ -65,9 +77,17 @@ class Scenario:
             dtype=torch.float32,
             device="cpu",
             threads=torch.get_num_threads(),
-            exit_head=PatternHead((), 0.0, VOCAB, model=self.model),
+            exit_head=self._head(rank),
             run_ahead=self.run_ahead,
+            cuts=self.cuts,
+            rows=self.rows,
+            emulate=EmulatedDevice(1.0) if self.trees else None,
         )
+
+    def _head(self, rank: int) -> OracleHead:
+        if self.cuts and rank != MAIN:
+            return BoundaryPattern((), 0.0, VOCAB, 0, self.model, rank, self.cuts[rank - 1])
+        return PatternHead((), 0.0, VOCAB, model=self.model)
 
     def begin(self, request: int) -> Begin:
         """A request as the client sends it first."""
@@ -119,6 +139,9 @@ class Process(greenlet):
         self.timeout = timeout and 1.0
         return self.parent.switch()
 
+    def introduce(self, address: int, location: str) -> None:
+        """An endpoint's: everybody knows where the others are."""
+
     def close(self) -> None:
         """An endpoint's: nothing to release."""
 
@@ -168,15 +191,15 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
             process.worker._backoff = SpeculationBackoff(trial=2, later_trial=2, shortest=1, longest=2)
         process.worker.serve(process)
 
+    def load_stage(info: ModelInfo, last: int, *rest: object) -> ToyStage | ToyRows:
+        if scenario.cuts:
+            return ToyRows(scenario.model, scenario.spec(rank).first_layer, last)
+        return (MainStage if rank == MAIN else ToyStage)(scenario.model, last)
+
     process = Process(serve)
-    with patch.object(worker, "load_stage", lambda info, layers, *_: _stage(scenario, rank, layers)):
+    with patch.object(worker, "load_stage", load_stage), patch.object(worker, "RowStage", lambda stage, _: stage):
         process.begin()
     return process
-
-
-def _stage(scenario: Scenario, rank: int, num_layers: int) -> ToyStage:
-    kind = MainStage if rank == MAIN else ToyStage
-    return kind(scenario.model, num_layers)
 
 
 def start_client(scenario: Scenario) -> Process:
@@ -213,6 +236,11 @@ def small_world() -> Iterator[None]:
             (main_process, "_MOST_CAUGHT_UP", 3),
             (main_process, "_MOST_ABSENCES", 1),
             (main_process, "_SECOND_CHANCE", 4),
+            (worker, "_MOST_EARLY", 2),
+            (follower, "_ASK_AGAIN", 2),
+            (follower, "_MOST_EARLY", 2),
+            (follower, "_MOST_SENT", 5),
+            (arrivals, "_MOST_ORPHANS", 1),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield
@@ -227,4 +255,5 @@ def without_counts(address: int, message: Message) -> Message:
     if isinstance(message, Tokens):
         return replace(message, winners=[0] * len(message.winners))
     counts = ("layer_passes", "recomputed_layer_passes", "coherence_layer_passes")
-    return replace(message, **{name: 0 for name in counts if hasattr(message, name)})
+    none = {name: 0 for name in counts if hasattr(message, name)}
+    return replace(message, **none, **({"first_boundary": ()} if isinstance(message, Report) else {}))

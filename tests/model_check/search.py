@@ -1,11 +1,15 @@
 """Goes through the states of a system: through all of them, or along one path in fair order."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 
 from model_check.automaton import NOTHING, Violation
 from model_check.system import Move, State, System
 from ppd_runtime.pipeline.messages import MAIN, MISS, Token
+
+_MOST_MOVES = 5_000  # of a path; attempts are numbered, so that stages do nothing twice
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Search:
 
     def _is_new(self, move: Move, left: int | None) -> bool:
         self.explored.moves += 1
-        if move.state in self._on_path:
+        if move.state in self._on_path or len(self._path) > _MOST_MOVES:
             raise counterexample(self._system, [*self._path, move], "the same again, it may go on for ever")
         if move.state in self.left and (left is None or self.left[move.state] >= left):
             return False
@@ -111,19 +115,54 @@ def moves_behind(system: System, path: list[Move]) -> list[Move]:
     Raises:
         Counterexample: where nothing can, though the client waits, or where something goes wrong.
     """
-    try:
+    with _told(system, path):
         moves = system.moves(path[-1].state)
-    except Violation as error:
-        raise counterexample(system, path, str(error)) from error
-    if not moves and not system.is_over(path[-1].state):
-        raise counterexample(system, path, "nobody can go on, and the client has not got everything")
+    _check_end(system, path, moves)
     return moves
 
 
 def fair_moves(system: System, path: list[Move]) -> list[Move]:
-    """What happens next in fair order without faults, where whoever ended is replaced at once; none at the end."""
+    """What happens next in fair order without faults, where whoever ended is replaced at once; none at the end.
+
+    Raises:
+        Counterexample: as `moves_behind`.
+    """
     state = path[-1].state._replace(faults=0)
-    return (system.births(state) or moves_behind(system, [*path[:-1], path[-1]._replace(state=state)]))[:1]
+    if births := system.births(state):
+        return births[:1]
+    with _told(system, path):
+        moves = [option() for option in system.options(state)[:1]]
+    _check_end(system, path, moves)
+    return moves
+
+
+def moves_by_chance(system: System, path: list[Move], choose: Random, fault_rate: float) -> list[Move]:
+    """One of those that can happen next, at this rate a fault; none at the end.
+
+    Raises:
+        Counterexample: as `moves_behind`.
+    """
+    state = path[-1].state
+    with _told(system, path):
+        if state.faults and choose.random() < fault_rate and (faults := list(system.mishaps(state))):
+            return [choose.choice(faults)]
+        options = system.options(state)
+        moves = [choose.choice(options)()] if options else []
+    _check_end(system, path, moves)
+    return moves
+
+
+@contextlib.contextmanager
+def _told(system: System, path: list[Move]) -> Iterator[None]:
+    try:
+        yield
+    except Violation as error:
+        raise counterexample(system, path, str(error)) from error
+
+
+def _check_end(system: System, path: list[Move], moves: list[Move]) -> None:
+    if not moves and not system.is_over(path[-1].state):
+        raise counterexample(system, path, "nobody can go on, and the client has not got everything")
 
 
 def check_hits(system: System, path: list[Move], moves: list[Move], hits_behind: int) -> None:

@@ -5,14 +5,17 @@ What may happen next: somebody takes the oldest message from somebody else (so m
 every order), or nothing, where it does not wait for ever; and, as long as faults are left, messages are lost, doubled,
 swapped and delayed, workers end before or between the messages that they send, and the client asks though nobody is
 late. A worker that has ended is replaced at any time or never, the main process is at some time.
+
+Of stages everyone is replaced at some time. The last one's patience ends where nothing else can happen, or by a fault.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
-from model_check.automaton import NOTHING, Automaton, Messages, Node, name_of
+from model_check.automaton import NOTHING, Automaton, Messages, Node, Violation, name_of
 from model_check.processes import Scenario
-from ppd_runtime.pipeline.messages import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Peers
 
 DEAD = -1
 LINK_FAULTS = ("lose", "double", "swap", "delay")
@@ -43,6 +46,9 @@ class Move(NamedTuple):
     state: State
 
 
+Option = Callable[[], Move]
+
+
 class System:
     """What can happen in a scenario with so many faults."""
 
@@ -70,7 +76,12 @@ class System:
         return progress - self.scenario.model.prompt_length
 
     def moves(self, state: State) -> list[Move]:
-        """All that can happen; where no fault is left, a part that all the rest is independent of, if there is one.
+        """All that can happen; where no fault is left, a part that all the rest is independent of, if there is one."""
+        moves = [option() for option in self.options(state)]
+        return [*moves, *self.mishaps(state)] if state.faults else moves
+
+    def options(self, state: State) -> list[Option]:
+        """What can happen but for faults, each of which somebody has to call for it to happen.
 
         The first is what happens in fair order: whoever can help the main process is quick, and waits in vain for
         those only who have nothing to give.
@@ -78,21 +89,24 @@ class System:
         if self.reduces and not state.faults and (alone := self._independent(state)):
             return alone
         subs = range(self.client - 1, MAIN, -1)
-        moves = [
-            self._take(state, index, sender) for index in (self.client, *subs) for sender in self._offers(state, index)
+        options = [
+            self._option(state, index, sender)
+            for index in (self.client, *subs)
+            for sender in self._offers(state, index)
         ]
-        moves += [self._take(state, index, NOTHING) for index in subs if self._is_patient(state, index)]
-        offers = self._offers(state, MAIN) + [NOTHING] * self._is_patient(state, MAIN)
-        moves += [self._take(state, MAIN, sender) for sender in offers]
-        if not moves and state.nodes[MAIN] != DEAD and not self.is_over(state):
-            moves.append(self._take(state, self.client, NOTHING))
-        moves += self.births(state)
-        return [*moves, *self._faults(state)] if state.faults else moves
+        options += [self._option(state, index, NOTHING) for index in subs if self._is_impatient(state, index)]
+        options += self._all_offers(state, MAIN)
+        births = self.births(state)
+        if not options and state.nodes[MAIN] != DEAD and not self.is_over(state):
+            if not self.scenario.cuts:
+                options.append(self._option(state, self.client, NOTHING))
+            elif not births:
+                options.append(self._option(state, MAIN if self._waits(state, MAIN) else self.client, NOTHING))
+        return [*options, *(partial(_same, move) for move in births)]
 
     def births(self, state: State) -> list[Move]:
         """New lives for those that have ended."""
-        dead = [index for index in range(self.client) if state.nodes[index] == DEAD]
-        return [Move("begin", index, NOTHING, NOTHING, (), self._begun(state, index)) for index in dead]
+        return [Move("begin", index, NOTHING, NOTHING, (), self._begun(state, index)) for index in self._dead(state)]
 
     def describe(self, move: Move) -> str:
         """The move as a line of a counterexample."""
@@ -120,23 +134,39 @@ class System:
         senders = [sender for sender, messages in enumerate(inbox) if messages]
         return [*senders, NOTHING] if self._node(state, index).timeout == 0 else senders
 
-    def _is_patient(self, state: State, index: int) -> bool:
+    def _waits(self, state: State, index: int) -> bool:
+        """For a message, but not for ever."""
         return state.nodes[index] != DEAD and bool(self._node(state, index).timeout)
 
-    def _independent(self, state: State) -> list[Move]:
+    def _is_impatient(self, state: State, index: int) -> bool:
+        """Whether it may go on at any time without a message; a last stage waits for longer than anything takes."""
+        return self._waits(state, index) and not (self.scenario.cuts and index == MAIN)
+
+    def _dead(self, state: State) -> list[int]:
+        return [index for index in range(self.client) if state.nodes[index] == DEAD]
+
+    def _option(self, state: State, index: int, sender: int) -> Option:
+        return partial(self._take, state, index, sender)
+
+    def _all_offers(self, state: State, index: int) -> list[Option]:
+        """All that a process may do next, but end."""
+        offers = self._offers(state, index) + [NOTHING] * self._is_impatient(state, index)
+        return [self._option(state, index, sender) for sender in offers]
+
+    def _independent(self, state: State) -> list[Option]:
         """All moves of one process, where whatever the others do first leaves it exactly these."""
         listens = not self.is_over(state) and self._node(state, self.client).timeout != 0
         for sender in range(self.client) if listens else ():
             if state.links[self.client * self.size + sender]:  # where it does not answer at once, it may as well be now
                 move = self._take(state, self.client, sender)
                 if not move.sent:
-                    return [move]
-        for index in reversed(range(self.client)):
-            if state.nodes[index] != DEAD and all(self._is_settled(state, index, who) for who in range(self.size)):
-                offers = self._offers(state, index) + [NOTHING] * self._is_patient(state, index)
-                if offers:
-                    return [self._take(state, index, sender) for sender in offers]
-        return []
+                    return [partial(_same, move)]
+        settled = (
+            index
+            for index in reversed(range(self.client))
+            if state.nodes[index] != DEAD and all(self._is_settled(state, index, who) for who in range(self.size))
+        )
+        return next(filter(None, (self._all_offers(state, index) for index in settled)), [])
 
     def _is_settled(self, state: State, index: int, sender: int) -> bool:
         """Whether the next message from `sender` is there already, or none ever comes."""
@@ -144,8 +174,13 @@ class System:
             asks_once = not self.faults and self.scenario.requests == 1
             silent = index != MAIN or asks_once or self.is_over(state)
         else:
-            silent = sender == index
+            silent = sender == index or not self._may_hear(index, sender)
         return silent or bool(state.links[index * self.size + sender])
+
+    def _may_hear(self, index: int, sender: int) -> bool:
+        """Where nothing goes wrong, the last of three stages hears nothing of the first: that has all from it."""
+        is_calm_first = self.scenario.cuts and not self.faults and sender == 1 < self.client - 1
+        return not is_calm_first or index != MAIN
 
     def _take(self, state: State, index: int, sender: int, most_sent: int | None = None) -> Move:
         """A process takes a message or nothing and sends what comes of it, or the first part."""
@@ -165,30 +200,46 @@ class System:
             return state
         links = list(state.links)
         for address, message in sent:
+            if not self._may_hear(address % self.size, sender):
+                raise Violation(f"{name_of(sender)} sends {self.messages[message]} though nothing went wrong")
             links[address % self.size * self.size + sender] += (message,)
         return state._replace(links=tuple(links))
 
     def _begun(self, state: State, index: int) -> State:
         lives = state.main_lives + (index == MAIN)
-        return _with_node(state, index, 0)._replace(main_lives=lives)
+        state = _with_node(state, index, 0)._replace(main_lives=lives)
+        if not self.scenario.cuts:
+            return state
+        known = [rank for rank in range(self.client) if rank != index] if index == MAIN else [index]
+        peers = Peers(CLIENT, 0, known, [""] * len(known))
+        return self._sent(state, self.client, self.messages.numbers([(MAIN, peers)]))
 
-    def _faults(self, state: State) -> Iterator[Move]:
+    def mishaps(self, state: State) -> Iterator[Move]:
+        """All faults that can happen next."""
         state = state._replace(faults=state.faults - 1)
         for link, messages in enumerate(state.links):
             receiver, sender = divmod(link, self.size)
-            for what, left in _link_faults(messages):
+            mendable = not messages or self._is_mendable(messages[0])
+            for what, left in _link_faults(messages) if mendable else ():
                 yield Move(what, receiver, sender, messages[0], (), _with_link(state, link, left))
+        if self.scenario.mendable:
+            return
         for index in range(self.client):
             yield from self._ends(state, index)
         if not self.is_over(state):
             yield self._take(state, self.client, NOTHING)
+        if self.scenario.cuts and self._waits(state, MAIN):
+            yield self._take(state, MAIN, NOTHING)
+
+    def _is_mendable(self, message: int) -> bool:
+        return not self.scenario.mendable or isinstance(self.messages[message], self.scenario.mendable)
 
     def _ends(self, state: State, index: int) -> Iterator[Move]:
         """A worker ends where it is, or in the middle of what it sends; what it has not taken may be lost with it."""
         if state.nodes[index] == DEAD:
             return
         yield from self._end(Move("", index, NOTHING, NOTHING, (), state))
-        for sender in self._offers(state, index) + [NOTHING] * self._is_patient(state, index):
+        for sender in self._offers(state, index) + [NOTHING] * self._waits(state, index):
             whole = self._take(state, index, sender)
             for count in range(1, len(whole.sent)):
                 yield from self._end(self._take(state, index, sender, count))
@@ -202,6 +253,10 @@ class System:
             links = list(state.links)
             links[inbox] = ((),) * self.size
             yield move._replace(what=f"{words}ends, its post is lost", state=state._replace(links=tuple(links)))
+
+
+def _same(move: Move) -> Move:
+    return move
 
 
 def _with_node(state: State, index: int, node: int) -> State:

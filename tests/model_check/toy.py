@@ -27,6 +27,11 @@ def _mix(*parts: object) -> int:
     return hash(parts) & (2 ** (2 * _HALF) - 1)
 
 
+def embed(token: int) -> int:
+    """A token's state before the first layer."""
+    return _mix(_EMBED, token)
+
+
 def to_tensor(numbers: Sequence[Sequence[int]]) -> Tensor:
     """`[rows, columns, 2]` float32 for 48-bit numbers."""
     return torch.tensor([[(number >> _HALF, number & _LAST_BITS) for number in row] for row in numbers]).float()
@@ -54,6 +59,13 @@ def run_layer(layer: int, states: Sequence[int], held: Sequence[int], width: int
     return outputs, entries[first:]
 
 
+def choose(hidden: Tensor) -> Tensor:
+    """`[VOCAB]` logits behind the newest state, of which one is 1."""
+    logits = torch.zeros(VOCAB)
+    logits[to_numbers(hidden)[0][-1] % VOCAB] = 1
+    return logits
+
+
 @dataclass(frozen=True)
 class ToyModel:
     """Depth, the requests' prompts, and at which positions behind a prompt which candidate is right (0: none)."""
@@ -64,6 +76,8 @@ class ToyModel:
     """All of one length."""
     winners: tuple[int, ...] = (1,)
     """They repeat."""
+    boundaries: tuple[int, ...] = (1,)
+    """Of stages: from which boundary on it is named; they repeat."""
     config: ClassVar = SimpleNamespace(hidden_size=2)
 
     @property
@@ -86,13 +100,22 @@ class ToyModel:
         """The rank of the right candidate at a position, or 0."""
         return self.winners[(position - self.prompt_length) % len(self.winners)]
 
+    def first_boundary(self, position: int) -> int:
+        """The first boundary that names the right candidate at a position."""
+        return self.boundaries[(position - self.prompt_length) % len(self.boundaries)]
+
+    @staticmethod
+    def named(right: int, winner: int, k: int) -> list[int]:
+        """k tokens, of which the right one has the rank `winner`; 0: none of them is right."""
+        return [right if rank == winner else (right + rank) % VOCAB for rank in range(1, k + 1)]
+
 
 @functools.cache
 def _ordinary(text: tuple[int, ...], num_layers: int, prompt_length: int) -> Pass:
     new, held = text, [()] * num_layers
     if len(text) > prompt_length:
         new, held = text[-1:], _ordinary(text[:-1], num_layers, prompt_length).entries
-    states = [_mix(_EMBED, token) for token in new]
+    states = [embed(token) for token in new]
     entries, behind = [], [states[-1]]
     for layer, before in enumerate(held):
         states, added = run_layer(layer, states, before, len(new))
@@ -128,7 +151,7 @@ class ToyStage:
             (states,) = to_numbers(inputs)
         else:
             self.text = self.text if position else tuple(inputs)
-            states = [_mix(_EMBED, token) for token in inputs]
+            states = [embed(token) for token in inputs]
         width = len(states)
         for layer in range(first, last):
             self._check(layer, position, width)
@@ -138,7 +161,7 @@ class ToyStage:
 
     def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
         """Run all layers over tokens that all stand at `position`; each gives a one-token pass' numbers."""
-        states = [_mix(_EMBED, token) for token in token_ids]
+        states = [embed(token) for token in token_ids]
         for layer in range(self.num_layers):
             self._check(layer, position, len(states))
             held = tuple(self.entries[layer])
@@ -161,9 +184,7 @@ class ToyStage:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[VOCAB]`, of which one is 1."""
-        logits = torch.zeros(VOCAB)
-        logits[to_numbers(hidden)[0][-1] % VOCAB] = 1
-        return logits
+        return choose(hidden)
 
     def length(self, layer: int) -> int:
         """Tokens whose entries `layer` holds."""
@@ -216,5 +237,5 @@ class PatternHead(OracleHead):
         assert self.model is not None
         expected = self.model.ordinary(tuple(history)).states[self.model.exit_layer]
         assert to_numbers(hidden)[0] == [expected], f"candidates behind {history} are named by another exit state"
-        right, winner = self.model.text(tuple(history), len(history) + 1)[-1], self.model.winner(len(history))
-        return [right if rank == winner else (right + rank) % VOCAB for rank in range(1, k + 1)]
+        right = self.model.text(tuple(history), len(history) + 1)[-1]
+        return self.model.named(right, self.model.winner(len(history)), k)

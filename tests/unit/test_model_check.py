@@ -11,6 +11,7 @@ from model_check.automaton import NOTHING, Automaton
 from model_check.cases import QUICK, Case, ahead, one_sub, several
 from model_check.processes import Scenario, small_world
 from model_check.search import Counterexample, Search, check_hits, counterexample, fair_moves, moves_behind
+from model_check.staged_cases import REFINED, TWO_STAGES, stages
 from model_check.system import DEAD, Move, State, System
 from model_check.toy import ToyModel
 
@@ -171,7 +172,10 @@ def test_without_a_mistake_none_is_found() -> None:
         assert case.search()[1].is_complete
 
 
-@pytest.mark.parametrize("case", [_QUICK["one sub and rests, a fault"], _QUICK["run ahead, a fault"], _FAULT])
+_MERGED = (_QUICK["one sub and rests, a fault"], _QUICK["run ahead, a fault"], _FAULT, TWO_STAGES, REFINED)
+
+
+@pytest.mark.parametrize("case", _MERGED, ids=lambda case: case.name)
 def test_merged_states_behave_alike(case: Case) -> None:
     """What the search takes for the same state answers alike, whatever comes."""
     system, _ = case.search()
@@ -197,7 +201,8 @@ def _same_future(automaton: Automaton, number: int, origin: tuple[int, tuple[int
 
 
 @pytest.mark.parametrize(
-    ("scenario", "faults"), [(one_sub(2, 1, 0), 1), (ahead(2, 1, layers=2), 1), (several(2, 2, 2, 2), 0)]
+    ("scenario", "faults"),
+    [(one_sub(2, 1, 0), 1), (ahead(2, 1, layers=2), 1), (several(2, 2, 2, 2), 0), (stages(2, 2, 1), 1)],
 )
 def test_what_is_left_out_makes_no_difference(scenario: Scenario, faults: int) -> None:
     """Every end of every order is an end of the orders that are searched where no fault is left."""

@@ -1,0 +1,71 @@
+"""What is searched of the staged layout: by the tests, and by `python -m model_check` at greater length."""
+
+from dataclasses import replace
+
+from model_check.cases import Case
+from model_check.processes import Scenario
+from model_check.search import Bounds
+from model_check.toy import ToyModel
+from ppd_runtime.pipeline.messages import Guesses, Rows, Token
+
+
+def stages(
+    tokens: int,
+    size: int,
+    *winners: int,
+    k: int = 1,
+    boundaries: tuple[int, ...] = (1,),
+    rows: int = 1,
+    trees: bool = False,
+    requests: int = 1,
+    repeats: bool = False,
+) -> Scenario:
+    """Stages of one layer each; `repeats`: the prompts repeat themselves, so that boundary 0 has something to name."""
+    prompts = ((3, 1, 5, 3, 1), (2, 6, 2, 6, 2)) if repeats else ((3, 1), (2, 6))
+    model = ToyModel(size, 1, prompts, winners, boundaries)
+    return Scenario(model, k, size - 1, tokens, requests, cuts=tuple(range(1, size)), rows=rows, trees=trees)
+
+
+def mendable(scenario: Scenario) -> Scenario:
+    """Only what is sent once more within an attempt is lost, doubled or late."""
+    return replace(scenario, mendable=(Rows, Token, Guesses))
+
+
+_REFINED = (2, 1)  # every other token is named by the second boundary first
+_CANCELLED = replace(stages(2, 2, 1, requests=2), cancelled_behind=1)
+TWO_STAGES = Case("two stages, a fault", stages(2, 2, 1), 1)
+TWO_CANDIDATES = Case("two stages, two candidates", stages(3, 2, 2, 1, k=2))
+REFINED = Case("three stages, a fault, a deviation", stages(2, 3, 1, boundaries=_REFINED), 1, Bounds(deviations=1))
+MENDED = Case("two stages, what is sent again", mendable(stages(3, 2, 1, 0)), 1, Bounds(deviations=2))
+MISSED = Case("two stages, a wrong guess, a fault, two deviations", stages(3, 2, 0, 1), 1, Bounds(deviations=2))
+STAGED_QUICK = (
+    TWO_STAGES,
+    TWO_CANDIDATES,
+    REFINED,
+    MENDED,
+    MISSED,
+    Case("two stages, two faults", stages(2, 2, 1), 2, Bounds(deviations=0)),
+    Case("two stages, two candidates, a fault", stages(3, 2, 2, 1, k=2), 1, Bounds(deviations=0)),
+    Case(
+        "two stages, trees and repetitions, a fault",
+        stages(3, 2, 2, 1, k=2, rows=3, trees=True, repeats=True),
+        1,
+        Bounds(0),
+    ),
+    Case("two stages, repetitions", stages(3, 2, 0, rows=3, repeats=True)),
+    Case("two stages, cancelled, then another request, a fault", _CANCELLED, 1, Bounds(deviations=1)),
+    Case("three stages, two deviations", stages(3, 3, 1, boundaries=_REFINED), 0, Bounds(deviations=2)),
+    Case("three stages, two candidates, a fault", stages(3, 3, 1, 2, k=2, boundaries=_REFINED), 1, Bounds(0)),
+    Case("three stages, what is sent again", mendable(stages(3, 3, 1, boundaries=_REFINED)), 1, Bounds(0)),
+)
+
+_MOST = 1_000_000
+STAGED_DEEP = (
+    Case("two stages, a fault, four tokens", stages(4, 2, 1, 0), 1, Bounds(most_states=_MOST)),
+    Case("two stages, two faults, all turns", stages(2, 2, 1), 2, Bounds(most_states=_MOST)),
+    Case("two stages, two candidates, a fault, three deviations", stages(3, 2, 2, 1, k=2), 1, Bounds(3)),
+    Case("two stages, cancelled, then another request, a fault, all turns", _CANCELLED, 1, Bounds(most_states=_MOST)),
+    Case("three stages", stages(2, 3, 1, boundaries=_REFINED), 0, Bounds(most_states=_MOST)),
+    Case("three stages, a fault, three deviations", stages(3, 3, 1, boundaries=_REFINED), 1, Bounds(3)),
+    Case("three stages, two faults, a deviation", stages(2, 3, 1, boundaries=_REFINED), 2, Bounds(1)),
+)

@@ -1,0 +1,100 @@
+"""Some layers of a toy model over the rows of a tree, and the heads behind them: see `toy.py`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from model_check.toy import ToyModel, ToyStage, choose, embed, run_layer, to_numbers, to_tensor
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.tracing.recorder import Recorder
+
+
+class ToyRows:
+    """Layers `first` to `last` of a toy model; see `ppd_runtime.pipeline.staged.machine.RowStageLike`."""
+
+    layer_seconds, cache = ToyStage.layer_seconds, ToyStage.cache
+    layer_passes = 0
+
+    def __init__(self, model: ToyModel, first: int, last: int) -> None:
+        self.model, self.first, self.num_layers = model, first, last - first
+        self.recorder = Recorder()
+        self.begin(0)
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence."""
+        self.capacity = capacity
+        self.kept: list[list[int]] = [[] for _ in range(self.num_layers)]
+        """Each layer's entries of the certain tokens."""
+        self.nodes: dict[int, list[int]] = {}
+        """Entries of each node in flight, one a layer."""
+
+    def run_prompt(self, inputs: list[int] | Tensor) -> Tensor:
+        """Run a prompt, before all else."""
+        states = self._states(inputs)
+        assert not any(self.kept), "the prompt runs into an empty cache"
+        for place, layer in enumerate(range(self.first, self.first + self.num_layers)):
+            states, self.kept[place] = run_layer(layer, states, [], len(states))
+        return to_tensor([states])
+
+    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Run nodes, each behind the kept tokens and the nodes before it on its path."""
+        return to_tensor([[self._run(*row) for row in zip(self._states(inputs), paths, strict=True)]])
+
+    def _states(self, inputs: Sequence[int] | Tensor) -> list[int]:
+        return to_numbers(inputs)[0] if isinstance(inputs, Tensor) else [embed(token) for token in inputs]
+
+    def _run(self, state: int, path: Sequence[int]) -> int:
+        *before, node = path
+        assert node not in self.nodes, "a node runs once"
+        if missing := [number for number in before if number not in self.nodes]:
+            raise RuntimeError(f"a row attends to the nodes {missing}, which are not held")
+        entries: list[int] = []
+        for place, layer in enumerate(range(self.first, self.first + self.num_layers)):
+            held = [*self.kept[place], *(self.nodes[number][place] for number in before)]
+            (state,), added = run_layer(layer, [state], held, 1)
+            entries += added
+        self.nodes[node] = entries
+        return state
+
+    def keep(self, node: int) -> None:
+        """Put a node's entries behind the kept ones."""
+        for kept, entry in zip(self.kept, self.nodes.pop(node), strict=True):
+            kept.append(entry)
+        if len(self.kept[0]) > self.capacity:
+            raise IndexError(f"a cache for {self.capacity} tokens cannot hold {len(self.kept[0])}")
+
+    def drop(self, node: int) -> None:
+        """Forget a node, if it has run."""
+        self.nodes.pop(node, None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[VOCAB]`, of which one is 1; no token is decided but by ordinary decoding's very state."""
+        texts = [self.model.text(prompt, len(self.kept[0])) for prompt in self.model.prompts]
+        assert to_numbers(hidden)[0][-1] in [self.model.ordinary(text).states[-1] for text in texts], (
+            f"the token behind {len(texts[0])} others is decided by a state that ordinary decoding does not have"
+        )
+        return choose(hidden)
+
+
+@dataclass(frozen=True)
+class BoundaryPattern(OracleHead):
+    """Names the right token at the rank that the model's pattern says, from the boundary on that it says."""
+
+    model: ToyModel | None = None
+    boundary: int = 1
+    layer: int = 1
+    """The layers before it."""
+
+    def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """k tokens for each text, at most one of them right; the states have to be those of these very texts."""
+        assert self.model is not None
+        expected = [self.model.ordinary(tuple(text)).states[self.layer] for text in texts]
+        assert to_numbers(hidden)[0] == expected, f"what follows {texts} is named by other states"
+        return [[(token, 0.6 / (rank + 1)) for rank, token in enumerate(self._named(tuple(text), k))] for text in texts]
+
+    def _named(self, text: tuple[int, ...], k: int) -> list[int]:
+        assert self.model is not None
+        right = self.model.text(text, len(text) + 1)[-1]
+        winner = self.model.winner(len(text)) if self.model.first_boundary(len(text)) <= self.boundary else 0
+        return self.model.named(right, winner, k)

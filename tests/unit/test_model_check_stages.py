@@ -1,0 +1,133 @@
+"""The staged layout in every interleaving of messages, losses and deaths, for few stages and tokens."""
+
+import os
+from random import Random
+
+import pytest
+from model_check.automaton import NOTHING
+from model_check.cases import Case
+from model_check.processes import small_world
+from model_check.search import Counterexample, counterexample, moves_by_chance
+from model_check.staged_cases import (
+    MENDED,
+    MISSED,
+    STAGED_QUICK,
+    TWO_CANDIDATES,
+    TWO_STAGES,
+    stages,
+)
+from model_check.system import Move, System
+from seeds import SEED
+
+from ppd_runtime.pipeline.messages import Begin
+from ppd_runtime.pipeline.staged import follower
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.follower import FollowerStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+from ppd_runtime.workers.worker import Worker
+
+WALKS = int(os.environ.get("PPD_WALKS", "0")) // 10 or 6
+_MOST_MOVES = 20_000
+
+
+@pytest.mark.parametrize("case", STAGED_QUICK, ids=lambda case: case.name)
+def test_every_interleaving(case: Case) -> None:
+    _, explored = case.search()
+    print(explored)
+    assert explored.is_complete
+    assert explored.ends
+
+
+def _any_certain_node(self: NodeTree, node: Node) -> bool:
+    """Decides behind a token whose successor is not certain yet, or is known already."""
+    return node is self.root
+
+
+def _counted(self: FirstStage, parent: Node, token: int) -> Node | None:
+    """Numbers that say nothing of the path: another life gives them to other nodes."""
+    self._count = getattr(self, "_count", 0) + 1
+    node = self.tree.add(self._count, token, parent.position + 1, parent.number)
+    self._name_repetition(node)
+    return node
+
+
+def _drops_no_descendants(self: NodeTree, node: Node) -> None:
+    node.parent.children.pop(node.token)
+    self._nodes.pop(node.number)
+    node.is_dropped = True
+    self._stage.drop(node.number)
+
+
+def _keeps_the_first_branch(self: NodeTree) -> None:
+    """Where a branch turns out to be right, and drops that."""
+    children, position = self.root.children, self.root.position + 1
+    if position < len(self.history) and self.history[position] in children:
+        children[self.history[position]] = next(iter(children.values()))
+    _SETTLE(self)
+
+
+def _later_requests_only(self: Worker, begin: Begin) -> bool:
+    """A stage that has heard of the end takes part in no further attempt."""
+    return begin.request > self._request
+
+
+def _gaps_and_all(history: list[int], position: int, tokens) -> bool:
+    history += tokens[max(len(history) - position, 0) :]
+    return True
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+_SETTLE = NodeTree.settle
+MUTANTS = (
+    (NodeTree, "is_newest", _any_certain_node, TWO_CANDIDATES),
+    (FirstStage, "_enter", _counted, MISSED),
+    (NodeTree, "_drop", _drops_no_descendants, TWO_CANDIDATES),
+    (NodeTree, "settle", _keeps_the_first_branch, TWO_CANDIDATES),
+    (follower, "merged", _gaps_and_all, MENDED),
+    (FollowerStage, "_send_again", _nothing, MENDED),
+    (LastStage, "_lose_patience", _nothing, TWO_STAGES),
+    (LastStage, "repeat", _nothing, TWO_STAGES),
+    (Worker, "_is_new", _later_requests_only, TWO_STAGES),
+)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "case"), MUTANTS, ids=[f"{name}-{mutant.__name__}" for _, name, mutant, _ in MUTANTS]
+)
+def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant, case) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(Counterexample) as found:
+        case.search()
+    print(found.value)
+
+
+@pytest.mark.parametrize("number", range(WALKS))
+def test_walks_of_chance(number: int) -> None:
+    """Longer texts, more stages and candidates, many faults, and whoever may be next is."""
+    choose = Random(f"{SEED}-{number}")
+    size, k = choose.choice([2, 3, 3, 4]), choose.choice([1, 2, 3])
+    scenario = stages(
+        choose.randint(3, 7),
+        size,
+        *(choose.randrange(k + 1) for _ in range(4)),
+        k=k,
+        boundaries=tuple(choose.randrange(1, size) for _ in range(3)),
+        rows=choose.choice([1, 1, 3]),
+        trees=choose.random() < 0.5,
+        requests=choose.choice([1, 2]),
+        repeats=choose.random() < 0.5,
+    )
+    with small_world():
+        _walk(System(scenario, choose.choice([0, 2, 8, 30])), choose, choose.choice([0.01, 0.03, 0.1]))
+
+
+def _walk(system: System, choose: Random, fault_rate: float) -> None:
+    path = [Move("starts", 0, NOTHING, NOTHING, (), system.first())]
+    while moves := moves_by_chance(system, path, choose, fault_rate):
+        path += moves
+        if len(path) > _MOST_MOVES:
+            raise counterexample(system, path, "no end")
