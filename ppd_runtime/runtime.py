@@ -15,11 +15,12 @@ from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
 from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, SamplingParams, runtime_config
 from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts, expected_first_boundary
+from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
-from ppd_runtime.launch.startup import check_ray, start_workers, transport_here
+from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
@@ -106,7 +107,7 @@ class PPDRuntime(TextGenerator):
         shape = f"exit after layer {self.exit_layer} of {layers}, {subs}"
         if cuts := self.cuts:
             shape = f"{len(cuts) + 1} stages cut after layers {', '.join(map(str, cuts))} of {layers}"
-        layout = f"k={config.k}, {shape}, transport {config.transport}"
+        layout = f"k={self._specs[MAIN].k}, {shape}, transport {config.transport}"
         state = "closed" if self._closed else "running" if self._workers else "not started"
         return f"PPDRuntime({self.info.name!r}, {layout}, {self.device}, {self.dtype}, {state})"
 
@@ -121,6 +122,7 @@ class PPDRuntime(TextGenerator):
             if self._workers is None and not self._closed:
                 if self.device == "cpu" and (crowding := self._share.crowding()):
                     logger.warning(crowding)
+                self._specs = prepare(self._specs, self.config, self.launcher, self._progress)
                 self._workers = start_workers(self._specs, self.config, self.launcher, self._progress)
                 self._share.begin()
                 self._closing = ShutdownGuard(self._workers)
@@ -141,8 +143,17 @@ class PPDRuntime(TextGenerator):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The staged layout's borders, each the number of layers before it; empty in the paper's layout."""
+        """The staged layout's borders, each the number of layers before it; empty in the paper's layout.
+
+        Where they were not given, they are even until the workers start.
+        """
         return self._specs[MAIN].cuts
+
+    @property
+    def layout(self) -> StagedLayout | None:
+        """The staged layout's cuts, rows and k, which are chosen when the workers start; None in the paper's layout."""
+        spec = self._specs[MAIN]
+        return StagedLayout(spec.cuts, spec.rows, spec.k, spec.row_cost) if spec.cuts else None
 
     @property
     def restarts(self) -> int:
@@ -192,7 +203,7 @@ class PPDRuntime(TextGenerator):
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
-            yield _totals(call, self._trace(call.reports))
+            yield replace(_totals(call, self._trace(call.reports)), layout=self.layout)
         except RuntimeError:
             self.close()
             raise
@@ -211,8 +222,11 @@ class PPDRuntime(TextGenerator):
     def _trace(self, reports: RequestReports) -> Trace | None:
         if not self._traced:
             return None
-        exit_layer = None if self.cuts else self.exit_layer
-        return Trace(self.info.num_layers, exit_layer, self._conditions, reports.processes(), self.cuts)
+        processes = reports.processes()
+        if layout := self.layout:
+            rows, k = layout.rows, layout.k
+            return Trace(self.info.num_layers, None, self._conditions, processes, layout.cuts, rows, k)
+        return Trace(self.info.num_layers, self.exit_layer, self._conditions, processes)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         if told := sum(totals.first_boundary):
@@ -297,10 +311,12 @@ def _worker_specs(
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
+    joins = config.stages is not None and dtype == torch.float32 and device == "cpu"
+    rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
     return [
         WorkerSpec(
             rank=rank,
-            k=config.k,
+            k=config.num_candidates,
             num_subs=config.num_subs,
             info=info,
             exit_layer=exit_layer,
@@ -311,7 +327,7 @@ def _worker_specs(
             emulate=emulate,
             run_ahead=config.run_ahead,
             cuts=cuts,
-            rows=config.rows,
+            rows=rows,
             repetitions=config.repetitions,
         )
         for rank in range(processes)

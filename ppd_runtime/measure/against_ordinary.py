@@ -73,7 +73,7 @@ def _pair(
 def _cores(runtime: PPDRuntime) -> list[int]:
     """The cores of the runtime's workers; where they share what there is, all of that."""
     config = runtime.config
-    needed = (1 + (config.workers or config.k)) * config.threads_per_worker
+    needed = (1 + config.num_subs) * config.threads_per_worker
     return [core for cores in assign_cores(min(needed, available_cores()), 1) for core in cores]
 
 

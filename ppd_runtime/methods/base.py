@@ -230,6 +230,7 @@ class _Request:
             sub_layer_passes=totals.sub_layer_passes,
             sub_coherence_layer_passes=totals.sub_coherence_layer_passes,
             first_boundary=totals.first_boundary,
+            layout=totals.layout,
             speculation=totals.speculation,
             **{field.name: getattr(totals.path, field.name) for field in fields(totals.path)},
         )

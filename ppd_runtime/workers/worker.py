@@ -258,6 +258,7 @@ class Worker:
                 self._calibration,
                 spec.repetitions,
                 only_chains=spec.emulate is None,
+                row_cost=spec.row_cost,
             )
             self._drive(first.serve(), begin.request)
             self._attempt = first.begin.epoch
