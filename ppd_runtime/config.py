@@ -221,6 +221,11 @@ class RuntimeConfig:
     one by one. Whatever is given, a further token runs where its chance is above what it adds to the pass' time."""
     repetitions: bool = True
     """With `stages`, also name what followed the same tokens earlier in the text, which needs no layer."""
+    guess_vocab: int | None = None
+    """With `stages`, guess among so many tokens only, the most frequent ones; default: the whole vocabulary. Boundaries
+    hold and multiply only those rows of the head."""
+    guess_counts: str | None = None
+    """A JSON file of token ids and counts, by which `guess_vocab` chooses; default: the tokenizer's order."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -232,7 +237,8 @@ class RuntimeConfig:
     `benchmarks.siblings`)."""
     exit_head: "str | OracleHead" = SHARED
     """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
-    folder. An `OracleHead` is for tests and benchmarks."""
+    folder. With `stages` a folder of such folders is taken too: each head serves the boundary behind its layer, the
+    others share the model's. An `OracleHead` is for tests and benchmarks."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
@@ -311,7 +317,7 @@ class RuntimeConfig:
             self._check_cuts()
         if self.stages is None:
             check_workers(self.num_candidates, self.workers)
-            for name, usual in (("rows", None), ("repetitions", True)):
+            for name, usual in (("rows", None), ("repetitions", True), ("guess_vocab", None), ("guess_counts", None)):
                 if (value := getattr(self, name)) != usual:
                     raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
@@ -321,10 +327,10 @@ class RuntimeConfig:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
-        if self.exit_head != SHARED:
-            raise ValueError(
-                f"exit_head={self.exit_head!r:.200} with stages={self.stages}: boundaries use the model's own head"
-            )
+        if self.guess_vocab is not None:
+            check_int("guess_vocab", self.guess_vocab, 1)
+        elif self.guess_counts is not None:
+            raise ValueError(f"guess_counts={self.guess_counts!r:.200}: is for guess_vocab, give that too")
 
     def _check_cuts(self) -> None:
         if not isinstance(self.cuts, tuple) or not self.cuts:
@@ -341,7 +347,7 @@ class RuntimeConfig:
 
     def _name_objects(self) -> None:
         """Put names in the place of paths and of PyTorch's dtypes."""
-        for name in ("model", "exit_head"):
+        for name in ("model", "exit_head", "guess_counts"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         if type(self.dtype).__module__ == "torch":
@@ -408,6 +414,10 @@ class RuntimeConfig:
             raise ValueError(f"the model has {num_layers} layer: pipelined decoding needs at least 2")
         if self.k is not None and self.k > vocab_size:
             raise ValueError(f"k={self.k} is more than the {vocab_size} tokens of the vocabulary: choose fewer")
+        if self.guess_vocab is not None and self.guess_vocab > vocab_size:
+            raise ValueError(f"guess_vocab={self.guess_vocab}: the vocabulary has {vocab_size} tokens, choose fewer")
+        if self.k is not None and self.guess_vocab is not None and self.k > self.guess_vocab:
+            raise ValueError(f"k={self.k} is more than guess_vocab={self.guess_vocab} tokens: choose fewer")
         exit_layer = math.ceil(num_layers / 2) if self.exit_layer is None else self.exit_layer
         check_int("exit_layer", exit_layer)
         check_exit_layer(exit_layer, num_layers)

@@ -117,6 +117,8 @@ class Stats(PathStats):
     counts."""
     layout: StagedLayout | None = None
     """The staged layout's cuts, rows and k, where they were chosen too; None for other layouts."""
+    outside_guess_vocab: int = 0
+    """New tokens that no boundary could name, since they are not among those of `guess_vocab`."""
     speculation: Speculation | None = None
     """Drafts and verifications of a self-speculative method; None for other ways of decoding."""
 

@@ -48,6 +48,8 @@ class StagedLayout:
     """Candidates at each boundary."""
     row_cost: float = 0.0
     """What a further row of a pass adds, as a share of the first one's time: the chance that it has to have."""
+    guess_vocab: int | None = None
+    """Tokens that boundaries guess among; None: the whole vocabulary."""
 
 
 def balanced_cuts(num_layers: int, stages: int, costs: StageCosts) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ppd_runtime import __version__
-from ppd_runtime.config import USUAL_K, RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig, SamplingParams
 from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.files.cache_folder import capabilities, with_way_out
 from ppd_runtime.files.findings import kept_finding
@@ -24,11 +24,12 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling import Sampler, ShortlistSampler
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 _LAYERS = 2  # are run, so that what a call takes does not count with one layer
+_GUESSES = 1  # rank of the first stage
 _PROMPT = [0, 1, 2, 3]
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_SECONDS = 3, 25, 0.1
 
@@ -43,8 +44,9 @@ def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progre
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
     costs = _emulated_costs(main.emulate) if main.emulate else None
     if main.emulate is None and not (cuts and config.rows):
-        costs = _kept_costs(main, progress)
-    layout = choose_layout(main.info.num_layers, stages, costs, cuts, config.rows, config.k, main.info.vocab_size)
+        costs = _kept_costs(specs[_GUESSES], progress)
+    most_k = config.guess_vocab or main.info.vocab_size
+    layout = choose_layout(main.info.num_layers, stages, costs, cuts, config.rows, config.k, most_k)
     logger.info("stages cut after layers %s, rows=%d, k=%d", layout.cuts, layout.rows, layout.k)
     row_cost = 0.0 if config.rows and not main.emulate else layout.row_cost
     chosen = [replace(spec, cuts=layout.cuts, rows=layout.rows, k=layout.k, row_cost=row_cost) for spec in specs]
@@ -52,8 +54,8 @@ def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progre
 
 
 def _needed(spec: WorkerSpec) -> set[int]:
-    """Of the code that there is, what the chosen rows need."""
-    return set(spec.code) & (spec.pass_kinds | {PassKind.HEAD})
+    """Of the code that there is, what the chosen rows need; the head's is for the whole vocabulary."""
+    return set(spec.code) & (spec.pass_kinds if spec.guess_tokens else spec.pass_kinds | {PassKind.HEAD})
 
 
 def _emulated_costs(device: EmulatedDevice) -> StageCosts:
@@ -63,7 +65,7 @@ def _emulated_costs(device: EmulatedDevice) -> StageCosts:
 
 
 def _kept_costs(spec: WorkerSpec, progress: Progress) -> StageCosts | None:
-    """What is known of stages like this one's, measured now where nothing is; None where that cannot be."""
+    """What is known of stages like this one, which guesses, measured now where nothing is; None where it cannot be."""
     if spec.device.startswith("cuda") and not torch.cuda.is_available():
         return None
     try:
@@ -85,6 +87,7 @@ def _about(spec: WorkerSpec) -> dict[str, Any]:
         "dtype": str(spec.dtype),
         "device": spec.device.partition(":")[0],
         "threads": spec.threads,
+        "guess_vocab": len(spec.guess_tokens),
         "code": sorted({path.name for paths in spec.code.values() for path in paths}),
     }
 
@@ -99,10 +102,13 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
             stage = load_stage(spec.info, layers, spec.dtype, spec.device, spec.code)
             rows, sampler = RowStage(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
             head = SharedHead(stage, sampler)
+            if tokens := spec.guess_tokens:
+                guesses = load_stage(spec.info, 1, spec.dtype, spec.device, head_tokens=tokens)
+                head = SharedHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
             rows.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
             hidden = rows.run_prompt(_PROMPT)[:, -1:]
             one, several = (_shortest(partial(_run_pass, rows, size)) for size in (1, MOST_CHOSEN_ROWS))
-            guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], USUAL_K))
+            guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
             final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))
     finally:
         torch.set_num_threads(threads)

@@ -41,6 +41,7 @@ class Totals:
     first_boundary: tuple[int, ...] = ()
     """As `Stats` has it."""
     layout: StagedLayout | None = None
+    outside_guess_vocab: int = 0
 
     def and_then(self, later: "Totals") -> "Totals":
         """Of both parts of a request."""
@@ -54,6 +55,7 @@ class Totals:
             run_lengths=self.run_lengths and later.run_lengths and (*self.run_lengths, *later.run_lengths),
             first_boundary=_sums(self.first_boundary, later.first_boundary),
             layout=later.layout,
+            outside_guess_vocab=self.outside_guess_vocab + later.outside_guess_vocab,
         )
 
 

@@ -103,7 +103,13 @@ def test_a_runtime_measures_once_and_chooses_by_what_was_found(cache, model_fold
     assert result.token_ids == expected
     assert result.stats.layout == StagedLayout((4,), 5, 5, 0.25)
     assert (result.trace.cuts, result.trace.rows, result.trace.k) == ((4,), 5, 5)
-    assert result.to_dict()["stats"]["layout"] == {"cuts": [4], "rows": 5, "k": 5, "row_cost": 0.25}
+    assert result.to_dict()["stats"]["layout"] == {
+        "cuts": [4],
+        "rows": 5,
+        "k": 5,
+        "row_cost": 0.25,
+        "guess_vocab": None,
+    }
     assert _layout(folder, stages=2, rows=2).stats.layout == StagedLayout((4,), 2, 3)
     assert _layout(folder, cuts="2", rows=2, k=1).stats.layout == StagedLayout((2,), 2, 1)
     assert len(list(cache.glob("stages-*.json"))) == 1
