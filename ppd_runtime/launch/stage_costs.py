@@ -1,5 +1,6 @@
 """What a stage's passes and heads take here: measured once for a model's shapes before it is cut, then kept."""
 
+import gc
 import logging
 import platform
 import time
@@ -73,6 +74,10 @@ def _kept_costs(spec: WorkerSpec, progress: Progress) -> StageCosts | None:
     except (OSError, ValueError, RuntimeError) as error:
         logger.warning("stages: even cuts, and passes of one row: %s", with_way_out(error))
         return None
+    finally:
+        if spec.device.startswith("cuda"):  # the workers need the memory
+            gc.collect()
+            torch.cuda.empty_cache()
     return StageCosts.rounded(*numbers)
 
 
@@ -94,7 +99,7 @@ def _about(spec: WorkerSpec) -> dict[str, Any]:
 
 def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float]:
     """`StageCosts`, not rounded yet: of the shortest rounds, for whatever else runs here only ever adds time."""
-    progress("measuring a stage, unless an earlier run has")
+    progress("measuring what a stage takes")
     layers, threads = min(_LAYERS, spec.info.num_layers), torch.get_num_threads()
     torch.set_num_threads(spec.threads)
     try:

@@ -15,7 +15,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead
 from ppd_runtime.models.trained.heads import describe_heads, load_head
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.messages import MAIN, MISS, Guesses, PromptStates, Rows, Token
@@ -67,6 +67,16 @@ def test_heads_stand_at_the_boundaries_behind_their_layers(folder, heads):
     assert found == {0: "shared", 1: "affine", 2: "lm-head"}
     runtime = PPDRuntime(folder, cuts="1,2,3", exit_head=heads / "second")
     assert [getattr(spec.exit_head, "kind", spec.exit_head) for spec in runtime._specs] == [*["shared"] * 3, "lm-head"]
+
+
+def test_an_oracle_is_right_at_the_first_boundary(folder):
+    prompt, told = [1, 2, 3], {"max_new_tokens": 12, "ignore_eos": True}
+    expected = OrdinaryDecoding(folder).generate(prompt, **told).token_ids
+    oracle = OracleHead(((*prompt, *expected),), 1.0, 300)
+    with PPDRuntime(folder, stages=3, k=2, exit_head=oracle, transport="local") as runtime:
+        result = runtime.generate(prompt, **told)
+    assert result.token_ids == expected
+    assert result.stats.first_boundary == (11, 0, 0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
