@@ -36,6 +36,8 @@ _RUNTIME = (
     "cuts",
     "rows",
     "repetitions",
+    "guess_vocab",
+    "guess_counts",
     "exit_layer",
     "exit_head",
     "workers",

@@ -48,6 +48,8 @@ UNSET: Any = object()
 """Stands for an argument that was not given."""
 SHARED = "shared"
 """Names the model's own final norm and head where an exit head is chosen."""
+USUAL_K = 3
+"""Candidates, where nothing says how many."""
 MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
 _MOST = 2**31 - 1
 _MOST_ROWS = 64
@@ -206,18 +208,24 @@ class RuntimeConfig:
 
     model: str = "demo"
     """A local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model."""
-    k: int = 3
-    """Early candidates for each token; with `stages`, at each boundary."""
+    k: int | None = None
+    """Early candidates for each token, 3 by default; with `stages`, at each boundary, as many as suit its `rows`."""
     stages: int | None = None
     """Split the model over so many stages in a row, each layer in one place; default: the paper's layout. Behind each
     stage but the last k tokens are named that may come next, and enter the first stage before the last one decides."""
     cuts: "str | tuple[int, ...] | None" = None
-    """The stages' borders, such as 3,6,9: layers before each; default: as even as can be."""
-    rows: int = 1
-    """Tokens of a stage's pass, at the most. Compiled float32 passes on CPUs run them at once; others one by one, and
-    only tokens that stand one behind the other."""
+    """The stages' borders, such as 3,6,9: layers before each; default: so that all take as long, heads included."""
+    rows: int | None = None
+    """Tokens of a stage's pass, at the most; default: as many as a pass runs with little more time, by measurement.
+    Compiled float32 passes on CPUs run them at once; others one by one, and only tokens that stand one behind the
+    other. Whatever is given, a further token runs where its chance is above what it adds to the pass' time."""
     repetitions: bool = True
     """With `stages`, also name what followed the same tokens earlier in the text, which needs no layer."""
+    guess_vocab: int | None = None
+    """With `stages`, guess among so many tokens only, the most frequent ones; default: the whole vocabulary. Boundaries
+    hold and multiply only those rows of the head."""
+    guess_counts: str | None = None
+    """A JSON file of token ids and counts, by which `guess_vocab` chooses; default: the tokenizer's order."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -229,7 +237,8 @@ class RuntimeConfig:
     `benchmarks.siblings`)."""
     exit_head: "str | OracleHead" = SHARED
     """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
-    folder. An `OracleHead` is for tests and benchmarks."""
+    folder. With `stages` a folder of such folders is taken too: each head serves the boundary behind its layer, the
+    others share the model's. An `OracleHead` is for tests and benchmarks."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
@@ -278,7 +287,10 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         self._name_objects()
-        check_int("k", self.k, 1)
+        if self.k is None and self.stages is None and self.cuts is None:
+            object.__setattr__(self, "k", USUAL_K)
+        if self.k is not None:
+            check_int("k", self.k, 1)
         check_int("threads_per_worker", self.threads_per_worker, 1)
         check_int("max_restarts", self.max_restarts, 0)
         if not isinstance(self.model, str) or not self.model:
@@ -293,18 +305,19 @@ class RuntimeConfig:
             check_bool(name, getattr(self, name))
         if self.workers is not None:
             check_int("workers", self.workers, 1)
-        check_workers(self.k, self.workers)
         self._check_stages()
         self._check_network()
 
     def _check_stages(self) -> None:
-        check_int("rows", self.rows, 1, _MOST_ROWS)
+        if self.rows is not None:
+            check_int("rows", self.rows, 1, _MOST_ROWS)
         if isinstance(self.cuts, str):
             object.__setattr__(self, "cuts", _parsed_cuts(self.cuts))
         if self.cuts is not None:
             self._check_cuts()
         if self.stages is None:
-            for name, usual in (("rows", 1), ("repetitions", True)):
+            check_workers(self.num_candidates, self.workers)
+            for name, usual in (("rows", None), ("repetitions", True), ("guess_vocab", None), ("guess_counts", None)):
                 if (value := getattr(self, name)) != usual:
                     raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
@@ -314,10 +327,10 @@ class RuntimeConfig:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
-        if isinstance(self.exit_head, str) and self.exit_head != SHARED:
-            raise ValueError(
-                f"exit_head={self.exit_head!r:.200} with stages={self.stages}: boundaries use the model's own head"
-            )
+        if self.guess_vocab is not None:
+            check_int("guess_vocab", self.guess_vocab, 1)
+        elif self.guess_counts is not None:
+            raise ValueError(f"guess_counts={self.guess_counts!r:.200}: is for guess_vocab, give that too")
 
     def _check_cuts(self) -> None:
         if not isinstance(self.cuts, tuple) or not self.cuts:
@@ -334,7 +347,7 @@ class RuntimeConfig:
 
     def _name_objects(self) -> None:
         """Put names in the place of paths and of PyTorch's dtypes."""
-        for name in ("model", "exit_head"):
+        for name in ("model", "exit_head", "guess_counts"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         if type(self.dtype).__module__ == "torch":
@@ -388,14 +401,23 @@ class RuntimeConfig:
         """Processes beside the main one, which decides: sub-processes, or the stages before the last."""
         if self.stages is not None:
             return self.stages - 1
-        return self.k if self.workers is None else self.workers
+        return self.num_candidates if self.workers is None else self.workers
+
+    @property
+    def num_candidates(self) -> int:
+        """k; with stages, where it is not given, what it is until it has been chosen."""
+        return self.k or USUAL_K
 
     def check_against(self, num_layers: int, vocab_size: int) -> int:
         """The exit layer for a model of `num_layers` layers; raises ValueError for a k or exit layer it lacks."""
         if num_layers < 2:
             raise ValueError(f"the model has {num_layers} layer: pipelined decoding needs at least 2")
-        if self.k > vocab_size:
+        if self.k is not None and self.k > vocab_size:
             raise ValueError(f"k={self.k} is more than the {vocab_size} tokens of the vocabulary: choose fewer")
+        if self.guess_vocab is not None and self.guess_vocab > vocab_size:
+            raise ValueError(f"guess_vocab={self.guess_vocab}: the vocabulary has {vocab_size} tokens, choose fewer")
+        if self.k is not None and self.guess_vocab is not None and self.k > self.guess_vocab:
+            raise ValueError(f"k={self.k} is more than guess_vocab={self.guess_vocab} tokens: choose fewer")
         exit_layer = math.ceil(num_layers / 2) if self.exit_layer is None else self.exit_layer
         check_int("exit_layer", exit_layer)
         check_exit_layer(exit_layer, num_layers)

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.trace import Trace
 
@@ -114,6 +115,10 @@ class Stats(PathStats):
     """Tokens that boundary 1, 2, … of the staged layout was the first to name, and last those that none named; empty in
     other layouts. What the text's repetitions named counts with boundary 1; a first stage that was lost has lost its
     counts."""
+    layout: StagedLayout | None = None
+    """The staged layout's cuts, rows and k, where they were chosen too; None for other layouts."""
+    outside_guess_vocab: int = 0
+    """New tokens that no boundary could name, since they are not among those of `guess_vocab`."""
     speculation: Speculation | None = None
     """Drafts and verifications of a self-speculative method; None for other ways of decoding."""
 

@@ -15,11 +15,12 @@ from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
 from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, SamplingParams, runtime_config
 from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts, expected_first_boundary
+from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
-from ppd_runtime.launch.startup import check_ray, start_workers, transport_here
+from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
@@ -27,7 +28,8 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.models.trained.heads import HeadInfo, describe_head
+from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
+from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.tracing.trace import Trace
@@ -36,6 +38,8 @@ from ppd_runtime.transport.sockets import check_collective
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
+Heads = dict[int, HeadInfo] | OracleHead
+"""Trained heads by their layers; none: the shared one."""
 
 
 @takes_settings(RuntimeConfig)
@@ -73,14 +77,14 @@ class PPDRuntime(TextGenerator):
         if self.launcher == "ray":
             check_ray(self.config)
         info = describe(self.config.model)
-        head = _find_head(self.config.exit_head, info)
-        if isinstance(head, HeadInfo) and self.config.exit_layer is None:
-            self.config = replace(self.config, exit_layer=head.exit_layer)
+        heads = _find_heads(self.config, info)
+        self.config = _with_layers_of(heads, self.config)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
-        if isinstance(head, HeadInfo):
-            head.check_layers([self.exit_layer])
+        if isinstance(heads, dict) and not self.config.stages:
+            for head in heads.values():
+                head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info))
-        self._specs = _worker_specs(self.config, self.launcher, info, self.exit_layer, head, emulate)
+        self._specs = _worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
         self._share = self._place_workers()
         self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
@@ -106,7 +110,7 @@ class PPDRuntime(TextGenerator):
         shape = f"exit after layer {self.exit_layer} of {layers}, {subs}"
         if cuts := self.cuts:
             shape = f"{len(cuts) + 1} stages cut after layers {', '.join(map(str, cuts))} of {layers}"
-        layout = f"k={config.k}, {shape}, transport {config.transport}"
+        layout = f"k={self._specs[MAIN].k}, {shape}, transport {config.transport}"
         state = "closed" if self._closed else "running" if self._workers else "not started"
         return f"PPDRuntime({self.info.name!r}, {layout}, {self.device}, {self.dtype}, {state})"
 
@@ -121,6 +125,7 @@ class PPDRuntime(TextGenerator):
             if self._workers is None and not self._closed:
                 if self.device == "cpu" and (crowding := self._share.crowding()):
                     logger.warning(crowding)
+                self._specs = prepare(self._specs, self.config, self.launcher, self._progress)
                 self._workers = start_workers(self._specs, self.config, self.launcher, self._progress)
                 self._share.begin()
                 self._closing = ShutdownGuard(self._workers)
@@ -141,8 +146,18 @@ class PPDRuntime(TextGenerator):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The staged layout's borders, each the number of layers before it; empty in the paper's layout."""
+        """The staged layout's borders, each the number of layers before it; empty in the paper's layout.
+
+        Where they were not given, they are even until the workers start.
+        """
         return self._specs[MAIN].cuts
+
+    @property
+    def layout(self) -> StagedLayout | None:
+        """The staged layout's cuts, rows and k, which are chosen when the workers start; None in the paper's layout."""
+        spec = self._specs[MAIN]
+        guess_vocab = self.config.guess_vocab
+        return StagedLayout(spec.cuts, spec.rows, spec.k, spec.row_cost, guess_vocab) if spec.cuts else None
 
     @property
     def restarts(self) -> int:
@@ -183,16 +198,19 @@ class PPDRuntime(TextGenerator):
         assert workers is not None
         request, self._next_request = self._next_request, self._next_request + 1
         ending.start_clock()
+        outside, guessable = 0, frozenset(self._specs[-1].guess_tokens)
         call = RequestClient(workers, Begin(CLIENT, request, prompt_ids, params, live, self._traced), ending)
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
+                outside += bool(guessable) and message.token_id not in guessable
                 known = not (last or self.config.stages)  # stages tell at the end who was right
                 yield Step(message.token_id, message.winner != MISS if known else None, last)
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
-            yield _totals(call, self._trace(call.reports, workers))
+            totals = _totals(call, self._trace(call.reports, workers))
+            yield replace(totals, layout=self.layout, outside_guess_vocab=outside)
         except RuntimeError:
             self.close()
             raise
@@ -211,9 +229,11 @@ class PPDRuntime(TextGenerator):
     def _trace(self, reports: RequestReports, workers: Workers) -> Trace | None:
         if not self._traced:
             return None
-        exit_layer = None if self.cuts else self.exit_layer
         processes = reports.processes(workers.supervisor.name_of)
-        return Trace(self.info.num_layers, exit_layer, self._conditions, processes, self.cuts)
+        if layout := self.layout:
+            rows, k = layout.rows, layout.k
+            return Trace(self.info.num_layers, None, self._conditions, processes, layout.cuts, rows, k)
+        return Trace(self.info.num_layers, self.exit_layer, self._conditions, processes)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         if told := sum(totals.first_boundary):
@@ -263,12 +283,44 @@ def _totals(call: RequestClient, trace: Trace | None) -> Totals:
     )
 
 
-def _find_head(exit_head: str | OracleHead, info: ModelInfo) -> str | HeadInfo | OracleHead:
-    if isinstance(exit_head, OracleHead) or exit_head == SHARED:
+def _find_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
+    exit_head = config.exit_head
+    if isinstance(exit_head, OracleHead):
         return exit_head
+    if exit_head == SHARED:
+        return {}
     if not isinstance(exit_head, str):
         raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
-    return describe_head(exit_head, info)
+    if config.stages:
+        return describe_heads(exit_head, info)
+    head = describe_head(exit_head, info)
+    return {head.exit_layer: head}
+
+
+def _with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
+    """The settings with the exit layer, or cuts, of trained heads where they are not given; ValueError for others."""
+    if isinstance(heads, OracleHead) or not heads:
+        return config
+    layers = tuple(sorted(heads))
+    if config.stages is None:
+        return replace(config, exit_layer=layers[0]) if config.exit_layer is None else config
+    if config.cuts is None and len(layers) == config.stages - 1:
+        return replace(config, cuts=layers)
+    if others := [layer for layer in layers if layer not in (config.cuts or ())]:
+        raise ValueError(
+            f"exit_head={config.exit_head!r} was trained for layer {others[0]}, behind which there is no boundary: "
+            "choose cuts with the heads' layers among them"
+        )
+    return config
+
+
+def _head_of(rank: int, heads: Heads, cuts: tuple[int, ...]) -> str | HeadInfo | OracleHead:
+    """A worker's exit head; of stages, the one behind whose layer its boundary lies."""
+    if isinstance(heads, OracleHead):
+        return heads
+    if not cuts:
+        return next(iter(heads.values()), SHARED)
+    return SHARED if rank == MAIN else heads.get(cuts[rank - 1], SHARED)
 
 
 def _cuts(config: RuntimeConfig, num_layers: int) -> tuple[int, ...]:
@@ -287,7 +339,7 @@ def _worker_specs(
     launcher: str,
     info: ModelInfo,
     exit_layer: int,
-    exit_head: str | HeadInfo | OracleHead,
+    heads: Heads,
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
     by_ray = launcher == "ray"
@@ -298,21 +350,27 @@ def _worker_specs(
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
+    joins = config.stages is not None and dtype == torch.float32 and device == "cpu"
+    rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
+    guess_tokens: tuple[int, ...] = ()
+    if config.guess_vocab is not None:
+        guess_tokens = shortlist(config.guess_vocab, info.vocab_size, config.guess_counts)
     return [
         WorkerSpec(
             rank=rank,
-            k=config.k,
+            k=config.num_candidates,
             num_subs=config.num_subs,
             info=info,
             exit_layer=exit_layer,
             dtype=dtype,
             device=devices[rank],
             threads=config.threads_per_worker,
-            exit_head=exit_head,
+            exit_head=_head_of(rank, heads, cuts),
             emulate=emulate,
             run_ahead=config.run_ahead,
             cuts=cuts,
-            rows=config.rows,
+            rows=rows,
+            guess_tokens=() if rank == MAIN else guess_tokens,
             repetitions=config.repetitions,
         )
         for rank in range(processes)

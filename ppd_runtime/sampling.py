@@ -263,6 +263,31 @@ class Draws:
         return int(up_to_each.searchsorted(below, side="right"))
 
 
+class ShortlistSampler:
+    """Ranks the tokens of a shortlist, from their logits alone, as a sampler would if there were no others.
+
+    Args:
+        sampler: the request's.
+        tokens: the shortlist, ascending.
+        vocab_size: the model's.
+    """
+
+    def __init__(self, sampler: Sampler, tokens: Sequence[int], vocab_size: int) -> None:
+        self._sampler, self._tokens, self._vocab_size = sampler, tokens, vocab_size
+
+    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """As `Sampler.rank`, from `[len(tokens)]` logits."""
+        return [token for token, _ in self.guesses(logits, history, k)]
+
+    def guesses(self, logits: Tensor, history: Sequence[int], k: int) -> list[tuple[int, float]]:
+        """As `Sampler.guesses`, from `[len(tokens)]` logits."""
+        if self._sampler.plain:
+            return [(self._tokens[place], chance) for place, chance in self._sampler.guesses(logits, history, k)]
+        whole = logits.new_full((self._vocab_size,), -math.inf)  # penalties and noise go by a token's own number
+        whole[torch.tensor(self._tokens, device=logits.device)] = logits
+        return self._sampler.guesses(whole, history, k)
+
+
 class TimedSampler(Sampler):
     """A sampler whose choices are spans of a process' time."""
 

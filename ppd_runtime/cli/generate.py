@@ -66,6 +66,8 @@ _LAYOUT = (
     "cuts",
     "rows",
     "repetitions",
+    "guess_vocab",
+    "guess_counts",
     "exit_head",
     "workers",
     "transport",

@@ -11,6 +11,7 @@ from ppd_runtime.imports import whole_imports
 from ppd_runtime.launch.base import Workers
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, ray_is_initialized
 from ppd_runtime.launch.processes import ProcessWorkers
+from ppd_runtime.launch.stage_costs import with_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.launch.threads import LocalWorkers
 from ppd_runtime.models.opening import compile_ahead, share_weights
@@ -41,12 +42,14 @@ def transport_here(transport: str, specs: Sequence[WorkerSpec]) -> str:
 
 
 def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> Workers:
-    """Prepare code and weights, and start the workers with a launcher that `choose_launcher` gave."""
-    specs = _prepared(specs, config, launcher, progress)
-    if config.num_subs < config.k and specs[MAIN].dtype != torch.float32:
+    """Start the workers that `prepare` gave with a launcher that `choose_launcher` gave."""
+    if not config.stages and config.num_subs < config.num_candidates and specs[MAIN].dtype != torch.float32:
         kind = str(specs[MAIN].dtype).removeprefix("torch.")
         logger.warning(
-            "workers=%d with k=%d in %s: a token may differ, see docs/limits.md", config.num_subs, config.k, kind
+            "workers=%d with k=%d in %s: a token may differ, see docs/limits.md",
+            config.num_subs,
+            config.num_candidates,
+            kind,
         )
     if launcher == "threads":
         return LocalWorkers(specs, config.max_restarts, progress)
@@ -59,7 +62,8 @@ def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str,
     return RayWorkers(specs, config, progress)
 
 
-def _prepared(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> list[WorkerSpec]:
+def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> list[WorkerSpec]:
+    """Make code and weights ready, and choose what stages are to be chosen by measurement."""
     if config.compile:
         progress("compiling, unless an earlier run has")
         main = specs[MAIN]
@@ -70,4 +74,4 @@ def _prepared(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, pro
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
-    return specs
+    return with_layout(specs, config, progress) if config.stages else specs

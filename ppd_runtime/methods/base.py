@@ -230,6 +230,8 @@ class _Request:
             sub_layer_passes=totals.sub_layer_passes,
             sub_coherence_layer_passes=totals.sub_coherence_layer_passes,
             first_boundary=totals.first_boundary,
+            layout=totals.layout,
+            outside_guess_vocab=totals.outside_guess_vocab,
             speculation=totals.speculation,
             **{field.name: getattr(totals.path, field.name) for field in fields(totals.path)},
         )

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.config import SamplingParams
+from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import PathStats, Speculation, run_lengths
 from ppd_runtime.text import StopRule
@@ -39,6 +40,8 @@ class Totals:
     """None: as hits and misses have it."""
     first_boundary: tuple[int, ...] = ()
     """As `Stats` has it."""
+    layout: StagedLayout | None = None
+    outside_guess_vocab: int = 0
 
     def and_then(self, later: "Totals") -> "Totals":
         """Of both parts of a request."""
@@ -51,6 +54,8 @@ class Totals:
             speculation=self.speculation and later.speculation and self.speculation.and_then(later.speculation),
             run_lengths=self.run_lengths and later.run_lengths and (*self.run_lengths, *later.run_lengths),
             first_boundary=_sums(self.first_boundary, later.first_boundary),
+            layout=later.layout,
+            outside_guess_vocab=self.outside_guess_vocab + later.outside_guess_vocab,
         )
 
 

@@ -21,9 +21,10 @@ def load_stage(
     code: Mapping[int, Sequence[Path]] | None = None,
     emulate: EmulatedDevice | None = None,
     first: int = 0,
+    head_tokens: Sequence[int] = (),
 ) -> Stage:
     """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
-    model = load_layers(info, last, dtype, device, first)
+    model = load_layers(info, last, dtype, device, first, head_tokens)
     compiled = None
     if code:
         from ppd_runtime.models.compiled.passes import CompiledLayers  # only compiled code needs all that it imports

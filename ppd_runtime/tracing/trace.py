@@ -42,6 +42,10 @@ class Trace:
     """By rank, the main process first; those of lost sub-processes are missing."""
     cuts: tuple[int, ...] = ()
     """The staged layout's borders; the main process is its last stage."""
+    rows: int | None = None
+    """Of a pass of the staged layout, at the most."""
+    k: int | None = None
+    """Candidates at each of its boundaries."""
 
     def and_then(self, later: "Trace") -> "Trace":
         """Of both parts of a request; of a process that was replaced meanwhile, the new one's."""
@@ -88,6 +92,8 @@ class Trace:
                 "num_layers": self.num_layers,
                 "exit_layer": self.exit_layer,
                 "cuts": list(self.cuts),
+                "rows": self.rows,
+                "k": self.k,
                 "processes": [
                     {
                         "name": self.name(process.rank),

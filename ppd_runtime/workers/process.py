@@ -51,6 +51,7 @@ def read_spec(fields: dict[str, Any]) -> WorkerSpec:
             "exit_head": _read_head(fields["exit_head"]),
             "cores": tuple(fields["cores"]),
             "cuts": tuple(fields["cuts"]),
+            "guess_tokens": tuple(fields["guess_tokens"]),
             "code": {int(num_candidates): tuple(map(Path, files)) for num_candidates, files in fields["code"].items()},
             "emulate": fields["emulate"] and EmulatedDevice(**fields["emulate"]),
         }

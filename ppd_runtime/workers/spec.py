@@ -43,6 +43,10 @@ class WorkerSpec:
     """The staged layout's borders, each the number of layers before it; empty: the paper's layout."""
     rows: int = 1
     """Of a pass of the staged layout, at the most."""
+    guess_tokens: tuple[int, ...] = ()
+    """Those that its boundary's head guesses among, ascending; empty: the whole vocabulary."""
+    row_cost: float = 0.0
+    """What a further one of them adds to a pass, as a share of the first one's time."""
     repetitions: bool = True
     """Whether the staged layout has candidates from the text's own repetitions."""
 

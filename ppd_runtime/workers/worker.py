@@ -49,7 +49,7 @@ from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.process_names import named_process
 from ppd_runtime.results import PathStats
-from ppd_runtime.sampling import Sampler, TimedSampler
+from ppd_runtime.sampling import Sampler, ShortlistSampler, TimedSampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind
@@ -91,10 +91,19 @@ class Worker:
         torch.set_num_threads(spec.threads)
         with current_device(spec.device):
             self.stage = load_stage(
-                spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.emulate, spec.first_layer
+                spec.info,
+                spec.num_layers,
+                spec.dtype,
+                spec.device,
+                spec.code,
+                spec.emulate,
+                spec.first_layer,
+                spec.guess_tokens,
             )
             head = None if spec.rank == MAIN else spec.exit_head
-            self._trained_head = load_head(head, self.stage.model) if isinstance(head, HeadInfo) else None
+            self._trained_head = (
+                load_head(head, self.stage.model, spec.guess_tokens) if isinstance(head, HeadInfo) else None
+            )
         head_start = spec.info.num_layers - spec.exit_layer
         self._validator = MessageValidator(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
         self._recorder = self.stage.recorder
@@ -265,6 +274,7 @@ class Worker:
                 self._calibration,
                 spec.repetitions,
                 only_chains=spec.emulate is None and stage.most_together == 1,
+                row_cost=spec.row_cost,
             )
             self._drive(first.serve(), begin.request)
             self._attempt = first.begin.epoch
@@ -280,11 +290,14 @@ class Worker:
             self._endpoint.send(CLIENT, message)
 
     def _exit_head(self, sampler: Sampler) -> OracleHead | TrainedHead | SharedHead:
-        if isinstance(self.spec.exit_head, OracleHead):
-            return self.spec.exit_head
+        spec = self.spec
+        if isinstance(spec.exit_head, OracleHead):
+            return spec.exit_head
+        tokens = spec.guess_tokens
+        ranking = ShortlistSampler(sampler, tokens, spec.info.vocab_size) if tokens else sampler
         if self._trained_head is not None:
-            return TrainedHead(self._trained_head, sampler, self._recorder)
-        return SharedHead(self.stage, sampler)
+            return TrainedHead(self._trained_head, ranking, self._recorder)
+        return SharedHead(self.stage, ranking)
 
     def _drive(self, machine: Machine, request: int) -> None:
         """Run a machine to its end: grant its wishes with messages of its request."""

@@ -192,7 +192,6 @@ def test_stops_may_stand_alone(given_stop: object, expected: tuple[str, ...]) ->
         ("k", 2.0),
         ("k", True),
         ("k", "3"),
-        ("k", None),
         ("threads_per_worker", 0),
         ("threads_per_worker", 1.0),
         ("compile", 1),

@@ -101,7 +101,6 @@ def test_a_stage_without_the_layers_before_it_gives_the_same_bits(model_folder):
         ({"cuts": "1,2", "stages": 4}, "cuts=1,2 with stages=4: 2 borders make 3 stages"),
         ({"stages": 2, "exit_layer": 2}, "exit_layer=2 with stages=2: is for the paper's layout"),
         ({"stages": 2, "workers": 1}, "workers=1 with stages=2: is for the paper's layout"),
-        ({"stages": 2, "exit_head": "folder"}, "exit_head='folder' with stages=2"),
         ({"stages": 2, "rows": 0}, "rows=0: must be at least 1"),
         ({"rows": 2}, "rows=2: is for the staged layout"),
         ({"repetitions": False}, "repetitions=False: is for the staged layout"),

@@ -296,7 +296,7 @@ def test_signatures_show_every_setting_with_type_and_default() -> None:
     assert {*shown} - {field.name for field in fields(RuntimeConfig)} == {"config", "emulate", "progress"}
     for ways, own in ((OrdinaryDecoding, {"emulate"}), (SelfSpeculativeDecoding, {"method", "acceptance", "stage"})):
         assert {*inspect.signature(ways).parameters} == {*IN_PROCESS_SETTINGS} | own
-    assert "k: int = 3" in pydoc.plain(pydoc.render_doc(PPDRuntime))
+    assert "k: int | None = None" in pydoc.plain(pydoc.render_doc(PPDRuntime))
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "layerskip", "adaspeed", "swift"])

@@ -1,19 +1,17 @@
 """Which dtype is fastest for one-token passes on this machine's CPU: measured once for a model's shapes, then kept."""
 
-import json
 import logging
 import platform
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ppd_runtime.files.cache_folder import cache_folder, capabilities, ingredients_name, with_way_out
-from ppd_runtime.files.checksummed import find, keep
+from ppd_runtime.files.cache_folder import capabilities, with_way_out
+from ppd_runtime.files.findings import kept_finding
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native import library as native
@@ -73,22 +71,9 @@ def _kept_ratio(shapes: Sequence[Shape], num_layers: int, stored: torch.dtype, t
         "dtype": str(stored),
         "threads": threads,
     }
-    folder, name = cache_folder(), f"dtype-{ingredients_name(about)}"
-    path = find(folder, name, ".json")
-    if not path:
-        path = _keep(folder, name, about | {"float32_over_dtype": measure_ratio(shapes, num_layers, stored, threads)})
-    try:
-        return float(json.loads(path.read_text())["float32_over_dtype"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
-
-
-def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:
-    """Write what was found, unless another process was quicker: then its finding stays."""
-    with tempfile.TemporaryDirectory(prefix="ppd-finding-") as making:
-        made = Path(making, "finding.json")
-        made.write_text(json.dumps(finding, indent=2) + "\n")
-        return keep(made, folder, name, ".json")
+    measure = partial(measure_ratio, shapes, num_layers, stored, threads)
+    (ratio,) = kept_finding("dtype", about, ["float32_over_dtype"], lambda: [measure()])
+    return ratio
 
 
 def _weights(shapes: Sequence[Shape], num_layers: int, dtype: torch.dtype) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +24,14 @@ _MOST_IN_LARGE_PAGES = 2**30
 """Bytes of weights up to which compiled code gets a copy that Linux maps in large pages, however they are stored."""
 
 
-def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str, first: int = 0) -> PreTrainedModel:
+def load_layers(
+    info: ModelInfo, last: int, dtype: torch.dtype, device: str, first: int = 0, head_tokens: Sequence[int] = ()
+) -> PreTrainedModel:
     """A causal language model with the embedding, layers 1 to `last` of the original, the final norm and the head.
 
     Without the `first` ones of these layers: they stand there, so that all keep their numbers, but have no memory. Then
-    the embedding has none either, unless the head shares it.
+    the embedding has none either, unless the head shares it. With `head_tokens` the head has just these rows, and gives
+    the logits of these tokens.
 
     Only these tensors are read from the files, mapped into memory; on CPUs in another dtype from a copy of the files
     that is kept, so that all processes of a host share them. With `last` below the model's depth this is what a
@@ -54,9 +57,20 @@ def load_layers(info: ModelInfo, last: int, dtype: torch.dtype, device: str, fir
     ):
         if names:
             raise ValueError(f"model {info.name!r}: its files {complaint} {names[0]} ({len(names)} tensors in all)")
+    if head_tokens:
+        model.lm_head = _some_rows(model.lm_head, torch.tensor(head_tokens))
     model = _moved(model, device, first).eval()
     _check_cuts(info, model)
     return model
+
+
+@torch.no_grad()
+def _some_rows(head: nn.Linear, tokens: Tensor) -> nn.Linear:
+    """A head for these tokens alone, which shares no memory with the whole one."""
+    short = nn.Linear(head.in_features, len(tokens), head.bias is not None, dtype=head.weight.dtype)
+    for name, weights in head.named_parameters():
+        setattr(short, name, nn.Parameter(weights[tokens], requires_grad=False))
+    return short
 
 
 def _placeholders(config: PretrainedConfig, layers: range, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.heads import HeadNetwork
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling import Sampler, ShortlistSampler
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -38,7 +38,7 @@ class BoundaryHead(Protocol):
 class SharedHead:
     """The model's own final norm and head, as the paper's untrained rows use them, ranked with the shared noise."""
 
-    def __init__(self, stage: Stage, sampler: Sampler) -> None:
+    def __init__(self, stage: Stage, sampler: Sampler | ShortlistSampler) -> None:
         self._stage, self._sampler = stage, sampler
 
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
@@ -54,7 +54,9 @@ class SharedHead:
 class TrainedHead:
     """A head trained for the exit layer, as the paper's trained rows use it, ranked with the shared noise."""
 
-    def __init__(self, network: HeadNetwork, sampler: Sampler, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, network: HeadNetwork, sampler: Sampler | ShortlistSampler, recorder: Recorder | None = None
+    ) -> None:
         self._network, self._sampler, self._recorder = network, sampler, recorder or Recorder()
         self._device = next(network.parameters()).device
 

@@ -1,7 +1,7 @@
 """Exit heads trained for one layer of one model: two kinds of network, and the folders that hold them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,8 +85,27 @@ def describe_head(folder: str | Path, info: ModelInfo) -> HeadInfo:
     return describe_part(HeadInfo, folder, info)
 
 
-def load_head(head: HeadInfo, model: PreTrainedModel) -> HeadNetwork:
-    """The head as a network around the norm and head of `model`, with its dtype, on its device."""
-    network = new_head(head.kind, model)
-    network.load_state_dict(head.tensors())
+def describe_heads(folder: str | Path, info: ModelInfo) -> dict[int, HeadInfo]:
+    """The head in a folder, or those in the folders in it, by their layers; see `describe_head`."""
+    path, card = Path(folder), HeadInfo.card_name()
+    inner = [] if (path / card).is_file() else sorted(one.parent for one in path.glob(f"*/{card}"))
+    found: dict[int, HeadInfo] = {}
+    for place in inner or [path]:
+        head = describe_head(place, info)
+        if other := found.get(head.exit_layer):
+            both = f"{other.folder.name} and {place.name} are both for layer {head.exit_layer}"
+            raise ValueError(f"exit_head={str(folder)!r}: {both}, keep one of them")
+        found[head.exit_layer] = head
+    return found
+
+
+def load_head(head: HeadInfo, model: PreTrainedModel, tokens: Sequence[int] = ()) -> HeadNetwork:
+    """The head as a network around the norm and head of `model`, with its dtype, on its device.
+
+    `tokens` are those that the model's head is for, where it is not the whole vocabulary.
+    """
+    network, tensors = new_head(head.kind, model), head.tensors()
+    if tokens:
+        tensors = {name: part[list(tokens)] if name.startswith("lm_head.") else part for name, part in tensors.items()}
+    network.load_state_dict(tensors)
     return network.to(model.device, model.dtype).requires_grad_(False).eval()

@@ -39,6 +39,7 @@ class FirstStage(FollowerStage):
         calibration: what earlier requests have taught; it learns on.
         repetitions: whether there is a boundary 0.
         only_chains: whether the rows of a pass stand one behind the other, where others take a pass' time each.
+        row_cost: what a further row adds to a pass, as a share of the first one's time.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class FirstStage(FollowerStage):
         calibration: Calibration | None = None,
         repetitions: bool = True,
         only_chains: bool = False,
+        row_cost: float = 0.0,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
-        self.num_stages, self.rows, self.only_chains = num_stages, rows, only_chains
+        self.num_stages, self.rows, self.only_chains, self.row_cost = num_stages, rows, only_chains, row_cost
         self.calibration, self._has_boundary_0 = calibration or Calibration(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
@@ -147,6 +149,8 @@ class FirstStage(FollowerStage):
         heapq.heapify(waiting)
         while waiting and len(chosen) < min(self.rows, MOST_NODES - len(self.tree)):
             best = heapq.heappop(waiting)
+            if chosen and best.chance < self.row_cost:  # what it may save is a pass
+                break
             chosen.append(self._enter(best.parent, best.token))
             for further in self._candidates_behind(chosen[-1], best.chance):
                 heapq.heappush(waiting, further)

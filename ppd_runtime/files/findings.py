@@ -1,0 +1,36 @@
+"""What was measured on this machine, kept in the cache folder: who asks first measures, all others read."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppd_runtime.files.cache_folder import cache_folder, ingredients_name
+from ppd_runtime.files.checksummed import find, keep
+
+
+def kept_finding(
+    kind: str, about: Mapping[str, Any], names: Sequence[str], measure: Callable[[], Sequence[float]]
+) -> tuple[float, ...]:
+    """The numbers of these names that were found for `about` (JSON values), by `measure` where nobody has found them.
+
+    Raises:
+        OSError: where they cannot be kept.
+        ValueError: where they cannot, or have been damaged.
+    """
+    folder, name = cache_folder(), f"{kind}-{ingredients_name(about)}"
+    path = find(folder, name, ".json") or _keep(folder, name, {**about, **dict(zip(names, measure(), strict=True))})
+    try:
+        finding = json.loads(path.read_text())
+        return tuple(float(finding[name]) for name in names)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
+
+
+def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:
+    """Write what was found, unless another process was quicker: then its finding stays."""
+    with tempfile.TemporaryDirectory(prefix="ppd-finding-") as making:
+        made = Path(making, "finding.json")
+        made.write_text(json.dumps(finding, indent=2) + "\n")
+        return keep(made, folder, name, ".json")

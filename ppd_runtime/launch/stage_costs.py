@@ -1,0 +1,138 @@
+"""What a stage's passes and heads take here: measured once for a model's shapes before it is cut, then kept."""
+
+import gc
+import logging
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ppd_runtime import __version__
+from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
+from ppd_runtime.files.cache_folder import capabilities, with_way_out
+from ppd_runtime.files.findings import kept_finding
+from ppd_runtime.launch.supervisor import Progress
+from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
+from ppd_runtime.models.compiled.graphs import current_device
+from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.sampling import Sampler, ShortlistSampler
+from ppd_runtime.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+_LAYERS = 2  # are run, so that what a call takes does not count with one layer
+_GUESSES = 1  # rank of the first stage
+_PROMPT = [0, 1, 2, 3]
+_LEAST_ROUNDS, _MOST_ROUNDS, _MOST_SECONDS = 3, 25, 0.1
+
+
+def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> list[WorkerSpec]:
+    """The stages with the cuts, rows and k that are given, and the others by what is measured here.
+
+    The stages' devices are taken to be alike, and like this process'. Where it has none of their kind, or nothing can
+    be measured or kept, cuts are even and passes have one row. Whoever gives rows takes them to be worth their time.
+    """
+    main, stages = specs[MAIN], len(specs)
+    cuts = config.cuts if isinstance(config.cuts, tuple) else None
+    costs = _emulated_costs(main.emulate) if main.emulate else None
+    if main.emulate is None and not (cuts and config.rows):
+        costs = _kept_costs(specs[_GUESSES], progress)
+    most_k = config.guess_vocab or main.info.vocab_size
+    layout = choose_layout(main.info.num_layers, stages, costs, cuts, config.rows, config.k, most_k)
+    logger.info("stages cut after layers %s, rows=%d, k=%d", layout.cuts, layout.rows, layout.k)
+    row_cost = 0.0 if config.rows and not main.emulate else layout.row_cost
+    chosen = [replace(spec, cuts=layout.cuts, rows=layout.rows, k=layout.k, row_cost=row_cost) for spec in specs]
+    return [replace(spec, code={kind: spec.code[kind] for kind in _needed(spec)}) for spec in chosen]
+
+
+def _needed(spec: WorkerSpec) -> set[int]:
+    """Of the code that there is, what the chosen rows need; the head's is for the whole vocabulary."""
+    return set(spec.code) & (spec.pass_kinds if spec.guess_tokens else spec.pass_kinds | {PassKind.HEAD})
+
+
+def _emulated_costs(device: EmulatedDevice) -> StageCosts:
+    """It says itself what it takes, but of heads at boundaries, which run as they are."""
+    head = device.head_ms / device.layer_ms if device.layer_ms else 0.0
+    return StageCosts.rounded(0.0, head, device.row_cost)
+
+
+def _kept_costs(spec: WorkerSpec, progress: Progress) -> StageCosts | None:
+    """What is known of stages like this one, which guesses, measured now where nothing is; None where it cannot be."""
+    if spec.device.startswith("cuda") and not torch.cuda.is_available():
+        return None
+    try:
+        numbers = kept_finding("stages", _about(spec), ["guess_head", "head", "row"], lambda: _measured(spec, progress))
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.warning("stages: even cuts, and passes of one row: %s", with_way_out(error))
+        return None
+    finally:
+        if spec.device.startswith("cuda"):  # the workers need the memory
+            gc.collect()
+            torch.cuda.empty_cache()
+    return StageCosts.rounded(*numbers)
+
+
+def _about(spec: WorkerSpec) -> dict[str, Any]:
+    config = model_config(spec.info.folder)
+    weights = skeleton_of(config, min(_LAYERS, spec.info.num_layers)).state_dict()
+    return {
+        "machine": [platform.machine(), *capabilities(torch.device(spec.device))],
+        "versions": [torch.__version__, __version__],
+        "model": config.model_type,
+        "weights": {name: list(tensor.shape) for name, tensor in weights.items()},
+        "dtype": str(spec.dtype),
+        "device": spec.device.partition(":")[0],
+        "threads": spec.threads,
+        "guess_vocab": len(spec.guess_tokens),
+        "code": sorted({path.name for paths in spec.code.values() for path in paths}),
+    }
+
+
+def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float]:
+    """`StageCosts`, not rounded yet: of the shortest rounds, for whatever else runs here only ever adds time."""
+    progress("measuring what a stage takes")
+    layers, threads = min(_LAYERS, spec.info.num_layers), torch.get_num_threads()
+    torch.set_num_threads(spec.threads)
+    try:
+        with current_device(spec.device):
+            stage = load_stage(spec.info, layers, spec.dtype, spec.device, spec.code)
+            rows, sampler = RowStage(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
+            head = SharedHead(stage, sampler)
+            if tokens := spec.guess_tokens:
+                guesses = load_stage(spec.info, 1, spec.dtype, spec.device, head_tokens=tokens)
+                head = SharedHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
+            rows.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
+            hidden = rows.run_prompt(_PROMPT)[:, -1:]
+            one, several = (_shortest(partial(_run_pass, rows, size)) for size in (1, MOST_CHOSEN_ROWS))
+            guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
+            final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))
+    finally:
+        torch.set_num_threads(threads)
+    return layers * guess_head / one, layers * final_head / one, (several / one - 1) / (MOST_CHOSEN_ROWS - 1)
+
+
+def _run_pass(stage: RowStage, size: int) -> None:
+    """Run so many rows, each behind the one before, and forget them."""
+    nodes = range(1, size + 1)
+    stage.run_rows([0] * size, [list(range(1, node + 1)) for node in nodes])
+    for node in nodes:
+        stage.drop(node)
+
+
+def _shortest(call: Callable[[], object]) -> float:
+    """The seconds of a call's shortest round."""
+    began, rounds = time.perf_counter(), list[float]()
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - began < _MOST_SECONDS):
+        before = time.perf_counter()
+        call()
+        rounds.append(time.perf_counter() - before)
+    return min(rounds)

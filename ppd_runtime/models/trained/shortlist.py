@@ -1,0 +1,42 @@
+"""The most frequent tokens of a vocabulary, to which a boundary's guesses may be kept."""
+
+import json
+from pathlib import Path
+
+_MAKE = "give a JSON object of token ids and how often each occurs"
+
+
+def shortlist(size: int, vocab_size: int, counts: str | None = None) -> tuple[int, ...]:
+    """So many token ids in ascending order: the most frequent ones by a file of counts, or the tokenizer's first.
+
+    A tokenizer numbers its tokens about in the order of how frequent they were where it was made. Tokens that a file
+    leaves out, and those as frequent as each other, come in that order too.
+
+    Args:
+        size: 1 to `vocab_size`.
+        vocab_size: of the model.
+        counts: a JSON file: an object of token ids and counts, such as `{"262": 1034, "11": 988}`.
+
+    Raises:
+        ValueError: naming the file and the way out.
+    """
+    found = _read_counts(counts, vocab_size) if counts is not None else {}
+    return tuple(sorted(sorted(range(vocab_size), key=lambda token: (-found.get(token, 0), token))[:size]))
+
+
+def _read_counts(file: str, vocab_size: int) -> dict[int, float]:
+    name = f"guess_counts={file!r:.200}"
+    try:
+        told = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}; {_MAKE}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is no JSON file ({type(error).__name__}); {_MAKE}") from error
+    if not isinstance(told, dict) or not told:
+        raise ValueError(f"{name} holds no object; {_MAKE}")
+    for token, count in told.items():
+        if not (token.isascii() and token.isdecimal() and int(token) < vocab_size):
+            raise ValueError(f"{name}: {token!r:.50} is no token id below {vocab_size}; {_MAKE}")
+        if isinstance(count, bool) or not isinstance(count, int | float) or not count >= 0:
+            raise ValueError(f"{name}: token {token} has the count {count!r:.50}; {_MAKE}")
+    return {int(token): count for token, count in told.items()}
