@@ -30,7 +30,8 @@ from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.slicing import LayerSet
-from ppd_runtime.models.stage.stage import Stage, sparse_subset
+from ppd_runtime.models.stage.sparse import sparse_subset
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.adapter import new_adapter
 
 PROMPT = [40, 7, 291, 65, 133]
