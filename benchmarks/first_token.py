@@ -3,7 +3,8 @@
     python -m benchmarks.first_token --tokens 1500 --stages 2 --rounds 9
 
 The prompt's tokens are drawn at random, others in each round; the first round is dropped. Stages work on different
-chunks of a prompt at once: of N stages' C chunks each, C + N − 1 follow one another.
+chunks of a prompt at once: of N stages' C chunks each, C + N − 1 follow one another. With --emulate-layer-ms a chunk
+takes that time in each layer, or longer where computing it does.
 """
 
 import argparse
@@ -16,12 +17,14 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.stage.chunks import prompt_chunks
+from ppd_runtime.models.stage.emulation import EmulatedDevice
 
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
     params, generator = SamplingParams(max_new_tokens=2, ignore_eos=True), torch.Generator().manual_seed(0)
-    place = {"dtype": options.dtype, "compile": options.compile}
+    device = None if options.emulate_layer_ms is None else EmulatedDevice(options.emulate_layer_ms)
+    place = {"dtype": options.dtype, "compile": options.compile, "emulate": device}
     times: list[tuple[float, float]] = []
     same = True
     with model_folder(options.model) as model:
@@ -42,6 +45,7 @@ def measure(options: argparse.Namespace) -> Figures:
         "chunks": num_chunks,
         "stages": options.stages,
         "compiled": options.compile,
+        "emulated_layer_ms": options.emulate_layer_ms,
         "ordinary_ms": [1000 * ours for ours, _ in times],
         "staged_ms": [1000 * theirs for _, theirs in times],
         "ratio": quartiles([theirs / ours for ours, theirs in times])[1],
@@ -58,13 +62,15 @@ def table(figures: Figures) -> str:
         "chunks",
         "ordinary, ms to the first token",
         "stages",
-        "",
+        "theirs",
         "ratio",
         "chunks allow",
         "same tokens",
     ]
+    emulated = figures["emulated_layer_ms"]
     row = [
-        f"{figures['tokens']} tokens",
+        f"{figures['tokens']} tokens"
+        + (f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""),
         figures["chunks"],
         spread(figures["ordinary_ms"]),
         figures["stages"],
@@ -86,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dtype", default="float32")
     found.add_argument("--launcher", default="processes")
     found.add_argument("--compile", action="store_true")
+    found.add_argument("--emulate-layer-ms", type=float)
     return found
 
 
