@@ -98,7 +98,8 @@ class Bench:
 
     def stage(self, last: int | None = None, first: int = 0) -> RecordingStage:
         """Layers of the model from `first` on, all of them by default."""
-        stage = RecordingStage(_layers(self.info, last or self.info.num_layers, self.dtype, first), None, first)
+        layers = _layers(self.info, last or self.info.num_layers, self.dtype, first)
+        stage = RecordingStage(layers, None, first, self.info.longest_in_chunks)
         stage.decisive, stage.ranges = [], []
         return stage
 

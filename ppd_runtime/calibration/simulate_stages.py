@@ -210,7 +210,11 @@ class VirtualRowStage:
         """Forget the last sequence."""
         self._has_run.clear()
 
-    def run_prompt(self, inputs: list[int] | Tensor) -> Tensor:
+    def prompt_chunks(self, tokens: int) -> list[range]:
+        """A prompt runs whole."""
+        return [range(tokens)]
+
+    def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Spend the time of a pass; a prompt's takes as long as one over one token."""
         self._clock.spend_layers(self.num_layers)
         return torch.empty(1, len(inputs) if isinstance(inputs, list) else inputs.shape[1], 0)

@@ -187,9 +187,12 @@ class _ClockedStage:
     def begin(self, capacity: int) -> None:
         self._stage.begin(capacity)
 
-    def run_prompt(self, inputs: list[int] | Tensor) -> Tensor:
+    def prompt_chunks(self, tokens: int) -> list[range]:
+        return self._stage.prompt_chunks(tokens)
+
+    def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
         self._clock.spend_layers(self.num_layers)
-        return self._stage.run_prompt(inputs)
+        return self._stage.run_prompt(inputs, position)
 
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         self.rows += len(paths)

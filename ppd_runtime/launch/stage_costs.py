@@ -111,7 +111,7 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
                 guesses = load_stage(spec.info, 1, spec.dtype, spec.device, head_tokens=tokens)
                 head = SharedHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
             rows.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
-            hidden = rows.run_prompt(_PROMPT)[:, -1:]
+            hidden = rows.run_prompt(_PROMPT, 0)[:, -1:]
             one, several = (_shortest(partial(_run_pass, rows, size)) for size in (1, MOST_CHOSEN_ROWS))
             guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
             final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))

@@ -21,7 +21,8 @@ from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.slicing import LayerSet, share_run
-from ppd_runtime.models.stage.stage import Stage, sparse_subset
+from ppd_runtime.models.stage.sparse import sparse_subset
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.layer_sets import read_layer_set
 
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))

@@ -31,7 +31,9 @@ def load_stage(
 
         shares_halves = dtype == torch.float32 and device == "cpu"
         compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares_halves else {}, first=first)
-    return EmulatedStage(model, compiled, emulate, first) if emulate else Stage(model, compiled, first)
+    if emulate:
+        return EmulatedStage(model, compiled, emulate, first, info.longest_in_chunks)
+    return Stage(model, compiled, first, info.longest_in_chunks)
 
 
 def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:

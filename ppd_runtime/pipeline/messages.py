@@ -155,7 +155,7 @@ class CatchUp(Message):
 class Missing(Message):
     """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request.
 
-    Stage → the one before: it lacks the states of `position`, and of what is behind; 0: and those of the prompt.
+    Stage → the one before: it lacks the states of `position`, and of what is behind, which may be parts of the prompt.
     """
 
     position: Position
@@ -165,9 +165,10 @@ class Missing(Message):
 
 @dataclass(frozen=True, slots=True)
 class PromptStates(Message):
-    """Stage → next: the prompt's hidden states behind its layers, `[1, tokens, hidden_size]`."""
+    """Stage → next: hidden states behind its layers of the prompt's chunk at `position`, `[1, tokens, hidden_size]`."""
 
     epoch: Count
+    position: Position
     hidden: Tensor
 
 

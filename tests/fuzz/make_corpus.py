@@ -72,7 +72,7 @@ MESSAGES: tuple[Message, ...] = (
     LinkNote(1, 0, "ab-cd", "word up/0", b"\x7f\0\0\1"),
     TensorAnnouncement(0, 1, "ab-cd", 3, 32, split(ExitState(0, 1, 4, STATE))[0]),
     Tokens(0, 1, 5, [17, 18, 9], [1, 0, -1]),
-    PromptStates(1, 1, 2, STATE),
+    PromptStates(1, 1, 2, 256, STATE),
     Rows(1, 1, 2, 7, (12, 13), (11, 11), (5, 5), (17, 18), STATE.expand(1, 2, 8), 12.5),
     Guesses(1, 1, 2, 7, (12,), (17, 18), (500_000, 250_000)),
 )

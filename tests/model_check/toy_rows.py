@@ -9,12 +9,16 @@ from model_check.toy import ToyModel, ToyStage, choose, embed, run_layer, to_num
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.tracing.recorder import Recorder
 
+CHUNK = 2
+"""Tokens of a prompt's chunk."""
+
 
 class ToyRows:
     """Layers `first` to `last` of a toy model; see `ppd_runtime.pipeline.staged.machine.RowStageLike`."""
 
     layer_seconds, cache = ToyStage.layer_seconds, ToyStage.cache
     layer_passes = 0
+    most_together = 1
 
     def __init__(self, model: ToyModel, first: int, last: int) -> None:
         self.model, self.first, self.num_layers = model, first, last - first
@@ -29,12 +33,17 @@ class ToyRows:
         self.nodes: dict[int, list[int]] = {}
         """Entries of each node in flight, one a layer."""
 
-    def run_prompt(self, inputs: list[int] | Tensor) -> Tensor:
-        """Run a prompt, before all else."""
+    def prompt_chunks(self, tokens: int) -> list[range]:
+        """The positions of each chunk of a prompt; they are short."""
+        return [range(first, min(first + CHUNK, tokens)) for first in range(0, tokens, CHUNK)]
+
+    def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """Run a prompt's next chunk, before all else."""
         states = self._states(inputs)
-        assert not any(self.kept), "the prompt runs into an empty cache"
+        assert all(len(kept) == position for kept in self.kept), "a chunk runs behind those before it"
         for place, layer in enumerate(range(self.first, self.first + self.num_layers)):
-            states, self.kept[place] = run_layer(layer, states, [], len(states))
+            states, added = run_layer(layer, states, self.kept[place], len(states))
+            self.kept[place] += added
         return to_tensor([states])
 
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -16,6 +16,7 @@ from benchmarks import (
     contention,
     endurance,
     equal_devices,
+    first_token,
     hop,
     passes,
     pipeline,
@@ -55,6 +56,13 @@ def test_pipeline(launcher, request):
     assert found["autoregressive_ms"] >= 20
     assert found["launcher"] == launcher
     assert {"ppd_ms", "ratio", "predicted_ratio", "realised_saving", "match_rate", "k"} <= set(found)
+
+
+def test_first_token():
+    found = figures(first_token, "--model random:64x4 --tokens 600 --rounds 1")
+    assert found["identical"]
+    assert (found["chunks"], found["least_ratio"]) == (3, 4 / 6)
+    assert found["ratio"] > 0
 
 
 def test_hop():

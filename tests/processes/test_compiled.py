@@ -28,9 +28,12 @@ from ppd_runtime.models.native import layers
 from ppd_runtime.models.native.layers import NativeCode
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
+from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.slicing import LayerSet
-from ppd_runtime.models.stage.stage import Stage, sparse_subset
+from ppd_runtime.models.stage.sparse import sparse_subset
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.adapter import new_adapter
 
 PROMPT = [40, 7, 291, 65, 133]
@@ -247,6 +250,29 @@ def test_a_prompt_of_one_token_and_a_full_cache(model_folder: ModelFolder, kept:
     forced(full, [0, 4])
     with pytest.raises(IndexError, match=f"a cache for {LENGTH} tokens cannot hold {LENGTH + 1}"):
         full.run(0, 4, [1], LENGTH)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tail", [1, 3])
+def test_a_prompts_last_chunk_has_the_librarys_bits(
+    model_folder: ModelFolder, kept: Path, monkeypatch: pytest.MonkeyPatch, tail: int
+) -> None:
+    """However short it is, and whatever there is code for: that differs from layout to layout."""
+    monkeypatch.setattr(chunks, "PROMPT_CHUNK", len(PROMPT))
+    info, prompt = describe(str(model_folder("llama"))), [*PROMPT, *range(2, 2 + tail)]
+    code = compile_ahead(info, torch.float32, "cpu", [PassKind.ONE, PassKind.SEVERAL])
+    stages = [load_stage(info, 4, torch.float32, "cpu", each) for each in (code, None)]
+    states = []
+    for stage in stages:
+        stage.begin(LENGTH)
+        states.append(stage.run(0, 4, prompt, 0))
+    rows = RowStage(stages[0], 8)
+    rows.begin(LENGTH)
+    parts = [
+        rows.run_prompt(prompt[chunk.start : chunk.stop], chunk.start) for chunk in rows.prompt_chunks(len(prompt))
+    ]
+    assert len(parts) == 2
+    assert all_equal([states[0], torch.cat(parts, dim=1)], [states[1]] * 2)
 
 
 @needs_compiler

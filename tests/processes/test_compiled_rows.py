@@ -61,7 +61,7 @@ def followed(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> di
     """The states of each node of a tree that grows and loses branches at random, the same for any `sizes` of passes."""
     rng, sizes_left = random.Random(seed), list(sizes)
     rows.begin(prompt + 60)
-    rows.run_prompt([40 + i % 200 for i in range(prompt)])
+    rows.run_prompt([40 + i % 200 for i in range(prompt)], 0)
     paths: dict[int, list[int]] = {}
     states: dict[int, Tensor] = {}
     for number in range(8):
@@ -131,7 +131,7 @@ def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> N
 def test_siblings_share_a_pass(model_folder: ModelFolder) -> None:
     rows, layers = row_stage(load_stage(model_folder("llama")).model)
     rows.begin(40)
-    rows.run_prompt([1, 2, 3])
+    rows.run_prompt([1, 2, 3], 0)
     rows.run_rows([5, 6, 7], [[0], [1], [2]])
     assert layers.passes == {3: 1}
     rows.run_rows(list(range(10)), [[i % 3, 10 + i] for i in range(10)])
@@ -157,7 +157,7 @@ def test_where_company_changes_bits_each_row_runs_alone(model_folder: ModelFolde
     assert rows.most_together == 1
     layers.passes.clear()
     rows.begin(40)
-    rows.run_prompt([1, 2, 3])
+    rows.run_prompt([1, 2, 3], 0)
     rows.run_rows([5, 6, 7], [[0], [1], [0, 2]])
     assert layers.passes == {1: 3}
 

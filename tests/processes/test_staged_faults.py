@@ -1,6 +1,7 @@
 """Stages as processes that are killed or stopped: the text is ordinary decoding's, no token twice, nothing stays."""
 
 import signal
+import threading
 import time
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_stage_that_is_stopped_for_a_while_goes_on(runtime, ordinary, name):
 def test_all_stages_may_be_killed_at_once(runtime, ordinary):
     text = _text(runtime, GREEDY, lambda: [_send(name, signal.SIGKILL) for name in NAMES])
     assert text == _expected(ordinary, GREEDY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_that_is_killed_within_a_prompt_of_several_chunks_has_a_successor(runtime, ordinary, name):
+    prompt, settings = [*range(1, 1501)], SAMPLED | {"max_new_tokens": 8}
+    before = runtime.restarts
+    killer = threading.Timer(0.05, lambda: _send(name, signal.SIGKILL))
+    killer.start()
+    texts = [runtime.generate(prompt, **settings).token_ids]
+    killer.join()
+    texts.append(runtime.generate(PROMPT, **settings).token_ids)
+    assert texts == [ordinary.generate(each, **settings).token_ids for each in (prompt, PROMPT)]
+    assert runtime.restarts == before + 1
 
 
 def _expected(ordinary, settings):

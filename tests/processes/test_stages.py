@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
 
 pytestmark = pytest.mark.processes
 PROMPT = "def read_lines(path):"
+LONG_PROMPT = list(range(1, 2 * PROMPT_CHUNK + 2))
 SAMPLED = {"temperature": 1.0, "seed": 7}
 
 
@@ -31,9 +33,9 @@ def ordinary():
 )
 def test_texts_are_ordinary_decodings(ordinary, settings, way):
     with PPDRuntime("demo", dtype="float32", **settings, **way) as runtime:
-        for sampling in ({}, SAMPLED):
-            expected = ordinary.generate(PROMPT, max_new_tokens=32, **sampling)
-            result = runtime.generate(PROMPT, max_new_tokens=32, **sampling)
+        for prompt, sampling in ((PROMPT, {}), (PROMPT, SAMPLED), (LONG_PROMPT, SAMPLED)):
+            expected = ordinary.generate(prompt, max_new_tokens=32, **sampling)
+            result = runtime.generate(prompt, max_new_tokens=32, **sampling)
             assert result.token_ids == expected.token_ids
             assert result.finish_reason == expected.finish_reason
             assert sum(result.stats.first_boundary) == result.stats.new_tokens - 1
@@ -43,9 +45,9 @@ def test_texts_are_ordinary_decodings(ordinary, settings, way):
 def test_compiled(ordinary, rows):
     compiled = OrdinaryDecoding("demo", dtype="float32", compile=True)
     with PPDRuntime("demo", stages=2, rows=rows, dtype="float32", compile=True, launcher="processes") as runtime:
-        for sampling in ({}, SAMPLED):
-            expected = compiled.generate(PROMPT, max_new_tokens=48, **sampling)
-            assert runtime.generate(PROMPT, max_new_tokens=48, **sampling).token_ids == expected.token_ids
+        for prompt, sampling in ((PROMPT, {}), (PROMPT, SAMPLED), (LONG_PROMPT, SAMPLED)):
+            expected = compiled.generate(prompt, max_new_tokens=48, **sampling)
+            assert runtime.generate(prompt, max_new_tokens=48, **sampling).token_ids == expected.token_ids
 
 
 def test_the_command_line(ordinary, tmp_path):

@@ -75,7 +75,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 12
+VERSION = 13
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

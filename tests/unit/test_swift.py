@@ -16,7 +16,8 @@ from ppd_runtime.methods.stopping import Stopping
 from ppd_runtime.methods.swift import Swift
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage.slicing import LayerSet, share_run
-from ppd_runtime.models.stage.stage import Stage, sparse_subset
+from ppd_runtime.models.stage.sparse import sparse_subset
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
 
 NUM_LAYERS = 5

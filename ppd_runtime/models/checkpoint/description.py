@@ -15,6 +15,7 @@ from ppd_runtime.models.checkpoint.config import (
 )
 from ppd_runtime.models.checkpoint.hub import find_model, one_line
 from ppd_runtime.models.stage.behaviour import cache_windows
+from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.slicing import check_sub_layers
 
 
@@ -31,6 +32,8 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     recomputed_at: int | None = None
     """Tokens of a text at which transformers' `generate` drops its cache and reads the text anew; None: never."""
+    longest_in_chunks: int | None = None
+    """Tokens up to which a prompt is read in chunks; None: any number."""
 
 
 def describe(model: str, needs_weights: bool = True) -> ModelInfo:
@@ -55,6 +58,7 @@ def describe(model: str, needs_weights: bool = True) -> ModelInfo:
         vocab_size=config.vocab_size,
         max_positions=(most := getattr(config, "max_position_embeddings", None)),
         recomputed_at=tokens_until_recomputed(model, skeleton, most) if most else None,
+        longest_in_chunks=longest_in_chunks(skeleton, most),
         eos_token_ids=eos_token_ids_of(folder, config),
     )
 

@@ -47,7 +47,7 @@ def attention_masks(model: PreTrainedModel, cache: Cache, tokens: int, position:
     True where a token is seen; None where the library leaves the mask out. `model` may be on the meta device: only its
     decoder's own code runs, with stand-ins for the layers.
     """
-    decoder, device = _without_weights(model)
+    decoder, device = without_weights(model)
     told = _told_layers(decoder, device, model, cache, tokens, position)
     masks = [told[number].get("attention_mask") for number in sorted(told)]
     return [mask if mask is None or mask.dtype == torch.bool else mask == 0 for mask in masks]
@@ -58,7 +58,7 @@ def check_cut_layers(model: PreTrainedModel, some_layers: Callable[[nn.Module, i
 
     `some_layers` gives the part of a decoder that has a single one of its layers.
     """
-    decoder, device = _without_weights(model)
+    decoder, device = without_weights(model)
     whole = _told_layers(decoder, device, model, DynamicCache(config=model.config), 1, 5)
     for number in whole:
         alone = _told_layers(some_layers(decoder, number), device, model, DynamicCache(config=model.config), 1, 5)
@@ -92,7 +92,7 @@ def embedding_scale(model: PreTrainedModel) -> str | None:
     Raises:
         ValueError: where the decoder, apart from its layers and its final norm, does more than that.
     """
-    decoder, device = _without_weights(model)
+    decoder, device = without_weights(model)
     decoder.layers, decoder.norm = nn.ModuleList(), _Doubling()
     states = torch.linspace(-1, 1, model.config.hidden_size, device=device, dtype=model.dtype).view(1, 1, -1)
 
@@ -171,7 +171,7 @@ class _CacheOf(DynamicCache):
         return self._tokens
 
 
-def _without_weights(model: PreTrainedModel) -> tuple[nn.Module, torch.device]:
+def without_weights(model: PreTrainedModel) -> tuple[nn.Module, torch.device]:
     """The model's decoder, of which only the layers have weights, on a device that computes."""
     decoder = shallow_copy(model.model)
     decoder.norm = nn.Identity()

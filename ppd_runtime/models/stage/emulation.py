@@ -50,9 +50,14 @@ class EmulatedStage(Stage):
     """A stage whose passes take at least as long as on the emulated device."""
 
     def __init__(
-        self, model: PreTrainedModel, compiled: CompiledPasses | None, device: EmulatedDevice, first_layer: int = 0
+        self,
+        model: PreTrainedModel,
+        compiled: CompiledPasses | None,
+        device: EmulatedDevice,
+        first_layer: int = 0,
+        longest_in_chunks: int | None = None,
     ) -> None:
-        super().__init__(model, compiled, first_layer)
+        super().__init__(model, compiled, first_layer, longest_in_chunks)
         self.layers_at_once = -(-self.num_layers // 3)
         self._layer_s, self._head_s = device.layer_ms / 1000, device.head_ms / 1000
         self._row_cost = device.row_cost
@@ -62,10 +67,16 @@ class EmulatedStage(Stage):
         """None: what is run in one call takes the time that it takes here."""
 
     def _run(
-        self, first: int, last: int, inputs: list[int] | Tensor, position: int, tree: TokenTree | None = None
+        self,
+        first: int,
+        last: int,
+        inputs: list[int] | Tensor,
+        position: int,
+        in_prompt: bool = False,
+        tree: TokenTree | None = None,
     ) -> Tensor:
         began = time.perf_counter()
-        hidden = super()._run(first, last, inputs, position, tree)
+        hidden = super()._run(first, last, inputs, position, in_prompt, tree)
         _wait_until(began + (last - first) * self._layer_s)
         return hidden
 

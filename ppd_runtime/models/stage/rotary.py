@@ -31,7 +31,8 @@ class RotaryTable(nn.Module):
         self._rotary = [rotary]  # in a list: it is the model's, not a part of this module
         borders = _borders(rotary, most_positions)
         self.borders = borders or ()
-        self._tables = borders is not None
+        self.knows_borders = borders is not None
+        self._tables = self.knows_borders
         self._most_positions = most_positions
         self._blocks: dict[tuple[Any, ...], _Embedded] = {}
 

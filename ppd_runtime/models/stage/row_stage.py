@@ -46,11 +46,17 @@ class RowStage:
         self._stage.begin(capacity + self._most_nodes)
         self._slots = NodeSlots(self._stage.cache, self._most_nodes)
 
-    def run_prompt(self, inputs: list[int] | Tensor) -> Tensor:
-        """Run a prompt, its tokens or its hidden states `[1, tokens, hidden_size]`; the states behind the layers."""
+    def prompt_chunks(self, tokens: int) -> list[range]:
+        """The positions of each chunk in which a prompt of so many tokens runs."""
+        return self._stage.prompt_chunks(tokens)
+
+    def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """Run a prompt's next chunk, its tokens or its hidden states `[1, tokens, hidden_size]`; the states behind the
+        layers.
+        """
         first, last = self._stage.first_layer, self._stage.num_layers
-        hidden = self._stage.run(first, last, inputs, 0)
-        self._slots.kept = hidden.shape[1]
+        hidden = self._stage.run_pass(first, last, inputs, position, in_prompt=True)
+        self._slots.kept = position + hidden.shape[1]
         return hidden
 
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -104,7 +110,7 @@ class RowStage:
         windows = [layer.sliding_window or 0 for layer in self._stage.cache.layers]
         text = max(_TRIED_TEXT, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW))
         self.begin(text + len(_TRIED))
-        self.run_prompt(states[:, :_PROMPT] if first else list(range(_PROMPT)))
+        self.run_prompt(states[:, :_PROMPT] if first else list(range(_PROMPT)), 0)
         self._stage.cache.fill(generator)
         self._slots.kept = text
         found, start = [], 0

@@ -13,26 +13,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.behaviour import attention_masks, cache_windows, embedding_scale
+from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
 from ppd_runtime.models.stage.caches import SomeLayersCache, StageCache
+from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.shared_heads import share_heads
 from ppd_runtime.models.stage.slicing import (
     FinalHead,
-    LayerSet,
     LayerSubset,
     decoder_of,
     layer_range,
     with_mask_of,
-    without,
 )
 from ppd_runtime.models.stage.trees import Part, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
 _MOST_JOINED = 16  # rows of the embedding: to look up more at once takes less time
-_SEVERAL_ROWS = 3  # stand for any number of rows, where the library is asked what it does for several
 _MOST_VIEWS = 4096  # of single tokens' rows of the embedding, kept: to make one takes two operators
 
 
@@ -43,14 +41,22 @@ class Stage:
 
     Args:
         model: its layers are the stage's.
-        compiled: runs every one-token pass but the first one of a sequence, candidates of one position, and chains
-            where it has code for them; the others, prompts, are run by the library over the same caches.
+        compiled: runs one-token passes, candidates of one position, and chains where it has code for them; prompts are
+            run by the library over the same caches.
         first_layer: those before it are not there; it counts from 0.
+        longest_in_chunks: as `ModelInfo` has it, of the whole model.
     """
 
-    def __init__(self, model: PreTrainedModel, compiled: CompiledPasses | None = None, first_layer: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compiled: CompiledPasses | None = None,
+        first_layer: int = 0,
+        longest_in_chunks: int | None = None,
+    ) -> None:
         share_heads(model)
         self.model, self._compiled, self.first_layer = model, compiled, first_layer
+        self._longest_in_chunks = longest_in_chunks
         self.device = model.device
         """Where the weights are; the library goes through all of a model's modules each time it is asked."""
         self._on_cuda = self.device.type == "cuda"
@@ -77,7 +83,7 @@ class Stage:
         self._embed_one = look_up if plain else None
         self._windows = cache_windows(model.config)
         self._masks: dict[int, Tensor] = {}  # what the pass under way hides from each layer, where that is ours to say
-        self._says_masks = {tokens: not self._library_masks_fit(tokens) for tokens in (1, _SEVERAL_ROWS)}
+        self._says_masks = {tokens: not library_masks_fit(model, self._windows, tokens) for tokens in (1, SEVERAL_ROWS)}
         self.cache = StageCache(self._windows, 0)
 
     def compile_for(self, *passes: int) -> None:
@@ -91,7 +97,8 @@ class Stage:
 
     def behind(self, part: PreTrainedModel) -> "Stage":
         """A stage for a model of one layer behind this one, compiled if this one is, that notes its times here."""
-        stage = Stage(part, self._compiled and self._compiled.of_part(part))
+        code = self._compiled and self._compiled.of_part(part)
+        stage = Stage(part, code, longest_in_chunks=self._longest_in_chunks)
         stage.recorder = self.recorder
         return stage
 
@@ -121,18 +128,33 @@ class Stage:
         """Run layers `first` to `last` (half-open) and append to their caches; the hidden states behind them.
 
         `inputs` are token ids where `first` is 0, else hidden states; the first of them stands at `position`, which
-        must be the number of entries that these layers hold. An empty range gives back its inputs.
+        must be the number of entries that these layers hold. An empty range gives back its inputs. What begins at
+        position 0 is a prompt, and runs in its chunks.
         """
         if first == last and isinstance(inputs, Tensor):
             return self._here(inputs)
+        if position:
+            return self.run_pass(first, last, inputs, position)
+        parts = [(part_of(inputs, chunk), chunk.start) for chunk in self.prompt_chunks(num_tokens(inputs))]
+        states = [self.run_pass(first, last, part, start, in_prompt=True) for part, start in parts]
+        return states[0] if len(states) == 1 else torch.cat(states, dim=1)
+
+    def prompt_chunks(self, tokens: int) -> list[range]:
+        """The positions of each chunk in which a prompt of so many tokens runs, a pass each."""
+        return prompt_chunks(tokens, self._longest_in_chunks)
+
+    def run_pass(
+        self, first: int, last: int, inputs: list[int] | Tensor, position: int, in_prompt: bool = False
+    ) -> Tensor:
+        """As `run`, as one pass; a prompt's chunks behind its first count as none of their own in `layer_passes`."""
         began = time.perf_counter()
-        hidden = self._run(first, last, inputs, position)
+        hidden = self._run(first, last, inputs, position, in_prompt)
         self._wait_for_device()
         ended = time.perf_counter()
         if hidden.shape[1] == 1 or not self.layer_seconds:
             self._note_time((ended - began) / (last - first))
         self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
-        self.layer_passes += last - first
+        self.layer_passes += 0 if in_prompt and position else last - first
         return hidden
 
     def run_rows(self, parts: Iterable[Part], position: int) -> Tensor:
@@ -250,16 +272,22 @@ class Stage:
 
     def _run_rows(self, parts: Iterable[Part]) -> Tensor:
         first, last = self.first_layer, self.num_layers
-        rows = [Stage._run(self, first, last, inputs, position, tree) for inputs, position, tree in parts]
+        rows = [Stage._run(self, first, last, inputs, position, tree=tree) for inputs, position, tree in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _run(
-        self, first: int, last: int, inputs: list[int] | Tensor, position: int, tree: TokenTree | None = None
+        self,
+        first: int,
+        last: int,
+        inputs: list[int] | Tensor,
+        position: int,
+        in_prompt: bool = False,
+        tree: TokenTree | None = None,
     ) -> Tensor:
         """A chain, or a `tree`, which there must be compiled code for."""
         self.check_position(first, position)
-        tokens = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
-        if self._compiled and position and (tokens == 1 or self._compiled.runs_tree(tokens)):
+        tokens = num_tokens(inputs)
+        if self._compiled and not in_prompt and (tokens == 1 or self._compiled.runs_tree(tokens)):
             hidden = self._here(inputs) if isinstance(inputs, Tensor) else self._embed(inputs)
             if tokens == 1:
                 return self._compiled.run(first, last, hidden, self.cache.layers)
@@ -350,7 +378,7 @@ class Stage:
         size = states.shape[1]
         places = self._positions[:, position : position + size] if places is None else places
         feed = {"inputs_embeds": states, "position_ids": places}
-        if tree is None and position and self._says_masks[1 if size == 1 else _SEVERAL_ROWS]:
+        if tree is None and position and self._says_masks[1 if size == 1 else SEVERAL_ROWS]:
             tree = chain_of(size, self.device)
         if tree is None:
             return self._output(subset, feed)
@@ -365,25 +393,6 @@ class Stage:
         view = self._views[subset.attending]
         return subset.decoder(**feed, past_key_values=view, use_cache=True).last_hidden_state
 
-    @torch.inference_mode()
-    def _library_masks_fit(self, tokens: int) -> bool:
-        """Whether, in a pass of so many tokens, the library shows each of them what a pass of its own would.
-
-        Not where its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
-        """
-        chain = chain_of(tokens, torch.device("cpu"))
-        for position in {1 + max(window or 1, 1) for window in self._windows}:
-            cache = StageCache(self._windows, 0)
-            for layer in cache.layers:
-                layer.length = position
-            layers = dict(enumerate(cache.layers))
-            found = attention_masks(self.model, cache.view(range(self.num_layers)), tokens, position)
-            for mask, ours in zip(found, chain.masks(layers, torch.float32).values(), strict=True):
-                seen = torch.ones_like(ours, dtype=torch.bool) if mask is None else mask.cpu()
-                if not torch.equal(seen, ours == 0):
-                    return False
-        return True
-
     def subset(
         self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()
     ) -> "LayerSubset":
@@ -396,17 +405,3 @@ class Stage:
 
     def _note_time(self, seconds: float) -> None:
         self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds
-
-
-def sparse_subset(stage: Stage, left_out: LayerSet) -> LayerSubset:
-    """A stage's model without some sub-layers, over the stage's own caches; at least one attention must stay.
-
-    Of a layer without attention and MLP nothing is left: it is not run.
-    """
-    layers = {}
-    for number, layer in enumerate(stage.model.model.layers):
-        attention, mlp = number in left_out.attention, number in left_out.mlp
-        if not (attention and mlp):
-            layers[number] = without(layer, attention=attention, mlp=mlp) if attention or mlp else layer
-    attending = tuple(number for number in layers if number not in left_out.attention)
-    return stage.subset(layers, attending, tuple(number for number in layers if number in left_out.mlp))

@@ -71,10 +71,7 @@ class FirstStage(FollowerStage):
         self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each stage behind has finished
 
     def _attempt(self) -> Machine:
-        states = self.stage.run_prompt(self.begin.prompt_ids)
-        self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
-        self._name([self.tree.prompt], states[:, -1:])
-        self._name_repetition(self.tree.prompt)
+        yield from self._run_prompt()
         while not self._ends:
             yield from self._take_all()
             if not self._next_is_certain():
@@ -85,6 +82,19 @@ class FirstStage(FollowerStage):
                 self._run_chosen(nodes)
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
+
+    def _run_prompt(self) -> Machine:
+        """Run the prompt's chunks, unless the attempt is over before."""
+        prompt = self.begin.prompt_ids
+        for chunk in self.stage.prompt_chunks(len(prompt)):
+            if chunk.start:
+                yield from self._take_all()
+            if self._ends:
+                return
+            states = self.stage.run_prompt(prompt[chunk.start : chunk.stop], chunk.start)
+            self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, chunk.start, states))
+        self._name([self.tree.prompt], states[:, -1:])
+        self._name_repetition(self.tree.prompt)
 
     def _ask_stage_before(self) -> None:
         """There is none."""

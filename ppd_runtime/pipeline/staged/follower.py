@@ -26,7 +26,7 @@ from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
 _ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost
 _MOST_EARLY = 64  # messages of an attempt whose beginning has not come
-_MOST_SENT = 256  # messages to the next stage that are kept, where it asks for them again
+_MOST_SENT = 256  # rows to the next stage that are kept, where it asks for them again
 
 
 class FollowerStage(ABC):
@@ -51,7 +51,8 @@ class FollowerStage(ABC):
         self._again: Begin | None = None  # what the next attempt begins with
         self._early: deque[Message] = deque(maxlen=_MOST_EARLY)
         self._num_early = 0
-        self._sent: deque[PromptStates | Rows] = deque(maxlen=_MOST_SENT)
+        self._sent_prompt: list[PromptStates] = []
+        self._sent: deque[Rows] = deque(maxlen=_MOST_SENT)
 
     def serve(self) -> Machine:
         """Follow the request to its end."""
@@ -69,6 +70,7 @@ class FollowerStage(ABC):
         self._again, self._ask_at, self._num_early = None, 0, 0
         self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens)
         self.tree = NodeTree(self.stage, self.history, len(self.begin.prompt_ids))
+        self._sent_prompt.clear()
         self._sent.clear()
         self._reset()
         early, self._early = self._early, deque(maxlen=_MOST_EARLY)
@@ -145,16 +147,19 @@ class FollowerStage(ABC):
         """For what it may have sent, and has not come."""
 
     def _send_on(self, message: PromptStates | Rows) -> None:
-        self._sent.append(message)
+        if isinstance(message, Rows):
+            self._sent.append(message)
+        else:
+            self._sent_prompt.append(message)
         self.send((self.next,), message)
 
     def _send_again(self, missing: Missing) -> None:
         """Where the next stage lacks a position, send what it needs to go on."""
         if missing.sender != self.next or missing.epoch != self.begin.epoch:
             return
-        for message in self._sent:
-            last = max(message.positions) if isinstance(message, Rows) else 0
-            if last >= missing.position:
+        sent: tuple[PromptStates | Rows, ...] = (*self._sent_prompt, *self._sent)
+        for message in sent:
+            if _last_position(message) >= missing.position:
                 self.send((self.next,), message)
 
     def _take_tokens(self, position: int, tokens: Sequence[int]) -> None:
@@ -205,3 +210,9 @@ class FollowerStage(ABC):
         texts = [self.tree.text(nodes[row]) for row in open_]
         named = self.head.guesses(states, texts, self.k)
         return [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
+
+
+def _last_position(message: PromptStates | Rows) -> int:
+    if isinstance(message, Rows):
+        return max(message.positions)
+    return message.position + message.hidden.shape[1] - 1

@@ -25,6 +25,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
@@ -59,8 +60,8 @@ class LastStage:
         self.recomputed_layer_passes = 0
         """None: what has to be computed again is among the others."""
         self._delivered = len(begin.delivered)
-        self._cancelled = self._again = self._has_prompt = False
-        self._prompt: PromptStates | None = None
+        self._cancelled = self._again = False
+        self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
         self._finished_pass = 0
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
@@ -130,11 +131,11 @@ class LastStage:
 
     def _advance(self) -> bool:
         """Run what waits, the certain first; whether anything did."""
-        if self._prompt is not None and not self._has_prompt:
-            self._has_prompt = True
-            self._tree.prompt.hidden = self.stage.run_prompt(self._prompt.hidden)[:, -1:]
+        if self._prompt.next_position is not None:
+            states = self._prompt.run_next()
+            self._tree.prompt.hidden = states[:, -1:] if self._prompt.has_run else None
             return True
-        nodes = self._arrivals.next_pass() if self._has_prompt else []
+        nodes = self._arrivals.next_pass() if self._prompt.has_run else []
         if nodes:
             self._run(nodes)
         return bool(nodes)
@@ -155,12 +156,11 @@ class LastStage:
     def _begin_attempt(self) -> None:
         """Have all stages begin with what is certain."""
         self.epoch += 1
-        self._again, self._has_prompt = False, False
-        self._prompt = None
+        self._again = False
         prompt_size = len(self.begin.prompt_ids)
         self.stage.begin(prompt_size + self.begin.params.max_new_tokens)
         self._tree = NodeTree(self.stage, self.history, prompt_size)
-        self._arrivals = Arrivals(self._tree)
+        self._arrivals, self._prompt = Arrivals(self._tree), ArrivingPrompt(self.stage, prompt_size)
         self._tell_attempt(self.others)
 
     def _tell_attempt(self, stages: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class LastStage:
     def _lose_patience(self) -> None:
         self._losses += 1
         if self._losses % 2:
-            lacking = self._tree.root.position + 1 if self._prompt else 0
+            lacking = self._prompt.lacking(self._tree.root.position + 1)
             self._tell_attempt(self.others)
             self.send((max(self.others),), Missing(MAIN, self.begin.request, lacking, self.epoch))
         else:
@@ -206,9 +206,8 @@ class LastStage:
         elif message.epoch < self.epoch:
             return
         elif isinstance(message, PromptStates):
-            if message.hidden.shape[1] == len(self.begin.prompt_ids):
-                self._prompt = self._prompt or message
-        elif self._prompt is None:  # they came to an earlier life, or nowhere
+            self._prompt.take(message)
+        elif not self._prompt.has_come:  # they came to an earlier life, or nowhere
             self._again = True
         else:
             self._arrivals.take(message)

@@ -19,8 +19,11 @@ class RowStageLike(Protocol):
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for `capacity` tokens."""
 
-    def run_prompt(self, inputs: list[int] | Tensor) -> Tensor:
-        """Run the prompt's tokens or hidden states."""
+    def prompt_chunks(self, tokens: int) -> list[range]:
+        """The positions of each chunk in which a prompt of so many tokens runs."""
+
+    def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
+        """Run the tokens or hidden states of the prompt's chunk at `position`."""
 
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Run nodes as one pass, each the last of a path behind the kept tokens."""

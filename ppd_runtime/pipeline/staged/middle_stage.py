@@ -7,6 +7,7 @@ from ppd_runtime.pipeline.messages import Guesses, Message, Missing, PromptState
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import Guess, in_millionths
 from ppd_runtime.pipeline.staged.follower import FollowerStage
+from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node
 
 _FIRST = 1
@@ -16,32 +17,31 @@ class MiddleStage(FollowerStage):
     """Serves one request between its neighbours; see `FollowerStage` for its arguments."""
 
     def _reset(self) -> None:
-        self._prompt: PromptStates | None = None
+        self._prompt = ArrivingPrompt(self.stage, len(self.begin.prompt_ids))
         self._arrivals = Arrivals(self.tree)
         self._has_asked = False
 
     def _attempt(self) -> Machine:
-        has_prompt = False
         while not self._ends:
             yield from self._take_all()
             if self._ends:
                 return
-            if self._prompt is not None and not has_prompt:
-                self._run_prompt(self._prompt)
-                has_prompt = True
-            elif has_prompt and (nodes := self._arrivals.next_pass()):
+            if (position := self._prompt.next_position) is not None:
+                self._run_chunk(position)
+            elif self._prompt.has_run and (nodes := self._arrivals.next_pass()):
                 self._run_arrived(nodes)
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
     def _ask_stage_before(self) -> None:
-        lacking = self.tree.root.position + 1 if self._prompt else 0
+        lacking = self._prompt.lacking(self.tree.root.position + 1)
         self.send((self.rank - 1,), Missing(self.rank, self.begin.request, lacking, self.begin.epoch))
 
-    def _run_prompt(self, prompt: PromptStates) -> None:
-        states = self.stage.run_prompt(prompt.hidden)
-        self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, states))
-        self._name(self._guesses([self.tree.prompt], states[:, -1:]), 0)
+    def _run_chunk(self, position: int) -> None:
+        states = self._prompt.run_next()
+        self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, position, states))
+        if self._prompt.has_run:
+            self._name(self._guesses([self.tree.prompt], states[:, -1:]), 0)
 
     def _run_arrived(self, nodes: list[Node]) -> None:
         number = max(node.pass_number for node in nodes)
@@ -64,10 +64,9 @@ class MiddleStage(FollowerStage):
 
     def _take_work(self, message: Message) -> None:
         if isinstance(message, PromptStates):
-            if message.hidden.shape[1] == len(self.begin.prompt_ids):
-                self._prompt = self._prompt or message
+            self._prompt.take(message)
         elif isinstance(message, Rows):
             self._arrivals.take(message)
-            if self._prompt is None and not self._has_asked:  # the prompt's states came to an earlier life, or nowhere
+            if not (self._prompt.has_come or self._has_asked):  # it came to an earlier life, or nowhere
                 self._has_asked = True
                 self._ask_from(0)

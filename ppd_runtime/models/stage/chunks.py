@@ -1,0 +1,74 @@
+"""Prompts in chunks: every layout and method reads a prompt in the same passes, so its entries have the same bits."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.behaviour import attention_masks, cache_windows, without_weights
+from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.rotary import RotaryTable
+from ppd_runtime.models.stage.trees import chain_of
+
+PROMPT_CHUNK = 256
+"""Tokens of a chunk. What an entry's bits are depends on it, so it is the same everywhere and no setting."""
+SEVERAL_ROWS = 3
+"""Stand for any number of rows, where the library is asked what it does for several."""
+
+
+def prompt_chunks(tokens: int, longest: int | None = None) -> list[range]:
+    """The positions of each chunk of a prompt: borders lie at multiples of `PROMPT_CHUNK`.
+
+    One of more than `longest` tokens stays whole; see `longest_in_chunks`.
+    """
+    size = PROMPT_CHUNK if longest is None or tokens <= longest else tokens
+    return [range(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+
+
+def num_tokens(inputs: list[int] | Tensor) -> int:
+    """Of token ids, or of hidden states `[1, tokens, hidden_size]`."""
+    return len(inputs) if isinstance(inputs, list) else inputs.shape[1]
+
+
+def part_of(inputs: list[int] | Tensor, chunk: range) -> list[int] | Tensor:
+    """A chunk's token ids, or its hidden states `[1, tokens, hidden_size]`."""
+    tokens = slice(chunk.start, chunk.stop)
+    return inputs[tokens] if isinstance(inputs, list) else inputs[:, tokens]
+
+
+def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int | None:
+    """Tokens up to which a prompt in chunks is computed as in one pass, but for rounding; None: any number.
+
+    Two things make a pass depend on more than the tokens before each of its own: a rotary table that its longest
+    position chooses, as in long-RoPE, and code that overlooks a window which the cache keeps to.
+
+    Args:
+        model: it has a layer of each kind; it may be on the meta device.
+        most_positions: that the model has; None where it names no end.
+    """
+    if not library_masks_fit(model, cache_windows(model.config), SEVERAL_ROWS):
+        return 0
+    rotary = getattr(without_weights(model)[0], "rotary_emb", None)
+    if rotary is None:
+        return None
+    table = RotaryTable(rotary, most_positions)
+    return table.most_together(0) if table.knows_borders else 0
+
+
+@torch.inference_mode()
+def library_masks_fit(model: PreTrainedModel, windows: list[int | None], tokens: int) -> bool:
+    """Whether, in a pass of so many tokens, the library shows each of them what a pass of its own would.
+
+    Not where its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
+    """
+    chain = chain_of(tokens, torch.device("cpu"))
+    for position in {1 + max(window or 1, 1) for window in windows}:
+        cache = StageCache(windows, 0)
+        for layer in cache.layers:
+            layer.length = position
+        layers = dict(enumerate(cache.layers))
+        found = attention_masks(model, cache.view(range(len(windows))), tokens, position)
+        for mask, ours in zip(found, chain.masks(layers, torch.float32).values(), strict=True):
+            seen = torch.ones_like(ours, dtype=torch.bool) if mask is None else mask.cpu()
+            if not torch.equal(seen, ours == 0):
+                return False
+    return True

@@ -1,0 +1,46 @@
+"""A prompt on its way through the stages, chunk by chunk."""
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.messages import PromptStates
+from ppd_runtime.pipeline.staged.machine import RowStageLike
+
+
+class ArrivingPrompt:
+    """The chunks of a prompt of so many tokens that come from the stage before and run here, in their order."""
+
+    def __init__(self, stage: RowStageLike, tokens: int) -> None:
+        self._stage = stage
+        self._chunks = stage.prompt_chunks(tokens)[::-1]  # those that have not run, the next one last
+        self._waiting: dict[int, Tensor] = {}  # by position
+
+    def take(self, message: PromptStates) -> None:
+        """Add a chunk that has not run; one of other borders is left out."""
+        size = message.hidden.shape[1]
+        if range(message.position, message.position + size) in self._chunks:
+            self._waiting.setdefault(message.position, message.hidden)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether all chunks have."""
+        return not self._chunks
+
+    @property
+    def has_come(self) -> bool:
+        """Whether all chunks have."""
+        return len(self._waiting) == len(self._chunks)
+
+    def lacking(self, behind: int) -> int:
+        """The position of the first chunk that has not come; `behind` where all have."""
+        lacking = (chunk.start for chunk in reversed(self._chunks) if chunk.start not in self._waiting)
+        return next(lacking, behind)
+
+    @property
+    def next_position(self) -> int | None:
+        """Of the chunk that can run now; None where it has not come, or all have run."""
+        return self._chunks[-1].start if self._chunks and self._chunks[-1].start in self._waiting else None
+
+    def run_next(self) -> Tensor:
+        """Run the next chunk, which has come: the states behind this stage, `[1, tokens, hidden_size]`."""
+        position = self._chunks.pop().start
+        return self._stage.run_prompt(self._waiting.pop(position), position)

@@ -1,0 +1,108 @@
+"""Prompts of several chunks: layouts compute ordinary decoding's bits, and methods its tokens, the library's."""
+
+from pathlib import Path
+
+import pytest
+from families.attack import LAYOUTS, METHODS, Attack, prompts
+from families.specimens import BORDER, SPECIAL, SUPPORTED, Specimen, overlooked_windows
+from grids import nightly
+from models_for_tests import FAMILIES
+from pipeline_runs import PROMPTS, SAMPLED, Bench, same
+
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.stage import chunks
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNK, prompt_chunks
+
+CHUNK = 5
+OVERLOOKED = list(overlooked_windows(SUPPORTED))
+ODD = [specimen for specimen in SPECIAL if "longrope" in specimen.kind or "overlooked layer" in specimen.kind]
+WHOLE = [*ODD, OVERLOOKED[0]]
+CUT = [specimen for specimen in SPECIAL if specimen.kind in ("dynamic rotary", "window of 5", "soft caps")]
+AWKWARD = WHOLE[-3:]
+LENGTHS = [4 * CHUNK + 1, BORDER + 1]
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if prompts were cut far shorter."""
+    monkeypatch.setattr(chunks, "PROMPT_CHUNK", CHUNK)
+
+
+def test_borders_lie_at_multiples_whatever_the_length():
+    assert prompt_chunks(PROMPT_CHUNK) == [range(PROMPT_CHUNK)]
+    assert prompt_chunks(2 * PROMPT_CHUNK + 1) == [
+        range(PROMPT_CHUNK),
+        range(PROMPT_CHUNK, 2 * PROMPT_CHUNK),
+        range(2 * PROMPT_CHUNK, 2 * PROMPT_CHUNK + 1),
+    ]
+    assert prompt_chunks(2 * PROMPT_CHUNK, longest=2 * PROMPT_CHUNK - 1) == [range(2 * PROMPT_CHUNK)]
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("gemma2", "bfloat16")]
+)
+def test_every_layout_has_ordinary_decodings_bits(model_folder, family, dtype):
+    bench = Bench.of(model_folder(family), dtype)
+    prompt = bench.prompt_ids(PROMPTS[-1])
+    assert len(prompt) > 4 * CHUNK
+    expected = bench.ordinary(prompt, SAMPLED)
+    same(bench.pipelined(prompt, SAMPLED, k=2, exit_layer=3), expected)
+    same(bench.pipelined(prompt, SAMPLED, k=1, exit_layer=2, run_ahead=True), expected)
+    same(bench.staged(prompt, SAMPLED, (1, 3), k=2, rows=2, seed=3), expected)
+
+
+def test_the_chunk_is_part_of_what_the_bits_are(model_folder, monkeypatch):
+    """So it may differ nowhere."""
+    bench = Bench.of(model_folder("llama"))
+    prompt = bench.prompt_ids(PROMPTS[-1])
+    whole = bench.ordinary(prompt, SAMPLED)
+    monkeypatch.setattr(chunks, "PROMPT_CHUNK", CHUNK)
+    cut = bench.ordinary(prompt, SAMPLED)
+    assert cut.tokens == whole.tokens
+    assert not all(a.equal(b) for a, b in zip(cut.decisive, whole.decisive, strict=True))
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("specimen", [*WHOLE, *CUT], ids=lambda specimen: specimen.name)
+def test_the_library_gives_the_same_tokens(specimen: Specimen, tmp_path: Path) -> None:
+    """Of one pass over all of the prompt, across the border of rotary tables too."""
+    attack = Attack.on(specimen, tmp_path)
+    attack.against_transformers(prompts(LENGTHS))
+    assert not attack.differences
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("specimen", AWKWARD, ids=lambda specimen: specimen.name)
+def test_layouts_agree_on_what_stays_whole(specimen: Specimen, tmp_path: Path) -> None:
+    """Though the layers of a stage alone may not say so."""
+    attack = Attack.on(specimen, tmp_path)
+    attack.against_ordinary(prompts(LENGTHS), ["k=1", "a stage a layer"], [])
+    assert not attack.differences
+
+
+@pytest.mark.parametrize("specimen", [*WHOLE, *CUT], ids=lambda specimen: specimen.name)
+def test_what_stays_whole_is_found_without_weights(specimen: Specimen, tmp_path: Path) -> None:
+    specimen.config().save_pretrained(tmp_path)
+    longest = {"longrope": BORDER, "overlooked": 0}
+    expected = next((tokens for word, tokens in longest.items() if word in specimen.kind), None)
+    assert describe(str(tmp_path), needs_weights=False).longest_in_chunks == expected
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_every_method_has_ordinary_decodings_tokens(tmp_path: Path) -> None:
+    attack = Attack.on(Specimen("llama"), tmp_path)
+    attack.against_ordinary(prompts([4 * CHUNK + 1]), [], list(METHODS))
+    assert attack.runs == 2 * len(METHODS)
+    assert not attack.differences
+
+
+@nightly
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("specimen", [*map(Specimen, SUPPORTED), *SPECIAL, *OVERLOOKED], ids=lambda s: s.name)
+def test_everything(specimen: Specimen, tmp_path: Path) -> None:
+    """Every family, layout and method."""
+    attack = Attack.on(specimen, tmp_path)
+    attack.against_transformers(prompts())
+    attack.against_ordinary(prompts(), list(LAYOUTS), list(METHODS))
+    assert not attack.differences
