@@ -27,6 +27,7 @@ from ppd_runtime.pipeline.staged.chances import Calibration, Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.text import StopRule
 from ppd_runtime.workers.worker import Worker
@@ -46,6 +47,7 @@ _READ = (
     MiddleStage,
     LastStage,
     Arrivals,
+    ArrivingPrompt,
     Successors,
     Calibration,
     ToyRows,
@@ -149,7 +151,7 @@ class Essence:
         (Node, _of_node),
         (NodeTree, _of_tree),
         (GeneratorType, _of_generator),
-        (list | tuple | deque, lambda self, values: [self._of(value) for value in values]),
+        (list | tuple | deque | range, lambda self, values: [self._of(value) for value in values]),
         (dict, lambda self, values: [(key, self._of(values[key])) for key in sorted(values)]),
         (WaitFor, lambda self, wanted: wanted.patience),
         (_READ, _of_object),

@@ -17,6 +17,8 @@ from torch import Tensor
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.tracing.recorder import Recorder
 
+CHUNK = 2
+"""Tokens of a prompt's chunk; the paper's layout, whose stages cut prompts by themselves, gets none longer."""
 VOCAB = 8
 _HALF = 24  # bits; float32 holds that many exactly
 _LAST_BITS = 2**_HALF - 1
@@ -86,7 +88,7 @@ class ToyModel:
         return len(self.prompts[0])
 
     def ordinary(self, text: tuple[int, ...]) -> Pass:
-        """What ordinary decoding computes for a text: the prompt in one pass, then one token a pass."""
+        """What ordinary decoding computes for a text: the prompt in chunks, then one token a pass."""
         return _ordinary(text, self.num_layers, self.prompt_length)
 
     def text(self, prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
@@ -112,9 +114,13 @@ class ToyModel:
 
 @functools.cache
 def _ordinary(text: tuple[int, ...], num_layers: int, prompt_length: int) -> Pass:
-    new, held = text, [()] * num_layers
-    if len(text) > prompt_length:
-        new, held = text[-1:], _ordinary(text[:-1], num_layers, prompt_length).entries
+    before = len(text) - 1
+    if len(text) <= prompt_length:
+        before -= before % CHUNK
+    new, held = (
+        text[before:],
+        _ordinary(text[:before], num_layers, prompt_length).entries if before else [()] * num_layers,
+    )
     states = [embed(token) for token in new]
     entries, behind = [], [states[-1]]
     for layer, before in enumerate(held):

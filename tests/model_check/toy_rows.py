@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model_check.toy import ToyModel, ToyStage, choose, embed, run_layer, to_numbers, to_tensor
+from model_check.toy import CHUNK, ToyModel, ToyStage, choose, embed, run_layer, to_numbers, to_tensor
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.tracing.recorder import Recorder
-
-CHUNK = 2
-"""Tokens of a prompt's chunk."""
 
 
 class ToyRows:
