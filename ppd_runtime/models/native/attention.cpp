@@ -14,7 +14,6 @@ namespace {
 constexpr int MOST_QUERIES = 4;                // at a time: each key and value is read once for so many
 constexpr int MOST_PARTS = WIDTH == 16 ? 4 : 2;  // of a value, at a time: the sums stay in registers
 constexpr float HIDDEN = -1e38f;               // what is masked adds less
-constexpr int TAIL = 4;                          // rows of one token's tail, at a time
 constexpr int64_t GRAIN = 1 << 15;             // numbers of keys, for which a thread of its own pays
 
 struct Heads {
@@ -41,18 +40,22 @@ struct Attention {
   }
 };
 
+// What a token's mask adds to its scores at the positions from `first` on; what is behind its place is hidden.
+inline Vec hides_from(const Attention& a, int64_t token, const float* mask, int64_t first) {
+  if (first + WIDTH <= a.shared) return load(mask + first);
+  Vec hides = Vec{} + 2 * HIDDEN;
+  const int64_t end = std::min({first + WIDTH, a.end, a.places[token] + 1});
+  for (int64_t i = first; i < end; ++i) hides[i - first] = mask[i < a.shared ? i : a.row(token, i)];
+  return hides;
+}
+
 // Scores into what their softmax is before it is divided by the sum, which is given back; they have room for a Vec more.
 __attribute__((noinline)) float unscaled_softmax(const Attention& a, int64_t token, float* scores) {
   const float* mask = a.mask + token * a.of_mask;
-  const int64_t seen = std::min(a.end, a.places[token] + 1);
   const int64_t whole = a.end - a.end % WIDTH, padded = a.end % WIDTH ? whole + WIDTH : whole;
   Vec highest = Vec{} + 2 * HIDDEN, sum = {};
   for (int64_t i = a.begin; i < padded; i += WIDTH) {
-    Vec hides = Vec{} + 2 * HIDDEN;
-    if (i < a.shared) std::memcpy(&hides, mask + i, sizeof(float) * std::min<int64_t>(WIDTH, a.shared - i));
-    for (int64_t position = std::max(i, a.shared); position < std::min(i + WIDTH, seen); ++position)
-      hides[position - i] = mask[a.row(token, position)];
-    const Vec score = added(load(scores + i), Vec{} + a.scale, hides);
+    const Vec score = added(load(scores + i), Vec{} + a.scale, hides_from(a, token, mask, i));
     store(score, scores + i);
     highest = score > highest ? score : highest;
   }
@@ -66,10 +69,10 @@ __attribute__((noinline)) float unscaled_softmax(const Attention& a, int64_t tok
   return sum_of<WIDTH>(sum);
 }
 
+// Of the values in the shared rows, WIDTH * PARTS numbers from `first` on.
 template <int QUERIES, int PARTS>
 inline void value_parts(
-    const Attention& a, int64_t key_head, const int64_t* tokens, int64_t first, float* const* scores, const float* sums,
-    float* const* results) {
+    const Attention& a, int64_t key_head, int64_t first, float* const* scores, float* const* results) {
   Vec found[QUERIES][PARTS] = {};
   for (int64_t row = a.begin; row < a.shared; ++row) {
     const float* value = a.values.row(key_head, row) + first;
@@ -82,26 +85,33 @@ inline void value_parts(
       for (int p = 0; p < PARTS; ++p) found[q][p] = added(Vec{} + scores[q][row], parts[p], found[q][p]);
   }
   for (int q = 0; q < QUERIES; ++q)
-    for (int64_t position = a.shared; position < a.end; ++position) {
-      const float* value = a.values.row(key_head, a.row(tokens[q], position)) + first;
-#pragma GCC unroll 8
-      for (int p = 0; p < PARTS; ++p)
-        found[q][p] = added(Vec{} + scores[q][position], load(value + p * WIDTH), found[q][p]);
-    }
-  for (int q = 0; q < QUERIES; ++q)
-    for (int p = 0; p < PARTS; ++p) store(found[q][p] / sums[q], results[q] + first + p * WIDTH);
+    for (int p = 0; p < PARTS; ++p) store(found[q][p], results[q] + first + p * WIDTH);
 }
 
-// The scores of NUM_ROWS keys for the positions from `position` on, of each query; their sums over a head are made together.
-template <int QUERIES, int NUM_ROWS, typename Key>
-inline void key_scores(
-    const Attention& a, int64_t position, const Key& key, const float* const* queries, float* const* scores) {
+// The values of a token's tail added to what has been found, and all divided by the scores' sum.
+__attribute__((noinline)) void finish(
+    const Attention& a, int64_t key_head, int64_t token, const float* scores, float sum, float* result) {
+  const int64_t whole = a.value_dim - a.value_dim % WIDTH;
+  for (int64_t position = a.shared; position < a.end; ++position) {
+    const float* value = a.values.row(key_head, a.row(token, position));
+    for (int64_t i = 0; i < whole; i += WIDTH)
+      store(added(Vec{} + scores[position], load(value + i), load(result + i)), result + i);
+    for (int64_t i = whole; i < a.value_dim; ++i) result[i] = added(scores[position], value[i], result[i]);
+  }
+  for (int64_t i = 0; i < a.value_dim; ++i) result[i] /= sum;
+}
+
+// The scores of NUM_ROWS rows from `row` on, of each query, which are those of the positions from `position` on; their sums
+// over a head are made together.
+template <int QUERIES, int NUM_ROWS>
+inline void row_scores(
+    const Attention& a, int64_t key_head, int64_t row, int64_t position, const float* const* queries, float* const* scores) {
   const int64_t whole = a.dim - a.dim % WIDTH;
   Vec found[WIDTH] = {};
   for (int64_t i = 0; i < whole; i += WIDTH) {
     Vec parts[NUM_ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < NUM_ROWS; ++r) parts[r] = load(key(position + r) + i);
+    for (int r = 0; r < NUM_ROWS; ++r) parts[r] = load(a.keys.row(key_head, row + r) + i);
 #pragma GCC unroll 8
     for (int q = 0; q < QUERIES; ++q) {
       const Vec query = load(queries[q] + i);
@@ -115,7 +125,7 @@ inline void key_scores(
     for (int q = 0; q < QUERIES; ++q)
       for (int r = 0; r < NUM_ROWS; ++r) {
         float& sum = sums[q * NUM_ROWS + r];
-        sum = added(key(position + r)[i], queries[q][i], sum);
+        sum = added(a.keys.row(key_head, row + r)[i], queries[q][i], sum);
       }
 #pragma GCC unroll 8
   for (int q = 0; q < QUERIES; ++q) std::memcpy(scores[q] + position, sums + q * NUM_ROWS, sizeof(float) * NUM_ROWS);
@@ -136,31 +146,27 @@ void some_queries(const Attention& a, int64_t key_head, int64_t first, float* me
     results[q] = a.result + (token * a.heads + head) * a.value_dim;
     scores[q] = memory + q * room;
   }
-  const auto key = [&](int64_t row) { return a.keys.row(key_head, row); };
-  int64_t position = a.begin;
-  for (; position + NUM_ROWS <= a.shared; position += NUM_ROWS)
-    key_scores<QUERIES, NUM_ROWS>(a, position, key, queries, scores);
-  for (; position < a.shared; ++position) key_scores<QUERIES, 1>(a, position, key, queries, scores);
+  int64_t row = a.begin;
+  for (; row + NUM_ROWS <= a.shared; row += NUM_ROWS)
+    row_scores<QUERIES, NUM_ROWS>(a, key_head, row, row, queries, scores);
+  for (; row < a.shared; ++row) row_scores<QUERIES, 1>(a, key_head, row, row, queries, scores);
   for (int q = 0; q < QUERIES; ++q) {
-    const auto tail = [&](int64_t p) { return a.keys.row(key_head, a.row(tokens[q], std::min(p, a.end - 1))); };
-    for (position = a.shared; position < a.end; position += TAIL)
-      key_scores<1, TAIL>(a, position, tail, queries + q, scores + q);
+    for (int64_t position = a.shared; position < a.end; ++position)
+      row_scores<1, 1>(a, key_head, a.row(tokens[q], position), position, queries + q, scores + q);
     sums[q] = unscaled_softmax(a, tokens[q], scores[q]);
   }
   int64_t done = 0;
   for (; done + MOST_PARTS * WIDTH <= a.value_dim; done += MOST_PARTS * WIDTH)
-    value_parts<QUERIES, MOST_PARTS>(a, key_head, tokens, done, scores, sums, results);
-  for (; done + WIDTH <= a.value_dim; done += WIDTH)
-    value_parts<QUERIES, 1>(a, key_head, tokens, done, scores, sums, results);
+    value_parts<QUERIES, MOST_PARTS>(a, key_head, done, scores, results);
+  for (; done + WIDTH <= a.value_dim; done += WIDTH) value_parts<QUERIES, 1>(a, key_head, done, scores, results);
   for (; done < a.value_dim; ++done)
     for (int q = 0; q < QUERIES; ++q) {
       float found = 0;
-      for (int64_t position = a.begin; position < a.end; ++position) {
-        const int64_t row = position < a.shared ? position : a.row(tokens[q], position);
-        found = added(scores[q][position], a.values.row(key_head, row)[done], found);
-      }
-      results[q][done] = found / sums[q];
+      for (int64_t row = a.begin; row < a.shared; ++row)
+        found = added(scores[q][row], a.values.row(key_head, row)[done], found);
+      results[q][done] = found;
     }
+  for (int q = 0; q < QUERIES; ++q) finish(a, key_head, tokens[q], scores[q], sums[q], results[q]);
 }
 
 void some_heads(int64_t key_head, int64_t end, void* context) {
