@@ -20,7 +20,7 @@ from benchmarks.floor import Products
 from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
-from ppd_runtime.config import DTYPES, SamplingParams
+from ppd_runtime.config import DTYPES
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
@@ -28,6 +28,7 @@ from ppd_runtime.models.checkpoint.dtype import choose_dtype
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import TimedSampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 WAYS = ("eager", "compiled")

@@ -19,12 +19,12 @@ from benchmarks.recording import Figures, markdown, new_parser, positive, run, w
 from ppd_runtime import PPDRuntime
 from ppd_runtime.calibration.calibrate import Calibrator
 from ppd_runtime.calibration.plan_inputs import Measurement
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan
 from ppd_runtime.cost_model.tradeoff import Rates
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.quartiles import quartiles
+from ppd_runtime.sampling_params import SamplingParams
 
 ORDINARY = "ordinary"
 Setting = tuple[int, int]

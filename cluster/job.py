@@ -13,8 +13,9 @@ from cluster.results import ResultsFile
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
+from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime import PPDRuntime

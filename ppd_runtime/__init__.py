@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppd_runtime.config import RuntimeConfig, SamplingParams
+    from ppd_runtime.config import RuntimeConfig
     from ppd_runtime.methods.ordinary import OrdinaryDecoding
     from ppd_runtime.methods.registry import decode, open_method
     from ppd_runtime.results import GenerationResult, TokenEvent
     from ppd_runtime.runtime import PPDRuntime
+    from ppd_runtime.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
-from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, SamplingParams, runtime_config
+from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, runtime_config
 from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts, expected_first_boundary
 from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
@@ -31,6 +31,7 @@ from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.tracing.trace import Trace
 from ppd_runtime.transport.network import check_interface

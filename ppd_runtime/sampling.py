@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ppd_runtime.config import LogitsProcessor, SamplingParams
+from ppd_runtime.sampling_params import LogitsProcessor, SamplingParams
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 

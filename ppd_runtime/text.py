@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.sampling_params import SamplingParams
 
 _INCOMPLETE = "\ufffd"
 

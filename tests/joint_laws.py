@@ -11,13 +11,13 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.speculation import SpeculationCounts, SpeculativeMethod, speculate
 from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import Draws, Sampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
 VOCABULARY, LENGTH = 3, 5

@@ -7,7 +7,6 @@ from itertools import pairwise
 from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.machine import Machine, WaitFor
@@ -16,6 +15,7 @@ from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 
 
 class StagedRun:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ppd_runtime.calibration.peer import PartnerProcess, PartnerSpec
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.supervisor import Progress
@@ -27,6 +26,7 @@ from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, ExitState, HeadStart, Shutdown, Token
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.cost_model.tradeoff import MatchRates
@@ -13,6 +12,7 @@ from ppd_runtime.measure.match_rate_report import summarise
 from ppd_runtime.measure.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
+from ppd_runtime.sampling_params import SamplingParams
 
 
 class Measurement:

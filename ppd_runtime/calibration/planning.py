@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppd_runtime.checks import check_number, check_whole
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import rank
 from ppd_runtime.cost_model.plans import Ranking
 from ppd_runtime.cost_model.staged import check_cuts
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
 from ppd_runtime.measure.machine_load import busy_note
+from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime.calibration.plan_inputs import Measurement

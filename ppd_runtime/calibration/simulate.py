@@ -16,7 +16,6 @@ from ppd_runtime.calibration.simulated_cluster import (
     VirtualStage,
 )
 from ppd_runtime.checks import check_layers, check_number, check_share, check_whole, check_workers
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.theory import (
     Times,
     can_run_ahead,
@@ -31,6 +30,7 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
 _Sub = SubProcess | RunAheadSubProcess

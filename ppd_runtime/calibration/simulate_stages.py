@@ -15,11 +15,11 @@ from torch import Tensor
 from ppd_runtime.calibration.simulated_cluster import Clock, VirtualSampler
 from ppd_runtime.calibration.simulated_stages import ClockedHead, Machines, SimulatedText, StageTimes
 from ppd_runtime.checks import check_number, check_whole
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.theory import Times, miss_time
 from ppd_runtime.pipeline.messages import CLIENT, Begin
 from ppd_runtime.pipeline.staged.chances import Calibration
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
 _NEXT_RANK = 0.25

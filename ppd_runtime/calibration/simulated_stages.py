@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.calibration.simulated_cluster import Clock, VirtualNetwork, VirtualProcess
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.row_stage import RowStage
@@ -30,6 +29,7 @@ from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
 

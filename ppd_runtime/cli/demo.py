@@ -6,9 +6,10 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import print_stream, show_progress
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.measure.machine_load import busy_note
+from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,8 +15,9 @@ from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
+from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime.methods.base import Generation, TextGenerator

@@ -12,7 +12,8 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, check_resume, give_json
 from ppd_runtime.cli.progress import progress_bar
-from ppd_runtime.config import SHARED, SamplingParams
+from ppd_runtime.config import SHARED
+from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table

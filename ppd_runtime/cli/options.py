@@ -10,7 +10,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, SamplingParams
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import default_of, summary
 
 Settings = dict[str, Any]

@@ -12,7 +12,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime.calibration.planning import Given, Planned

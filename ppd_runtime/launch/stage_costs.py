@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ppd_runtime import __version__
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.files.cache_folder import capabilities, with_way_out
 from ppd_runtime.files.findings import kept_finding
@@ -26,6 +26,7 @@ from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.sampling import Sampler, ShortlistSampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)

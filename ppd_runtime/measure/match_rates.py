@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.checks import check_whole
-from ppd_runtime.config import SHARED, SamplingParams
+from ppd_runtime.config import SHARED
 from ppd_runtime.cost_model.staged import check_cuts
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 
 LOGITS = "logits"
 """Candidates are an exit's likeliest tokens, as in the paper; with greedy decoding the runtime's are the same."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
-from ppd_runtime.config import SamplingParams, sampling_from
 from ppd_runtime.methods.prompts import Prompt, token_ids_of
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.text import TextStream
 
 if TYPE_CHECKING:

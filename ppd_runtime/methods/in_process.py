@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from ppd_runtime.client.ending import Ending
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
@@ -17,6 +17,7 @@ from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import PathStats
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
 

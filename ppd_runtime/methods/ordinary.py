@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, SamplingParams, in_process_config
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
 from ppd_runtime.methods.autoregressive import autoregressive
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.steps import Totals
@@ -12,6 +12,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.sampling import TimedSampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.text import StopRule
 

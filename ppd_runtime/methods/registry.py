@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.config import SAMPLING_SETTINGS
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.kangaroo import KangarooSettings
 from ppd_runtime.methods.layerskip import AdaSpeedSettings, LayerSkipSettings
@@ -16,6 +15,7 @@ from ppd_runtime.methods.speculation import MethodSettings
 from ppd_runtime.methods.swift import SwiftSettings
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
+from ppd_runtime.sampling_params import SAMPLING_SETTINGS
 from ppd_runtime.settings import UnknownSettingError
 
 SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = {

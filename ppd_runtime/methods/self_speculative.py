@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.checks import check_choice
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, SamplingParams, in_process_config
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
 from ppd_runtime.cost_model.theory import drafting_ratio
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.speculation import MethodSettings, SpeculationCounts, speculate
@@ -16,6 +16,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Speculation
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.text import StopRule
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 from torch import Tensor
 
-from ppd_runtime.config import MOST_STOP_CHARACTERS, MOST_STOPS
+from ppd_runtime.sampling_params import MOST_STOP_CHARACTERS, MOST_STOPS
 
 MOST_TEXT, MOST_TEXTS = MOST_STOP_CHARACTERS, MOST_STOPS
 """Characters of a text, texts of a list."""

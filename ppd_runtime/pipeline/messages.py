@@ -5,7 +5,6 @@ from typing import Annotated
 
 from torch import Tensor
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.fields import (
     AsRecord,
     Bytes,
@@ -26,6 +25,7 @@ from ppd_runtime.pipeline.fields import (
     Winners,
 )
 from ppd_runtime.results import PathStats
+from ppd_runtime.sampling_params import SamplingParams
 
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""

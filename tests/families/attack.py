@@ -13,13 +13,13 @@ from pipeline_runs import Bench, Decoded
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, open_method
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.methods.steps import parts_of
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.sampling_params import SamplingParams
 
 NEW_TOKENS = 14
 LENGTHS = (1, 5, 17, BORDER - 6, BORDER + 1, MOST_POSITIONS - NEW_TOKENS)

@@ -11,7 +11,6 @@ import torch
 from fuzz.inputs import CORPUS, mutations
 from fuzz.targets import frames_of
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
@@ -39,6 +38,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.wire import KIND_NAMES, WireError, decode, encode, split
 from ppd_runtime.results import PathStats
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 REFUSED = "refused"

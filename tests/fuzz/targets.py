@@ -12,9 +12,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import Begin, Message, Token
 from ppd_runtime.pipeline.wire import WireError, decode, encode
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.transport.unix import _FIRST_BUFFER_BYTES, _Inlet
 
 

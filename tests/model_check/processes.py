@@ -17,7 +17,6 @@ from greenlet import getcurrent, greenlet
 from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from model_check.toy_rows import BoundaryPattern, ToyRows
 from ppd_runtime.client import request as calls
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -25,6 +24,7 @@ from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Report, 
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged import arrivals, follower
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers import worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker

@@ -51,9 +51,9 @@ def others(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"k": 1, "launcher": "processes"}, {"the main process", "sub-process 1"}),
-        ({"stages": 2, "launcher": "processes"}, {"stage 2", "stage 1"}),
-        ({"k": 1, "launcher": "ray"}, {"the main process", "sub-process 1"}),
+        ({"k": 1, "launcher": "processes"}, ("the main process", "sub-process 1")),
+        ({"stages": 2, "launcher": "processes"}, ("stage 2", "stage 1")),
+        ({"k": 1, "launcher": "ray"}, ("the main process", "sub-process 1")),
     ],
     ids=str,
 )

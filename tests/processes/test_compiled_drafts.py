@@ -14,7 +14,6 @@ from models_for_tests import END_ID, load_stage
 from transformers import PreTrainedModel
 
 from ppd_runtime import OrdinaryDecoding, decode
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.early_exit import EarlyExitDrafting
 from ppd_runtime.methods.fused_drafting import GreedyChains
@@ -38,6 +37,7 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.adapter import new_adapter
 from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.spans import Kind
 

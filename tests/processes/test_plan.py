@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from ppd_runtime.calibration.calibrate import Calibrator
 from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.cli.plan import plan as command
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
 from ppd_runtime.cost_model.plans import Plan, Ranking
@@ -30,6 +29,7 @@ from ppd_runtime.cost_model.report import page_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
 from ppd_runtime.launch.cpu_affinity import available_cores
 from ppd_runtime.measure.machine_load import UNDISTURBED, busy_note
+from ppd_runtime.sampling_params import SamplingParams
 
 PROMPTS = ("The quick brown fox", "A model writes")
 BROWSER = ("chromium", "chromedriver")

@@ -10,7 +10,6 @@ from heads_for_tests import make_head
 from pipeline_runs import PROMPTS, Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
@@ -21,6 +20,7 @@ from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.messages import MAIN, MISS, Guesses, PromptStates, Rows, Token
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling import Sampler, ShortlistSampler
+from ppd_runtime.sampling_params import SamplingParams
 
 SAMPLED = {"temperature": 0.9, "top_k": 40, "repetition_penalty": 1.1, "seed": 4}
 

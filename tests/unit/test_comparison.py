@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.measure.comparison.figures import (
     Agreement,
     Drafting,
@@ -23,6 +22,7 @@ from ppd_runtime.measure.comparison.rows import LeftOut, check_rows, full_settin
 from ppd_runtime.measure.markdown import markdown_table
 from ppd_runtime.methods.registry import METHODS
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.sampling_params import SamplingParams
 
 ORDINARY = TextRun(new_tokens=11, latency_s=11.0, first_s=1.0, layers_s=0.9)
 """A second a token, 0.9 of it in layers."""

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.config import RuntimeConfig, SamplingParams, in_process_config, runtime_config, sampling_from
+from ppd_runtime.config import RuntimeConfig, in_process_config, runtime_config
+from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.settings import UnknownSettingError
 
 

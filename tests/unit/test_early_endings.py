@@ -10,9 +10,9 @@ import pytest
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.request import RequestClient
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Finished, Message, Token
+from ppd_runtime.sampling_params import SamplingParams
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133]

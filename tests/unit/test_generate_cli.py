@@ -18,10 +18,11 @@ from ppd_runtime.cli.generate import Method
 from ppd_runtime.cli.generate import generate as command
 from ppd_runtime.cli.main import app
 from ppd_runtime.cli.options import PARAMETERS
-from ppd_runtime.config import RUNTIME_SETTINGS, RuntimeConfig, SamplingParams
+from ppd_runtime.config import RUNTIME_SETTINGS, RuntimeConfig
 from ppd_runtime.methods.registry import METHODS
 from ppd_runtime.methods.stopping import STOPPING_RULES
 from ppd_runtime.methods.verification import ACCEPTANCE_RULES
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import summary
 
 

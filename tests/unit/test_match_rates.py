@@ -12,7 +12,6 @@ from heads_for_tests import make_head
 from models_for_tests import VOCAB_SIZE, load_stage
 
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.cost_model.tradeoff import read_match_rates
 from ppd_runtime.measure import match_rates
 from ppd_runtime.measure.match_rate_report import MatchRateReport, position_ranges, summarise, wilson_interval
@@ -30,6 +29,7 @@ from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
 from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 
 ModelFolder = Callable[..., Path]
 NUM_LAYERS, KS, NEW_TOKENS = 4, (1, 3, 5), 10

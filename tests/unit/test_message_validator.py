@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -24,6 +23,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Token,
 )
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker

@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline import tensors as wire_tensors
 from ppd_runtime.pipeline.fields import Within
 from ppd_runtime.pipeline.messages import (
@@ -47,6 +46,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.wire import WireError, decode, encode, split
 from ppd_runtime.results import PathStats
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 KINDS = (

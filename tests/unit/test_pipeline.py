@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, begin_message, rehearsed, same
 
 from ppd_runtime.calibration.simulated_cluster import Clock, VirtualExitHead, VirtualSampler, VirtualStage
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Candidate, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
 PENALISED = SamplingParams(max_new_tokens=14, repetition_penalty=1.3, ignore_eos=True)

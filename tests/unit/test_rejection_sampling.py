@@ -29,7 +29,6 @@ from remembered_stage import RememberedStage
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.kangaroo import Kangaroo
 from ppd_runtime.methods.layer_search import LayerSearch, SearchSettings
@@ -42,6 +41,7 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.adapter import new_adapter
 from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.sampling import Draws, Sampler, gumbel_noise
+from ppd_runtime.sampling_params import SamplingParams
 
 NUM_LAYERS, EXIT_LAYER, HIDDEN_SIZE = 3, 1, 16
 STEEP = Adaptation(target_rate=0.22, step=1.0, rate_memory=0, threshold_memory=0)

@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.sampling import Sampler, gumbel_noise
+from ppd_runtime.sampling_params import SamplingParams
 
 VOCAB = 12
 DRAWS = 3000

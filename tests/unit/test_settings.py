@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 
-from ppd_runtime.config import RuntimeConfig, SamplingParams
+from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import default_of, documentation, summary
 
 

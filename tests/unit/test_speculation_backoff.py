@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, rehearsed
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.pipeline.messages import CLIENT, CatchUp, ExitState, Token
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.sampling_params import SamplingParams
 
 DEPTH, EXIT = 6, 3
 

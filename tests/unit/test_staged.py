@@ -10,10 +10,10 @@ from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.timeline import Timeline
 
 

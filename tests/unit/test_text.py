@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ppd_runtime.config import SamplingParams
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule, TextStream
 
 HALF = "\ufffd"

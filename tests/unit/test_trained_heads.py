@@ -15,12 +15,12 @@ from models_for_tests import load_stage
 from safetensors.torch import load_file, save_file
 
 from ppd_runtime import PPDRuntime
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
 from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers.worker import Worker
 
 ModelFolder = Callable[..., Path]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.verification import ACCEPTANCE_RULES, AcceptanceRule, acceptance_rule
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 
 VOCABULARY, PROMPT, LENGTH = 7, (3,), 2
 LONELY = 1e-4

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from ppd_runtime.config import SamplingParams
 from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
 from ppd_runtime.measure.against_ordinary import predicted_ratio_after_first
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
@@ -23,6 +22,7 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 
 Generated = tuple[tuple[int, ...], TextRun]
 """New tokens, and what they took."""
