@@ -171,7 +171,7 @@ def test_a_main_process_that_raises_again_and_again_is_an_error(folder, hurried,
 def test_a_stage_that_raises_again_and_again_is_an_error(folder, hurried, monkeypatch):
     monkeypatch.setattr(ppd_runtime.workers.worker.MiddleStage, "serve", _out_of_memory)
     with PPDRuntime(folder, stages=3, k=1, transport="local", max_restarts=2) as runtime:
-        words = "sub-process 2 failed, after 2 restarts: MemoryError: 3 GiB more than there are"
+        words = "stage 2 failed, after 2 restarts: MemoryError: 3 GiB more than there are"
         with pytest.raises(RuntimeError, match=words):
             runtime.generate(PROMPT, max_new_tokens=5)
         with pytest.raises(RuntimeError, match="closed"):
