@@ -27,7 +27,7 @@ _HOMES = {
     "OrdinaryDecoding": "ppd_runtime.methods.ordinary",
     "PPDRuntime": "ppd_runtime.runtime",
     "RuntimeConfig": "ppd_runtime.config",
-    "SamplingParams": "ppd_runtime.config",
+    "SamplingParams": "ppd_runtime.sampling_params",
     "TokenEvent": "ppd_runtime.results",
     "decode": "ppd_runtime.methods.registry",
     "open_method": "ppd_runtime.methods.registry",
