@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes .venv and installs the project at pinned versions first.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n auto --dist loadfile --maxfail 10 --durations 10
+PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --maxfail 10 --durations 10
 
 SEED := $(shell date +%s)
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
@@ -12,7 +12,7 @@ demo: .venv/demo.stamp
 	$(BIN)/ppd demo
 
 test: check .venv/test.stamp
-	$(PYTEST) tests
+	$(PYTEST) tests/processes tests/families tests/unit  # the long files first, short ones fill up
 
 check: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -34,18 +35,20 @@ def can_read(descriptor: int, seconds: float) -> bool:
 
 
 class ForkServer:
-    """A process that has imported what workers need, and forks them; what it says of errors is in `folder`."""
+    """A process that has imported what workers need, and forks them; `open_fork_server` gives one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
+        self.holders = 0
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        with theirs, (folder / f"errors-{NAME}").open("w") as errors:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`close` closes it)
+        with theirs:
             command = [sys.executable, "-m", "ppd_runtime.workers.entry", NAME]
             self.process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=errors,
+                stderr=self._errors,
                 env=import_environment(),
                 start_new_session=True,
             )
@@ -68,11 +71,25 @@ class ForkServer:
                 self._note(json.loads(heard[0]), heard[1])
             self._note_end()
 
+    def said(self) -> str:
+        """What it has said of errors, until it is closed."""
+        if self._errors.closed:
+            return ""
+        self._errors.seek(0)
+        return self._errors.read()
+
     def close(self) -> None:
-        """End the server; its forks are told by their own streams."""
+        """Give it back; the last of those who hold it ends it. Its forks are told by their own streams."""
+        with _opening:
+            self.holders -= 1
+            if self.holders:
+                return
+            for inherited in [inherited for inherited, server in _open.items() if server is self]:
+                del _open[inherited]
         self.process.kill()
         self.process.wait()
         self._control.close()
+        self._errors.close()
 
     def _receive(self) -> tuple[bytes, Sequence[int]]:
         """What the server says next; nothing where it has ended. Raises BlockingIOError where it is silent."""
@@ -93,6 +110,29 @@ class ForkServer:
         while self._asked:
             process = self._asked.popleft()
             process.returncode = self.process.wait()
+
+
+_open: dict[object, ForkServer] = {}
+_opening = threading.Lock()
+
+
+def open_fork_server() -> ForkServer:
+    """The one that serves this program's runtimes, or a new one; who has it closes it.
+
+    Its forks inherit what it has inherited, so it serves as long as this program would hand down the same.
+    """
+    with _opening:
+        server = _open.get(inherited := _inherited())
+        if server is None or server.process.poll() is not None:
+            server = _open[inherited] = ForkServer()
+        server.holders += 1
+        return server
+
+
+def _inherited() -> object:
+    folder, priority = Path().stat(), os.getpriority(os.PRIO_PROCESS, 0)
+    process = os.getpid(), folder.st_dev, folder.st_ino, priority, os.sched_getscheduler(0)
+    return *process, frozenset(os.sched_getaffinity(0)), frozenset(import_environment().items())
 
 
 class ForkedProcess:
@@ -138,6 +178,10 @@ class ForkedProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def server_said(self) -> str:
+        """What its server has said of errors: of a worker that never was there."""
+        return self._server.said()
 
     def _last_heard(self) -> int:
         """The exit code of what has ended, as soon as its server says it."""

@@ -10,14 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, import_environment
-from ppd_runtime.launch.fork_server import CAN_FORK, UNKNOWN_EXIT_CODE, ForkedProcess, ForkServer, can_read
+from ppd_runtime.launch.fork_server import (
+    CAN_FORK,
+    UNKNOWN_EXIT_CODE,
+    ForkedProcess,
+    ForkServer,
+    can_read,
+    open_fork_server,
+)
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.process_names import short_name
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
-from ppd_runtime.workers import fork_server
 from ppd_runtime.workers.bits import NO_BITS
 from ppd_runtime.workers.process import WELCOME, read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
@@ -68,7 +74,7 @@ class ProcessWorkers:
         if not CAN_FORK:
             return start_alone(name, streams)
         if not self._servers or self._servers[-1].process.poll() is not None:
-            self._servers.append(ForkServer(Path(self._folder.path)))
+            self._servers.append(open_fork_server())
         return self._servers[-1].fork(name, streams)
 
     def _introduce(self, rank: int, location: str) -> None:
@@ -101,7 +107,6 @@ class ProcessHandle:
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
-        self._folder = folder
         path = folder / f"errors-{name}"
         orders, to_it = os.pipe()
         from_it, answers = os.pipe()
@@ -187,9 +192,8 @@ class ProcessHandle:
         if code is not None and code < 0:
             return f"signal {-code} ended it"
         said = self._errors.read()
-        if not said:  # it never was, if its server failed
-            with contextlib.suppress(OSError):
-                said = (self._folder / f"errors-{fork_server.NAME}").read_text(errors="replace")
+        if not said and isinstance(self.process, ForkedProcess):
+            said = self.process.server_said()
         lines = [line for line in said.splitlines() if line.strip()]
         if not lines and code == UNKNOWN_EXIT_CODE:
             return "it ended"

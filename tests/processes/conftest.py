@@ -1,9 +1,12 @@
-"""What the tests with real processes and threads share: prompts, and one Ray node for all that need no own."""
+"""What the tests with real processes and threads share: one fork server, and one Ray node for all that need no own."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import ray
+
+from ppd_runtime.launch.fork_server import CAN_FORK, open_fork_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -11,6 +14,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/processes/" in item.path.as_posix():
             item.add_marker(pytest.mark.processes)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Runtimes share a fork server while the environment stays; this variable names the test."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """As `pytest_fixture_setup`."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_fork_server(_test_cache: None) -> Iterator[None]:
+    """It has imported PyTorch before the first runtime starts, and lives as long as the last."""
+    server = open_fork_server() if CAN_FORK else None
+    yield
+    if server:
+        server.close()
 
 
 @pytest.fixture(scope="session")

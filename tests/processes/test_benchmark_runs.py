@@ -44,7 +44,7 @@ def _scheduling():
     return os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
 
 
-@pytest.mark.parametrize("launcher", ["processes", "ray"])
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=nightly)])
 def test_pipeline(launcher, request):
     if launcher == "ray":
         request.getfixturevalue("ray_node")

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from grids import nightly
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -86,7 +87,7 @@ def test_a_new_life_with_other_bits_is_refused_and_the_text_goes_on(folder, othe
     assert any(words in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("name", ["stage-1", "stage-2"])
+@pytest.mark.parametrize("name", ["stage-1", pytest.param("stage-2", marks=nightly)])
 def test_a_new_stage_with_other_bits_ends_the_request(folder, others, caplog, name):
     given = {"stages": 2, "k": 1, "dtype": "float32", "launcher": "processes", "max_restarts": 1}
     with contextlib.ExitStack() as stack:

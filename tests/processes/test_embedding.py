@@ -149,7 +149,7 @@ def test_the_thread_of_the_first_call_may_end(folder, expected, tmp_path, launch
     assert lines == [f"{expected}", f"{expected} {expected}"]
 
 
-@pytest.mark.parametrize("launcher", ["ray", pytest.param("processes", marks=nightly)])
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=nightly)])
 def test_two_runtimes_in_one_program(folder, expected, tmp_path, launcher):
     source = BEGIN + TWO + (TWO_ON_RAY if launcher == "ray" else "")
     lines, said = run(tmp_path, source, folder=folder, launcher=launcher)

@@ -33,10 +33,10 @@ def workers(program):
 @pytest.mark.parametrize(
     ("launcher", "ending"),
     [
-        ("processes", "exception"),
         ("processes", "kill"),
         ("processes", "interrupt"),
         ("ray", "terminate"),
+        pytest.param("processes", "exception", marks=nightly),
         pytest.param("processes", "terminate", marks=nightly),
         pytest.param("ray", "exception", marks=nightly),
         pytest.param("ray", "kill", marks=nightly),

@@ -115,7 +115,6 @@ def test_ray_and_zeromq(ray_node, model_folder, family, dtype, k, exit_layer, le
     ("k", "dtype", "transport", "lengths"),
     [
         (1, "float32", "unix", BY_DAY),
-        (3, "bfloat16", "zeromq", BY_DAY),
         *(
             pytest.param(k, dtype, ("unix", "zeromq")[(i + i // 2) % 2], LENGTHS, marks=nightly)
             for i, (k, dtype) in enumerate(itertools.product((1, 3, 5), DTYPES))

@@ -26,10 +26,33 @@ def expected(folder):
     return OrdinaryDecoding(folder).generate(PROMPT, **SETTINGS).token_ids
 
 
+@pytest.fixture(autouse=True)
+def _no_other_tests_server(monkeypatch):
+    """Runtimes share a fork server while the environment stays, and these tests look after theirs."""
+    monkeypatch.setenv("PPD_TEST", "fork server")
+
+
 def forking() -> list[psutil.Process]:
-    """The fork servers of this program."""
+    """The fork servers of the test that runs."""
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if child.cmdline()[-1:] == ["fork-server"]]
+    servers = [child for child in running if child.cmdline()[-1:] == ["fork-server"]]
+    return [server for server in servers if server.environ().get("PPD_TEST")]
+
+
+def test_runtimes_of_one_program_share_it(folder, expected, monkeypatch):
+    first, second, third = (PPDRuntime(folder, k=1, launcher="processes") for _ in range(3))
+    with first:
+        servers = forking()
+        with second:
+            assert forking() == servers
+            monkeypatch.setenv("PPD_TEST", "something else to hand down")
+            with third:
+                assert len(forking()) == 2
+                assert third.generate(PROMPT, **SETTINGS).token_ids == expected
+            assert forking() == servers
+            first.close()
+            assert second.generate(PROMPT, **SETTINGS).token_ids == expected
+        assert not forking()
 
 
 def test_a_killed_server_takes_nobody_with_it_and_has_a_successor(folder, expected, caplog):
@@ -67,7 +90,6 @@ def test_a_stopped_server_holds_up_new_lives_alone(folder, expected, monkeypatch
 
 
 def test_a_server_that_cannot_start_says_why(folder, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(fork_server.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="failed to start: it ended with exit code 1"):
         PPDRuntime(folder, k=1, launcher="processes").start()

@@ -221,7 +221,7 @@ def runtime_on(two_hosts, ordinary, transport, **layout):
 
 @pytest.mark.parametrize(
     ("transport", "run_ahead"),
-    [pytest.param("zeromq", False, marks=nightly), ("zeromq", True), ("collective", False)],
+    [pytest.param("zeromq", False, marks=nightly), ("zeromq", True), pytest.param("collective", False, marks=nightly)],
 )
 def test_tokens_on_two_hosts(two_hosts, ordinary, transport, run_ahead):
     with runtime_on(two_hosts, ordinary, transport, k=1, run_ahead=run_ahead) as (hosts, _, ask, text):

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from grids import nightly
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
@@ -180,6 +181,7 @@ def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
     ]
 
 
+@nightly
 def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, caplog):
     monkeypatch.setattr(ppd_runtime.launch.ray.workers, "ANSWER_DEADLINE_S", 3.0)
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
@@ -194,6 +196,7 @@ def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, ca
     assert not alive
 
 
+@nightly
 def test_an_actor_that_is_stopped_while_it_starts_has_failed(ray_node, folder, monkeypatch):
     monkeypatch.setattr(ppd_runtime.launch.ray.workers, "ANSWER_DEADLINE_S", 5.0)
     stopped = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import nightly
 from heads_for_tests import make_head
 from models_for_tests import VOCAB_SIZE, load_stage
 
@@ -82,7 +83,10 @@ def hits_token_by_token(folder: Path, sampling: SamplingParams, exit_layer: int,
     return hits
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # plain; windows, soft-capped logits
+@pytest.mark.parametrize(
+    "family",
+    ["llama", pytest.param("gemma2", marks=nightly)],  # plain; windows, soft-capped logits
+)
 @pytest.mark.parametrize("sampling", [GREEDY, *SAMPLED], ids=["greedy", "all", "top-p", "top-k"])
 def test_rates_are_those_of_the_pipelines_exit_head(
     model_folder: ModelFolder, family: str, sampling: SamplingParams

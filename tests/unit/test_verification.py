@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from grids import pairs_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -79,10 +80,10 @@ def p_value(found: np.ndarray, expected: np.ndarray) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(found) - 1) / 2), torch.tensor(statistic / 2)))
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("top_p", [0.95, 1.0])
-@pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2, 1), (1, 3, 2)], ids=["chain", "tree", "chain, then tree"])
-@pytest.mark.parametrize("name", ACCEPTANCE_RULES)
+@pytest.mark.parametrize(
+    ("name", "widths", "top_p", "temperature"),
+    pairs_first(tuple(ACCEPTANCE_RULES), [(1, 1, 1), (3, 2, 1), (1, 3, 2)], [0.95, 1.0], [0.6, 1.0]),
+)
 def test_chi_squared(name: str, widths: tuple[int, ...], top_p: float, temperature: float) -> None:
     draws = 3000
     counts = Counter(
