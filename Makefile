@@ -6,7 +6,8 @@ PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --maxfail
 SEED := $(shell date +%s)
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
-.PHONY: demo test check unit processes nightly bench docs figures clean
+.PHONY: demo test check unit processes bench docs figures clean nightly nightly-tests nightly-faults nightly-endings \
+  nightly-endurance nightly-model-check nightly-fuzz
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -27,13 +28,25 @@ unit: .venv/test.stamp
 processes: .venv/test.stamp
 	$(PYTEST) tests/processes
 
-nightly: .venv/test.stamp
-	@echo "PPD_SEED=$(SEED)"
-	$(NIGHTLY) -m nightly tests
+# Each part prints its seed and can run by itself, as hours are free; `make -k nightly` goes on behind a part that fails.
+nightly: nightly-tests nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz
+
+nightly-tests: .venv/test.stamp
+	$(NIGHTLY) -m nightly tests/processes tests/families tests/unit
+
+nightly-faults: .venv/test.stamp
 	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 tests/unit/test_faults.py
+
+nightly-endings: .venv/test.stamp
 	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 -m nightly tests/processes/test_endings.py -k "kill-3 or interrupt-2"
+
+nightly-endurance: .venv/test.stamp
 	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly tests/processes/test_benchmark_runs.py -k endurance
+
+nightly-model-check: .venv/test.stamp
 	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
+
+nightly-fuzz: .venv/test.stamp
 	for target in decoding stream round_trip; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \
 	done
