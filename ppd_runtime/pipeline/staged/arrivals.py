@@ -5,6 +5,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from ppd_runtime.pipeline.machine import Work
 from ppd_runtime.pipeline.messages import Rows
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 
@@ -51,6 +52,13 @@ class Arrivals:
                 chosen.append(node)
         self._waiting = [node for node in self._waiting if node not in chosen]
         return chosen
+
+    def work(self) -> Work:
+        """What the next pass is."""
+        ready = [node for node in self._waiting if not node.is_dropped and self._is_ready(node)]
+        if any(node.is_certain for node in ready):
+            return Work.NEEDED
+        return Work.SPECULATION if ready else Work.LITTLE
 
     @staticmethod
     def states(nodes: list[Node]) -> Tensor:
