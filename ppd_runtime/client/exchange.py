@@ -61,7 +61,7 @@ class MessageExchange:
                     if left <= 0:
                         return None
                     self._wait_for_others(request, min(left, _SLICE_S))
-                elif not self._listen(max(min(left, _SLICE_S), 0)) and left <= 0:
+                elif not self._listen(max(min(left, _SLICE_S), 0)) and time.monotonic() >= deadline:
                     return None
             return inbox.popleft()
 

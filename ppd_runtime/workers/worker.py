@@ -37,9 +37,10 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.chances import Calibration
-from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.process_names import named_process
 from ppd_runtime.sampling import Sampler, ShortlistSampler, TimedSampler
 from ppd_runtime.text import StopRule
@@ -89,7 +90,7 @@ class Worker:
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
-        self._row_stage = RowStage(self.stage, 2 * MOST_NODES) if spec.cuts else None
+        self._row_stage = RowStage(self.stage, MOST_HELD) if spec.cuts else None
         self._calibration = Calibration() if spec.cuts else None
         self._requests = OpenRequests()
         self._seats: dict[int, Seat] = {}

@@ -14,10 +14,8 @@ from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_mess
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.ngrams import Repetitions
-from ppd_runtime.pipeline.staged.tree import Node, number_of
+from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
 
-MOST_NODES = 64
-"""In flight at any time."""
 _LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
 _TICK = 1  # layers' time that the stages behind may be later than this one
 
