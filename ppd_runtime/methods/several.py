@@ -28,5 +28,8 @@ def in_order(
     """The result of each prompt, in the order given, so many at once."""
     if at_once == 1:
         return [run(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(min(at_once, len(prompts))) as pool:
+    pool = ThreadPoolExecutor(min(at_once, len(prompts)))
+    try:
         return list(pool.map(run, prompts))
+    finally:
+        pool.shutdown(cancel_futures=True)  # where one has failed, those that have not begun are not wanted

@@ -231,7 +231,8 @@ class Worker:
         except StopIteration:
             self._end(seat)
             return
-        others = sum(other.patience for other in self._seats.values() if other is not seat)
+        several = len(self._seats) > 1
+        others = sum(other.patience for other in self._seats.values() if other is not seat) if several else 0
         seat.wait_for(wanted, self.stage.layer_seconds, others)
 
     def _end(self, seat: Seat) -> None:
