@@ -101,6 +101,7 @@ class TextGenerator(ABC):
         wanted = sampling_from(params, settings)
         if (prompts := prompts_in(prompt)) is None:
             return self._whole(self._prompt_ids(prompt, wanted, add_special_tokens), wanted)
+        self._turns.check_own()
         checked = [self._prompt_ids(one, wanted, add_special_tokens) for one in prompts]
         return in_order(lambda prompt_ids: self._whole(prompt_ids, wanted), checked, self._turns.most)
 

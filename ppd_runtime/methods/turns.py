@@ -18,6 +18,13 @@ class Turns:
         self._holders: list[int] = []
         self._queue: deque[object] = deque()
 
+    def check_own(self) -> None:
+        """Raise RuntimeError where all turns are this thread's own: it would wait for itself."""
+        if self._holders.count(threading.get_ident()) == self.most:
+            others = "another stream" if self.most == 1 else f"{self.most} other streams"
+            is_open = "is" if self.most == 1 else "are"
+            raise RuntimeError(f"{others} of this runtime {is_open} open in this thread: exhaust or close one first")
+
     def take(self) -> int:
         """Wait for a turn; gives what `give_back` takes.
 
@@ -26,10 +33,8 @@ class Turns:
             TimeoutError: others have held them for too long.
         """
         deadline, ticket, thread = time.monotonic() + _TURN_DEADLINE_S, object(), threading.get_ident()
+        self.check_own()
         with self._changed:
-            if self._holders.count(thread) == self.most:
-                open_ = "another stream" if self.most == 1 else f"{self.most} other streams"
-                raise RuntimeError(f"{open_} of this runtime are open in this thread: exhaust or close one first")
             if len(self._queue) >= MOST_WAITING:
                 raise RuntimeError(f"{MOST_WAITING} calls wait for this runtime: try again later")
             self._queue.append(ticket)

@@ -44,6 +44,7 @@ from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.process_names import named_process
 from ppd_runtime.sampling import Sampler, ShortlistSampler, TimedSampler
 from ppd_runtime.text import StopRule
+from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.message_validator import MessageValidator
@@ -294,7 +295,7 @@ class Worker:
 
     def _help(self, seat: Seat, sampler: Sampler) -> Machine:
         """As one of the paper's sub-processes, or as one of several stages, but the last."""
-        spec, begin, head = self.spec, seat.begin, self._exit_head(seat, sampler)
+        spec, begin, head = self.spec, seat.begin, self._exit_head(sampler, seat.recorder)
         helper: SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
         if self._row_stage is None and spec.runs_ahead:
             helper = RunAheadSubProcess(self.stage, head, spec.rank, seat.send, begin)
@@ -321,14 +322,14 @@ class Worker:
         seat.machine = helper
         return helper.serve()
 
-    def _exit_head(self, seat: Seat, sampler: Sampler) -> OracleHead | TrainedHead | SharedHead:
+    def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> OracleHead | TrainedHead | SharedHead:
         spec = self.spec
         if isinstance(spec.exit_head, OracleHead):
             return spec.exit_head
         tokens = spec.guess_tokens
         ranking = ShortlistSampler(sampler, tokens, spec.info.vocab_size) if tokens else sampler
         if self._trained_head is not None:
-            return TrainedHead(self._trained_head, ranking, seat.recorder)
+            return TrainedHead(self._trained_head, ranking, recorder)
         return SharedHead(self.stage, ranking)
 
     @property

@@ -177,7 +177,7 @@ class _Supervisor:
 
 @dataclass
 class _Workers:
-    endpoint: Process
+    endpoint: "Process | CallersEndpoint"
     supervisor: _Supervisor
 
 
@@ -201,6 +201,17 @@ class Caller(greenlet):
         return self.parent.now
 
 
+class CallersEndpoint:
+    """Has `SharedExchange.run` listen where a caller does."""
+
+    def __init__(self, process: Process) -> None:
+        self.send = process.send
+
+    def receive(self, timeout: float | None) -> Message | None:
+        """An endpoint's."""
+        return getcurrent().parent.switch(timeout)
+
+
 class SharedExchange(exchange.MessageExchange):
     """Has a caller whose inbox is empty wait for `run`, which listens for all of them."""
 
@@ -215,14 +226,20 @@ class SharedExchange(exchange.MessageExchange):
     def run(self, callers: list[Caller], process: Process) -> None:
         """Go on until all callers have come to their ends; a silence is everybody's."""
         for caller in callers:
-            caller.switch(caller.request)
+            self._resume(process, caller, caller.request)
         while callers := [caller for caller in callers if not caller.dead]:
             message = process.receive(min(caller.timeout for caller in callers))
             if message is not None:
                 self._put(message)
             for caller in callers:
                 if message is None or message.request == caller.request:
-                    caller.switch()
+                    self._resume(process, caller)
+
+    @staticmethod
+    def _resume(process: Process, active: Caller, *given: int) -> None:
+        listens = active.switch(*given)
+        while listens is not None:
+            listens = active.switch(process.receive(listens))
 
 
 def start_worker(scenario: Scenario, rank: int) -> Process:
@@ -249,7 +266,8 @@ def start_client(scenario: Scenario) -> Process:
     """Somebody who makes the requests one after the other, up to the first wait."""
 
     def serve(process: Process) -> None:
-        workers = _Workers(process, _Supervisor(process))
+        endpoint = CallersEndpoint(process) if scenario.at_once else process
+        workers = _Workers(endpoint, _Supervisor(process))
         network = (SharedExchange if scenario.at_once else exchange.MessageExchange)(workers)
 
         def make(request: int) -> None:

@@ -31,12 +31,12 @@ class RowStage:
     def __init__(self, stage: Stage, most_nodes: int) -> None:
         self._stage, self._most_nodes = stage, most_nodes
         self.num_layers = stage.num_layers - stage.first_layer
+        self.layer_passes = 0
+        """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
         self.most_together = 1
         """Rows that run together, at the most."""
         if stage.compiles_chains(len(_TRIED)) and stage.most_together(_PROMPT) is None:
             self.most_together = self._found_most_together()
-        self.layer_passes = 0
-        """One-token layer passes so far, a prompt's as one token's: the stage's up to the first, then its own."""
         self.begin(0)
 
     def another(self) -> "RowStage":
