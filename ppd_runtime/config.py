@@ -48,6 +48,15 @@ SHARED = "shared"
 USUAL_K = 3
 """Candidates, where nothing says how many."""
 _MOST_ROWS = 64
+_USUAL_REQUESTS, _MOST_REQUESTS = 8, 256  # at once
+_FOR_STAGES: Mapping[str, object] = {
+    "rows": None,
+    "repetitions": True,
+    "guess_vocab": None,
+    "guess_counts": None,
+    "max_requests": None,
+}
+"""Settings of the staged layout alone, with what they are where they are not given."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,8 @@ class RuntimeConfig:
     hold and multiply only those rows of the head."""
     guess_counts: str | None = None
     """A JSON file of token ids and counts, by which `guess_vocab` chooses; default: the tokenizer's order."""
+    max_requests: int | None = None
+    """With `stages`, requests that are decoded at once, 8 by default; further calls wait for their turn."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -165,13 +176,15 @@ class RuntimeConfig:
     def _check_stages(self) -> None:
         if self.rows is not None:
             check_int("rows", self.rows, 1, _MOST_ROWS)
+        if self.max_requests is not None:
+            check_int("max_requests", self.max_requests, 1, _MOST_REQUESTS)
         if isinstance(self.cuts, str):
             object.__setattr__(self, "cuts", _parsed_cuts(self.cuts))
         if self.cuts is not None:
             self._check_cuts()
         if self.stages is None:
             check_workers(self.num_candidates, self.workers)
-            for name, usual in (("rows", None), ("repetitions", True), ("guess_vocab", None), ("guess_counts", None)):
+            for name, usual in _FOR_STAGES.items():
                 if (value := getattr(self, name)) != usual:
                     raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
@@ -256,6 +269,11 @@ class RuntimeConfig:
         if self.stages is not None:
             return self.stages - 1
         return self.num_candidates if self.workers is None else self.workers
+
+    @property
+    def requests_at_once(self) -> int:
+        """Requests that are decoded at once; one in the paper's layout."""
+        return 1 if self.stages is None else self.max_requests or _USUAL_REQUESTS
 
     @property
     def num_candidates(self) -> int:

@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ppd_runtime.client.ending import Ending
+from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
 from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, runtime_config
@@ -48,8 +49,8 @@ class PPDRuntime(TextGenerator):
     """Exact pipelined decoding: the tokens are ordinary decoding's, whatever k, exit layer, transport or timing.
 
     Making one checks the settings; its workers start with `start`, on entering a `with` block, or with the first
-    call. It serves many calls, one at a time; calls from other threads wait their turn. Leaving the `with` block, or
-    `close`, stops its workers for good.
+    call. It serves many calls: with `stages` `max_requests` at a time, else one; calls from other threads wait their
+    turn. Leaving the `with` block, or `close`, stops its workers for good.
 
     Args:
         settings: those of `RuntimeConfig` by name; its fields say what they are.
@@ -84,7 +85,7 @@ class PPDRuntime(TextGenerator):
         if isinstance(heads, dict) and not self.config.stages:
             for head in heads.values():
                 head.check_layers([self.exit_layer])
-        super().__init__(info, load_tokenizer(info))
+        super().__init__(info, load_tokenizer(info), self.config.requests_at_once)
         self._specs = _worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
         self._share = self._place_workers()
         self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
@@ -93,7 +94,9 @@ class PPDRuntime(TextGenerator):
         self._workers: Workers | None = None
         self._closing: ShutdownGuard | None = None
         self._starting, self._closed = threading.RLock(), False
-        self._next_request = 1
+        self._exchange: MessageExchange | None = None
+        self._next_request, self._under_way = 1, set[int]()
+        self._counting = threading.Lock()
 
     def _place_workers(self) -> CoreShare:
         """The workers' cores of this host; raises ValueError for a transport that their devices cannot have."""
@@ -129,6 +132,7 @@ class PPDRuntime(TextGenerator):
                 self._specs = prepare(self._specs, self.config, self.launcher, self._progress)
                 self._workers = start_workers(self._specs, self.config, self.launcher, self._progress)
                 self._share.begin()
+                self._exchange = MessageExchange(self._workers)
                 self._closing = ShutdownGuard(self._workers)
                 weakref.finalize(self, self._closing.close)
             if self._closed:
@@ -193,14 +197,18 @@ class PPDRuntime(TextGenerator):
                 "a method that decodes in this process (OrdinaryDecoding, layerskip, adaspeed, kangaroo, swift)"
             )
 
-    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+    def _steps(
+        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
         self.start()
-        workers, closing, ending = self._workers, cast("ShutdownGuard", self._closing), cast("Ending", self._ending)
+        workers, closing, exchange = self._workers, self._closing, self._exchange
         assert workers is not None
-        request, self._next_request = self._next_request, self._next_request + 1
+        assert closing is not None
+        assert exchange is not None
+        begin = self._numbered(Begin(CLIENT, 0, prompt_ids, params, live, self._traced))
         ending.start_clock()
         outside, guessable = 0, frozenset(self._specs[-1].guess_tokens)
-        call = RequestClient(workers, Begin(CLIENT, request, prompt_ids, params, live, self._traced), ending)
+        call = RequestClient(exchange, begin, ending)
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
@@ -218,6 +226,17 @@ class PPDRuntime(TextGenerator):
         finally:
             if call.reports.finished is None and not self._closed:
                 self._cancel(call, closing)
+            call.close()
+            with self._counting:
+                self._under_way.remove(begin.request)
+
+    def _numbered(self, begin: Begin) -> Begin:
+        """The request with a number of its own, and those that are under way."""
+        with self._counting:
+            request, self._next_request = self._next_request, self._next_request + 1
+            begin = replace(begin, request=request, under_way=tuple(sorted(self._under_way)))
+            self._under_way.add(request)
+        return begin
 
     def _cancel(self, call: RequestClient, closing: ShutdownGuard) -> None:
         try:

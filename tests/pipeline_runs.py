@@ -22,9 +22,10 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
-from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
@@ -172,7 +173,7 @@ class Bench:
         network, begin = MachineNetwork(seed, impatience), begin_message(prompt, params)
         sampler = Sampler(params, len(prompt))
         stages = [self.stage(last, first) for first, last in pairwise([0, *cuts, self.info.num_layers])]
-        rows_of = [RowStage(stage, 2 * MOST_NODES) for stage in stages]
+        rows_of = [RowStage(stage, MOST_HELD) for stage in stages]
         size = len(stages)
         heads = [SharedHead(stage, sampler) for stage in stages]
         first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin)

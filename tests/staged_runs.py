@@ -11,9 +11,10 @@ from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Missing, Peers, PromptStates, Rows, Token
-from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -85,7 +86,7 @@ class StagedRun:
 
     def _stage(self, place: int) -> RowStage:
         first, last = self.borders[place]
-        return RowStage(self.bench.stage(last, first), 2 * MOST_NODES)
+        return RowStage(self.bench.stage(last, first), MOST_HELD)
 
     def _last(self, begin: Begin) -> Machine:
         stage = self._stage(-1)

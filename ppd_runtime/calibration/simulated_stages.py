@@ -24,10 +24,11 @@ from ppd_runtime.models.trained.exit_heads import BoundaryHead, SharedHead
 from ppd_runtime.pipeline.machine import Machine
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
 from ppd_runtime.pipeline.staged.chances import Calibration
-from ppd_runtime.pipeline.staged.first_stage import MOST_NODES, FirstStage
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
@@ -177,7 +178,7 @@ class _ClockedStage:
     """A stage whose passes take a clock's time; see `RowStageLike`."""
 
     def __init__(self, stage: Stage, clock: Clock, times: StageTimes) -> None:
-        self._stage, self._clock, self._times = RowStage(stage, 2 * MOST_NODES), clock, times
+        self._stage, self._clock, self._times = RowStage(stage, MOST_HELD), clock, times
         self.num_layers, self.rows = self._stage.num_layers, 0
 
     @property

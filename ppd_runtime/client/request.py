@@ -3,18 +3,17 @@
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ppd_runtime.client.ending import CANCELLED, Ending
-from ppd_runtime.launch.base import Workers
+from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
     Begin,
     Cancel,
-    Failed,
     Finished,
     Message,
     Report,
@@ -69,8 +68,8 @@ class RequestReports:
 class RequestClient:
     """A request to the main process, which is asked again where it falls silent, and by whoever takes its place."""
 
-    def __init__(self, workers: Workers, begin: Begin, ending: Ending | None = None) -> None:
-        self._endpoint, self._supervisor, self._begin = workers.endpoint, workers.supervisor, begin
+    def __init__(self, exchange: MessageExchange, begin: Begin, ending: Ending | None = None) -> None:
+        self._exchange, self._supervisor, self._begin = exchange, exchange.supervisor, begin
         self._ending = ending or Ending(None)
         self.reports = RequestReports()
         self.restarts = 0
@@ -78,7 +77,6 @@ class RequestClient:
         self.winners: Counter[int] = Counter()
         """Tokens by `Token.winner`."""
         self._delivered: list[int] = []
-        self._arrived: deque[Message] = deque()
         self._cancelled = False
         self._life, self._began, self._end_at = 0, time.monotonic(), math.inf
         self._patience = _ASK_AGAIN_S
@@ -90,7 +88,8 @@ class RequestClient:
         Raises:
             RuntimeError: where the main process is lost and has been replaced too often.
         """
-        self._supervisor.check(self._hear)
+        self._exchange.open(self._begin.request)
+        self._exchange.check()
         self._life, self._began = self._supervisor.lives(MAIN), time.monotonic()
         self._ask()
         while self.reports.finished is None:
@@ -112,11 +111,15 @@ class RequestClient:
                 yield token
 
     def cancel(self) -> None:
-        """Have the main process stop, so that the next request finds it idle."""
+        """Have the main process stop: what it would still compute is of no use."""
         self._cancelled = True
         self._ask()
         while not isinstance(self._next_message(), Finished):
             pass
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._exchange.close(self._begin.request)
 
     def hear_all(self) -> None:
         """Wait for the sub-processes' counts: those of lost ones do not come, a silent one is waited for only once."""
@@ -124,10 +127,8 @@ class RequestClient:
         while self._awaited() and (left := deadline - time.monotonic()) > 0:
             message = self._receive(min(_CHECK_EVERY_S, left))
             if message is None:
-                self._supervisor.check(self._hear)
-            elif isinstance(message, Failed):
-                self._supervisor.note_words(message.sender, message.error)
-            elif message.request == self._begin.request:
+                self._exchange.check()
+            else:
                 self.reports.take(message)
         for rank in self._awaited():
             self._supervisor.note_silence(rank)
@@ -173,40 +174,30 @@ class RequestClient:
             self._end_early()
             wait = _CHECK_EVERY_S if self._cancelled else min(_CHECK_EVERY_S, self._ending.seconds_left())
             message, now = self._receive(wait), time.monotonic()
-            if isinstance(message, Failed):
-                self._supervisor.note_words(message.sender, message.error)
             if now >= self._check_at:
                 self._check(now)
             if message is None and now >= self._end_at:  # it is stopped, or in a long pass, and will hear later
                 return self._cut_short()
-            if message is not None and not isinstance(message, Failed) and message.request == self._begin.request:
+            if message is not None:
                 if message.sender == MAIN:
                     self._heard_at, self._patience = now, _ASK_AGAIN_S
                     self._ask_at = now + self._patience
                 return message
 
     def _receive(self, timeout: float) -> Message | None:
-        return self._arrived.popleft() if self._arrived else self._endpoint.receive(timeout)
-
-    def _hear(self) -> None:
-        """Take what has arrived; of workers' last words note is taken at once."""
-        while (message := self._endpoint.receive(0)) is not None:
-            if isinstance(message, Failed):
-                self._supervisor.note_words(message.sender, message.error)
-            else:
-                self._arrived.append(message)
+        return self._exchange.receive(self._begin.request, timeout)
 
     def _check(self, now: float) -> None:
         """Look after the workers, and ask again where there is a new main process or a long silence."""
         self._check_at = now + _CHECK_EVERY_S
-        self._supervisor.check(self._hear)
+        self._exchange.check()
         if not self._supervisor.is_serving(MAIN):
             self._heard_at = now  # its start has a deadline of its own
         elif (life := self._supervisor.lives(MAIN)) != self._life:
             self._life, self._heard_at = life, now
             self.restarts += 1
             self._ask()
-        elif now - self._heard_at > _SILENCE_DEADLINE_S:
+        elif now - max(self._heard_at, self._exchange.heard_at) > _SILENCE_DEADLINE_S:
             self._heard_at = now
             self._supervisor.replace(MAIN, f"it has said nothing for {_SILENCE_DEADLINE_S:.0f} s")
         elif now >= self._ask_at:
@@ -217,7 +208,7 @@ class RequestClient:
         question: Message = Cancel(CLIENT, self._begin.request)
         if not self._cancelled:
             question = replace(self._begin, delivered=list(self._delivered), epoch=self.restarts)
-        self._endpoint.send(MAIN, question)
+        self._exchange.send(MAIN, question)
         now = time.monotonic()
         self._heard_at = self._heard_at or now
         self._ask_at = now + self._patience

@@ -10,21 +10,21 @@ from ppd_runtime.launch.base import Workers
 from ppd_runtime.launch.supervisor import CLOSED
 
 Item = TypeVar("Item")
+_LOOK_EVERY_S = 1.0
 
 
 class ShutdownGuard:
     """Closes workers once, in the process that started them.
 
-    Sockets bear one thread at a time. So a thread that closes waits for the step that a call is in, which hears of it
-    within a fraction of a second; and what a signal handler asks for in the middle of a step, that step does at its
-    end.
+    A thread that closes waits for the steps that calls are in, which hear of it within a fraction of a second; and what
+    a signal handler asks for in the middle of a step, the last of them does at its end.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers, self._owner = workers, os.getpid()
-        self._lock = threading.RLock()
-        self._thread: int | None = None
-        """Who is in a step, or closes."""
+        self._idle = threading.Condition(threading.RLock())
+        self._inside: list[int] = []
+        """The threads that are in a step; one closes, too."""
         self._asked = self._done = False
 
     @contextmanager
@@ -36,15 +36,16 @@ class ShutdownGuard:
         """
         if os.getpid() != self._owner:
             raise RuntimeError(f"the runtime is process {self._owner}'s, of which this one is a fork: make one here")
-        with self._lock:
+        thread = threading.get_ident()
+        self._inside.append(thread)
+        try:
             if self._asked:
                 raise RuntimeError(CLOSED)
-            self._thread = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._thread = None
-                if self._asked:
+            yield
+        finally:
+            with self._idle:
+                self._inside.remove(thread)
+                if self._asked and not self._inside:
                     self._close()
 
     def each(self, items: Iterator[Item]) -> Iterator[Item]:
@@ -62,11 +63,18 @@ class ShutdownGuard:
             return
         self._asked = True
         self._workers.supervisor.dismiss()
-        if self._thread != threading.get_ident():
-            with self._lock:
+        with self._idle:
+            if threading.get_ident() not in self._inside:
+                while self._inside:
+                    self._idle.wait(_LOOK_EVERY_S)
                 self._close()
 
     def _close(self) -> None:
         if not self._done:
-            self._done, self._thread = True, threading.get_ident()
-            self._workers.close()
+            self._done = True
+            self._inside.append(threading.get_ident())
+            try:
+                self._workers.close()
+            finally:
+                self._inside.remove(threading.get_ident())
+                self._idle.notify_all()

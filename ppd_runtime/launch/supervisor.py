@@ -97,7 +97,7 @@ class Supervisor:
         self._needed, self._num_stages = set(ranks) if num_stages else {MAIN}, num_stages
         self._handshake = BitHandshake(num_stages)
         self._words: dict[int, str] = {}
-        self._dismissed = False
+        self._dismissed, self._failure = False, CLOSED
 
     def start(self, progress: Progress) -> None:
         """Begin everybody's first life and wait until all are ready.
@@ -129,7 +129,7 @@ class Supervisor:
             RuntimeError: where one is lost that is needed, and has been replaced too often, or all have been dismissed.
         """
         if self._dismissed or not self._posts.keys() >= self._needed:
-            raise RuntimeError(CLOSED)
+            raise RuntimeError(self._failure)  # every call of several is told why
         for rank, post in list(self._posts.items()):
             reason = None
             if post.life is not None:
@@ -161,7 +161,8 @@ class Supervisor:
         again = f", after {self._most_restarts} restarts" if self._most_restarts else ""
         del self._posts[rank]
         if rank in self._needed:
-            raise RuntimeError(f"{self.name_of(rank)} failed{again}: {reason}")
+            self._failure = f"{self.name_of(rank)} failed{again}: {reason}"
+            raise RuntimeError(self._failure)
         logger.warning("%s is lost%s, decoding goes on without it: %s", self.name_of(rank), again, reason)
 
     def note_words(self, rank: int, words: str) -> None:
@@ -202,7 +203,7 @@ class Supervisor:
 
     def dismiss(self) -> None:
         """Have the next `check` fail: from now on nobody is replaced. May be called in any thread."""
-        self._dismissed = True
+        self._dismissed, self._failure = True, CLOSED
 
     def stop(self, seconds: float) -> None:
         """Give those that serve, and have been told to end, so long to do so; then end everybody."""

@@ -1,16 +1,18 @@
-"""`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, one call at a time."""
+"""`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, whose turn it is."""
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.methods.prompts import Prompt, token_ids_of
+from ppd_runtime.methods.several import in_order, prompts_in
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
+from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
@@ -19,18 +21,15 @@ from ppd_runtime.text import TextStream
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_TURN_DEADLINE_S = 3600.0
-
 
 class TextGenerator(ABC):
-    """Something that continues a prompt."""
+    """Something that continues a prompt; `most_at_once` calls of several threads at a time, the others wait."""
 
-    def __init__(self, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, info: ModelInfo, tokenizer: PreTrainedTokenizerBase, most_at_once: int = 1) -> None:
         self.info, self.tokenizer = info, tokenizer
-        self._turn = threading.Lock()
-        self._turn_holder: int | None = None
-        self._ending: Ending | None = None
-        """Of the request whose turn it is."""
+        self._turns = Turns(most_at_once)
+        self._endings: list[Ending] = []
+        """Of the requests whose turn it is."""
 
     def close(self) -> None:  # noqa: B027 (most generators hold nothing)
         """Release what the generator holds; a second call does nothing."""
@@ -47,13 +46,16 @@ class TextGenerator(ABC):
         """The dtype of weights and passes, such as float32; what "auto" came to."""
 
     @abstractmethod
-    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+    def _steps(
+        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
         """Yield each new token, then the totals; `live`: each as soon as it is certain."""
 
     @abstractmethod
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         """Predicted latency as a share of ordinary decoding's."""
 
+    @overload
     def generate(
         self,
         prompt: Prompt,
@@ -61,12 +63,31 @@ class TextGenerator(ABC):
         *,
         add_special_tokens: bool = True,
         **settings: Any,
-    ) -> GenerationResult:
-        """Continue a prompt, and wait for the end.
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> list[GenerationResult]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        """Continue a prompt, or each of several, and wait for the end; several results come in the order given.
 
         Args:
             prompt: a text, or token ids: a list, a tensor or array `[tokens]` or `[1, tokens]`, or a tokenizer's
-                `BatchEncoding`.
+                `BatchEncoding`. Several are a list of texts, or of two lists of token ids at least.
             params: how to sample and when to stop; or
             settings: the same by name, as `SamplingParams` describes them: max_new_tokens, temperature, top_k, top_p,
                 min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop, stop_token_ids,
@@ -78,7 +99,14 @@ class TextGenerator(ABC):
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
         wanted = sampling_from(params, settings)
-        generation = self.request(prompt, wanted, live=False, add_special_tokens=add_special_tokens)
+        if (prompts := prompts_in(prompt)) is None:
+            return self._whole(self._prompt_ids(prompt, wanted, add_special_tokens), wanted)
+        self._turns.check_own()
+        checked = [self._prompt_ids(one, wanted, add_special_tokens) for one in prompts]
+        return in_order(lambda prompt_ids: self._whole(prompt_ids, wanted), checked, self._turns.most)
+
+    def _whole(self, prompt_ids: list[int], params: SamplingParams) -> GenerationResult:
+        generation = Generation(self, prompt_ids, params, live=False)
         for _ in generation:
             pass
         return generation.result
@@ -101,11 +129,12 @@ class TextGenerator(ABC):
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
 
     def cancel(self) -> None:
-        """End the request that is running, from any thread: it finishes with the reason "cancelled" and what there is.
+        """End the requests that are running, from any thread: each finishes with the reason "cancelled" and what there
+        is.
 
         Calls that wait for their turn are not touched. Where nothing is running, nothing happens.
         """
-        if (ending := self._ending) is not None:
+        for ending in [*self._endings]:
             ending.cancel()
 
     def _prompt_ids(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
@@ -128,17 +157,16 @@ class TextGenerator(ABC):
                 f"the model's {most} positions: shorten the prompt or ask for fewer tokens"
             )
 
-    def _take_turn(self, timeout_s: float | None) -> None:
-        if self._turn_holder == threading.get_ident():
-            raise RuntimeError("another stream of this runtime is open in this thread: exhaust or close it first")
-        if not self._turn.acquire(timeout=_TURN_DEADLINE_S):
-            raise TimeoutError(f"another call has held this runtime for {_TURN_DEADLINE_S:.0f} s")
-        self._turn_holder = threading.get_ident()
-        self._ending = Ending(timeout_s)
-
-    def _end_turn(self) -> None:
-        self._turn_holder, self._ending = None, None
-        self._turn.release()
+    @contextmanager
+    def _turn(self, timeout_s: float | None) -> Iterator[Ending]:
+        """A request's turn."""
+        holder, ending = self._turns.take(), Ending(timeout_s)
+        self._endings.append(ending)
+        try:
+            yield ending
+        finally:
+            self._endings.remove(ending)
+            self._turns.give_back(holder)
 
 
 class Generation(Iterator[TokenEvent]):
@@ -175,9 +203,10 @@ class _Request:
 
     def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""
-        self._generator._take_turn(self._params.timeout_s)
-        steps = in_parts(self._generator, self._prompt_ids, self._params, self._live)
-        try:
+        with (
+            self._generator._turn(self._params.timeout_s) as ending,
+            closing(in_parts(self._generator, self._prompt_ids, self._params, self._live, ending)) as steps,
+        ):
             text = TextStream(self._generator.tokenizer, self._params.stop)
             events: list[TokenEvent] = []
             for step in steps:
@@ -188,11 +217,6 @@ class _Request:
                 position = len(self._prompt_ids) + len(events)
                 events.append(TokenEvent(step.token_id, piece, position, step.hit))
                 yield events[-1]
-        finally:
-            try:
-                steps.close()
-            finally:
-                self._generator._end_turn()
 
     @staticmethod
     def _piece(text: TextStream, step: Step) -> str:

@@ -3,7 +3,6 @@
 import time
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from typing import cast
 
 import torch
 
@@ -68,16 +67,20 @@ class OneProcessDecoding(TextGenerator):
         """The totals with what the method counted in this request."""
         return totals
 
-    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+    def _steps(
+        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
         threads_before = torch.get_num_threads()
         torch.set_num_threads(self.config.threads_per_worker)
         try:
-            yield from self._timed_steps(prompt_ids, params)
+            yield from self._timed_steps(prompt_ids, params, ending)
         finally:
             torch.set_num_threads(threads_before)
 
-    def _timed_steps(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Step | Totals, None, None]:
-        recorder, passes, ending = self.stage.recorder, self.stage.layer_passes, cast("Ending", self._ending)
+    def _timed_steps(
+        self, prompt_ids: list[int], params: SamplingParams, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
+        recorder, passes = self.stage.recorder, self.stage.layer_passes
         ending.start_clock()
         spent, first, first_ledger, reason = 0.0, 0.0, None, None
         stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)

@@ -64,14 +64,15 @@ class Decoder(Protocol):
 
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
-    _ending: Ending | None
 
-    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
+    def _steps(
+        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
         """Yield each new token, then the totals; `live`: each as soon as it is certain."""
 
 
 def in_parts(
-    decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: bool
+    decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
 ) -> Generator[Step | Totals, None, None]:
     """The steps of a request, then its totals.
 
@@ -80,7 +81,7 @@ def in_parts(
     """
     parts = parts_of(len(prompt_ids), params.max_new_tokens, decoder.info.recomputed_at)
     if len(parts) == 1:
-        yield from decoder._steps(prompt_ids, params, live)
+        yield from decoder._steps(prompt_ids, params, live, ending)
         return
     stop = StopRule(params, decoder.info.eos_token_ids, decoder.tokenizer, prompt_ids)
     text = list(prompt_ids)
@@ -90,7 +91,7 @@ def in_parts(
         generated = params.num_generated + len(text) - len(prompt_ids)
         part = replace(params, max_new_tokens=most, num_generated=generated)
         verdicts: list[bool | None] = []
-        with closing(decoder._steps(list(text), part, live)) as steps:
+        with closing(decoder._steps(list(text), part, live, ending)) as steps:
             for step in steps:
                 if isinstance(step, Totals):
                     totals = replace(step, run_lengths=step.run_lengths or lengths_of_runs(verdicts))
@@ -103,7 +104,7 @@ def in_parts(
                     yield replace(step, last=reason is not None or cut_short)
         if reason or before is None or before.finish_reason != "length":
             break
-        if why := decoder._ending and decoder._ending.reason():  # before a whole text is read anew
+        if why := ending.reason():  # before a whole text is read anew
             before = replace(before, finish_reason=why)
             break
     if before:

@@ -2,11 +2,26 @@
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from torch import Tensor
 
 from ppd_runtime.pipeline.messages import Message
+
+
+class Work(IntEnum):
+    """What a machine does where no message comes; of several machines in one process the least goes on first."""
+
+    LITTLE = 0
+    """It waits, or decides."""
+    NEEDED = 1
+    """A pass that has to be: over a certain token, or a prompt's."""
+    SPECULATION = 2
+
+
+def _needed() -> Work:
+    return Work.NEEDED
 
 
 @dataclass(slots=True)
@@ -22,6 +37,8 @@ class WaitFor:
     """Seconds that it is at the least, whatever a pass takes, where clocks are real."""
     deadline: float | None = None
     """Set by whoever runs the machine, in its own clock."""
+    work: Callable[[], Work] = _needed
+    """What it does where it only looks for a message, and there is none."""
 
 
 Machine = Generator[WaitFor, Message | None, None]

@@ -65,6 +65,8 @@ class Begin(Message):
     epoch: Count = 0
     """To a stage: which attempt at the request this is; each begins anew with what is certain. To the main process: how
     often it has been replaced since the request began."""
+    under_way: Numbers = ()
+    """Requests of lower numbers that are not over; all others of lower numbers are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from model_check.essence import Essence
 from model_check.invariants import check_process
 from model_check.processes import Process, Scenario, start_client, start_worker, without_counts
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.staged.last_stage import LastStage
 
 NOTHING = -2
 """Taken in the place of a message: the wait is over without one."""
@@ -124,8 +126,9 @@ class Automaton:
 
 
 def _progress(process: Process) -> int:
-    main = process.worker and process.worker._main
-    return len(main.history) if main else 0
+    seats = [*process.worker._seats.values(), *process.worker._past.values()] if process.worker else []
+    machines = [seat.machine for seat in seats if isinstance(seat.machine, MainProcess | LastStage)]
+    return max((len(machine.history) for machine in machines), default=0)
 
 
 class Messages:

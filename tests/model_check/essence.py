@@ -5,16 +5,17 @@ matters is itself tested: `test_merged_states_behave_alike`.
 """
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from types import CodeType, FrameType, GeneratorType
 
 from torch import Tensor
 
-from model_check.processes import Process
+from model_check.processes import Caller, Process, SharedExchange
 from model_check.toy import ToyStage
 from model_check.toy_rows import ToyRows
+from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient
 from ppd_runtime.pipeline.machine import WaitFor
 from ppd_runtime.pipeline.messages import Finished, Message
@@ -30,11 +31,16 @@ from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.text import StopRule
+from ppd_runtime.workers.open_requests import OpenRequests
+from ppd_runtime.workers.seat import Seat
 from ppd_runtime.workers.worker import Worker
 
 _COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes", "first_boundary"}
 _READ = (
     Worker,
+    Seat,
+    OpenRequests,
+    MessageExchange,
     MainProcess,
     SubProcess,
     RunAheadSubProcess,
@@ -52,7 +58,15 @@ _READ = (
     Calibration,
     ToyRows,
 )
-_DEAD = {"message", "reply", "hidden", "now", "nodes", "root", "certain"}
+_CLOCKS = {"recorder", "last_turn", "patience", "_began", "_released", "_asked", "_first_token", "_stalled"}
+_UNREAD: dict[type, set[str]] = {
+    Worker: {"_active", "_row_stage"},
+    SharedExchange: {"_lock", "_free", "heard_at"},
+    Seat: _CLOCKS | {"_first_ledger"},
+    RunAheadSubProcess: {"_forks"},
+}
+"""What only times and turns depend on, or what is told of elsewhere."""
+_DEAD = {"caller", "message", "reply", "hidden", "now", "nodes", "root", "certain"}
 """Variables that are set anew before they are read, wherever a process can wait."""
 _LIVE = {"_go_on": {"token", "stop"}}
 """Of a frame that holds much of the token before, what is read again."""
@@ -64,15 +78,14 @@ class Essence:
     def __init__(self, number_of: Callable[[Message], int | None]) -> None:
         self._number_of = number_of
         self._seen: dict[int, int] = {}
-        self._now, self._idle = 0.0, False
+        self._now = 0.0
 
     def of_process(self, process: Process) -> object:
         """Its stack, from the wait outwards, and all that hangs on it."""
         self._seen, self._now = {}, process.now
         frames = list(_frames(process.gr_frame.f_back))
-        self._idle = all(frame.f_code.co_name != "_serve_request" for frame in frames)
         stack = [self._of_frame(frame) for frame in frames]
-        return process.timeout, len(process.delivered), process.main_lives, stack
+        return process.timeout, sorted(Counter(r for r, _ in process.delivered).items()), process.main_lives, stack
 
     def of_message(self, message: Message) -> object:
         """Its fields."""
@@ -136,21 +149,42 @@ class Essence:
             return value <= self._now
         if isinstance(owner, MainProcess | LastStage) and name == "told":
             return [(message.position, message.token_id) for message in owner.told]
-        if isinstance(owner, RunAheadSubProcess) and name == "_forks":
-            return None
         if isinstance(owner, SubProcess) and name == "_winners":  # asked of positions that are not in the cache yet
             held = owner.stage.length(0)
             return sorted(item for item in owner._winners.items() if item[0] >= held)
-        repeats = isinstance(owner, Worker) and self._idle  # only what it has told
-        if repeats and name in ("stage", "_row_stage", "_main"):
-            return owner._main and (len(owner._main.begin.delivered), self._of_field(owner._main, "told", None))
-        return self._of(value)
+        if isinstance(owner, Worker) and name in ("stage", "_turns", "_past"):
+            return self._of_worker(owner, name)
+        return None if name in _UNREAD.get(type(owner), ()) else self._of(value)
+
+    def _of_worker(self, worker: Worker, name: str) -> object:
+        if name == "stage":
+            return None if worker._row_stage or not worker._seats else self._of(worker.stage)
+        if name == "_turns":
+            return self._of_turns([*worker._seats.items()])
+        return [(request, self._of_past(seat)) for request, seat in sorted(worker._past.items())]
+
+    @staticmethod
+    def _of_turns(seats: list[tuple[int, Seat]]) -> object:
+        """Whose turn comes before whose, and whose patience is over before whose."""
+        by_turn = sorted(seats, key=lambda item: item[1].last_turn)
+        by_deadline = sorted(seats, key=lambda item: item[1].wanted.deadline or 0.0)
+        return [request for request, _ in by_turn], [request for request, _ in by_deadline]
+
+    def _of_caller(self, caller: Caller) -> object:
+        return "over" if caller.dead else [self._of_frame(frame) for frame in _frames(caller.gr_frame)]
+
+    def _of_past(self, seat: Seat) -> object:
+        """Only what it tells once more."""
+        main = seat.machine
+        told = main and (len(main.begin.delivered), self._of_field(main, "told", None))
+        return seat.begin.epoch, told, seat.finished and self.of_message(seat.finished)
 
     _READERS: tuple[tuple[object, Callable[["Essence", object], object]], ...] = (
         (Tensor, _of_tensor),
         (Node, _of_node),
         (NodeTree, _of_tree),
         (GeneratorType, _of_generator),
+        (Caller, _of_caller),
         (list | tuple | deque | range, lambda self, values: [self._of(value) for value in values]),
         (dict, lambda self, values: [(key, self._of(values[key])) for key in sorted(values)]),
         (WaitFor, lambda self, wanted: wanted.patience),

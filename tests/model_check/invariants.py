@@ -18,31 +18,26 @@ def check_process(scenario: Scenario, process: Process) -> None:
     """Raise AssertionError where a process holds or has delivered what it must not."""
     if process.worker is None:
         check_delivered(scenario, process)
-    elif isinstance(machine := _machine(process), Stage):
-        tree = machine._tree if isinstance(machine, LastStage) else machine.tree
-        _check_tree(scenario.model, machine.stage, tree, tuple(machine.begin.prompt_ids))
-        if scenario.mendable and isinstance(machine, LastStage):
-            assert machine.epoch <= 1, "another attempt begins, for what could be sent again"
-    elif machine is not None:
-        _check_caches(scenario.model, machine)
+        return
+    for seat in process.worker._seats.values():
+        machine = seat.machine
+        if isinstance(machine, Stage):
+            tree = machine._tree if isinstance(machine, LastStage) else machine.tree
+            _check_tree(scenario.model, machine.stage, tree, tuple(machine.begin.prompt_ids))
+            if scenario.mendable and isinstance(machine, LastStage):
+                assert machine.epoch <= 1, "another attempt begins, for what could be sent again"
+        else:
+            _check_caches(scenario.model, machine)
 
 
 def check_delivered(scenario: Scenario, client: Process) -> None:
     """The caller has ordinary decoding's tokens, each once and in order; in the end all of them."""
-    expected, got = scenario.expected(), client.delivered
-    assert got == expected[: len(got)], f"the caller got {got}, ordinary decoding gives {expected}"
-    assert not client.dead or got == expected, f"the request ended with {got} instead of {expected}"
-
-
-def _machine(process: Process) -> MainProcess | SubProcess | RunAheadSubProcess | Stage | None:
-    """The state machine that a worker runs just now."""
-    frame = process.gr_frame
-    while frame is not None:
-        if frame.f_code.co_name in ("_decode", "_speculate", "_follow"):
-            held = map(frame.f_locals.get, ("main", "sub", "first", "middle"))
-            return next((machine for machine in held if machine is not None), None)
-        frame = frame.f_back
-    return None
+    for request in range(1, scenario.requests + 1):
+        expected, got = ([t for r, t in of_all if r == request] for of_all in (scenario.expected(), client.delivered))
+        assert got == expected[: len(got)], f"the caller got {got}, ordinary decoding gives {expected}"
+        assert not client.dead or got == expected, f"the request ended with {got} instead of {expected}"
+    in_order = [request for request, _ in client.delivered]
+    assert scenario.at_once or in_order == sorted(in_order), "one request after the other"
 
 
 def _check_caches(model: ToyModel, machine: MainProcess | SubProcess | RunAheadSubProcess) -> None:

@@ -16,6 +16,7 @@ from greenlet import getcurrent, greenlet
 
 from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from model_check.toy_rows import BoundaryPattern, ToyRows
+from ppd_runtime.client import exchange
 from ppd_runtime.client import request as calls
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.emulation import EmulatedDevice
@@ -25,7 +26,7 @@ from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged import arrivals, follower
 from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.workers import worker
+from ppd_runtime.workers import seat, worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -41,6 +42,8 @@ class Scenario:
     workers: int = 1
     new_tokens: int = 3
     requests: int = 1
+    at_once: bool = False
+    """Whether the client makes them all at once; else one after the other."""
     run_ahead: bool = False
     live: bool = True
     """Whether the client gets each token at once; else they come at the end, when none is lost."""
@@ -92,7 +95,9 @@ class Scenario:
     def begin(self, request: int) -> Begin:
         """A request as the client sends it first."""
         params = SamplingParams(self.new_tokens, ignore_eos=self.eos is None)
-        return Begin(CLIENT, request, list(self.model.prompts[request - 1]), params, self.live)
+        under_way = tuple(range(1, request)) if self.at_once else ()
+        prompt = list(self.model.prompts[request - 1])
+        return Begin(CLIENT, request, prompt, params, self.live, under_way=under_way)
 
     def expected(self) -> list[tuple[int, int]]:
         """All that the client may get: request and token."""
@@ -172,7 +177,7 @@ class _Supervisor:
 
 @dataclass
 class _Workers:
-    endpoint: Process
+    endpoint: "Process | CallersEndpoint"
     supervisor: _Supervisor
 
 
@@ -180,6 +185,61 @@ class _Clock:
     @staticmethod
     def monotonic() -> float:
         return getcurrent().now
+
+
+class Caller(greenlet):
+    """One of several threads that make a request each."""
+
+    def __init__(self, make: Callable[[int], None], request: int) -> None:
+        super().__init__(make)
+        self.request = request
+        self.timeout: float | None = None
+
+    @property
+    def now(self) -> float:
+        """By the client's clock."""
+        return self.parent.now
+
+
+class CallersEndpoint:
+    """Has `SharedExchange.run` listen where a caller does."""
+
+    def __init__(self, process: Process) -> None:
+        self.send = process.send
+
+    def receive(self, timeout: float | None) -> Message | None:
+        """An endpoint's."""
+        return getcurrent().parent.switch(timeout)
+
+
+class SharedExchange(exchange.MessageExchange):
+    """Has a caller whose inbox is empty wait for `run`, which listens for all of them."""
+
+    def receive(self, request: int, timeout: float) -> Message | None:
+        """As the exchange does."""
+        caller = getcurrent()
+        if not self._inboxes[request]:
+            caller.timeout = timeout
+            caller.parent.switch()
+        return self._inboxes[request].popleft() if self._inboxes[request] else None
+
+    def run(self, callers: list[Caller], process: Process) -> None:
+        """Go on until all callers have come to their ends; a silence is everybody's."""
+        for caller in callers:
+            self._resume(process, caller, caller.request)
+        while callers := [caller for caller in callers if not caller.dead]:
+            message = process.receive(min(caller.timeout for caller in callers))
+            if message is not None:
+                self._put(message)
+            for caller in callers:
+                if message is None or message.request == caller.request:
+                    self._resume(process, caller)
+
+    @staticmethod
+    def _resume(process: Process, active: Caller, *given: int) -> None:
+        listens = active.switch(*given)
+        while listens is not None:
+            listens = active.switch(process.receive(listens))
 
 
 def start_worker(scenario: Scenario, rank: int) -> Process:
@@ -206,14 +266,24 @@ def start_client(scenario: Scenario) -> Process:
     """Somebody who makes the requests one after the other, up to the first wait."""
 
     def serve(process: Process) -> None:
-        workers = _Workers(process, _Supervisor(process))
-        for request in range(1, scenario.requests + 1):
-            call = calls.RequestClient(workers, scenario.begin(request))
+        endpoint = CallersEndpoint(process) if scenario.at_once else process
+        workers = _Workers(endpoint, _Supervisor(process))
+        network = (SharedExchange if scenario.at_once else exchange.MessageExchange)(workers)
+
+        def make(request: int) -> None:
+            call = calls.RequestClient(network, scenario.begin(request))
             for number, message in enumerate(call.tokens(), 1):
                 process.delivered.append((request, message.token_id))
                 if request == 1 and number == scenario.cancelled_behind:
                     call.cancel()
                     break
+
+        requests = range(1, scenario.requests + 1)
+        if scenario.at_once:
+            network.run([Caller(make, request) for request in requests], process)
+        else:
+            for request in requests:
+                make(request)
 
     process = Process(serve)
     process.begin()
@@ -225,10 +295,11 @@ def small_world() -> Iterator[None]:
     """Constants so small that few tokens reach every branch, no tokenizer, and the client's own clock."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(calls, "time", _Clock))
+        stack.enter_context(patch.object(exchange, "time", _Clock))
         stack.enter_context(patch.object(worker, "load_tokenizer", lambda info: None))
         for module, name, value in (
-            (worker, "_LONGEST_HOLD_S", math.inf),
-            (worker, "_MOST_HELD", 2),
+            (seat, "_LONGEST_HOLD_S", math.inf),
+            (seat, "_MOST_HELD", 2),
             (worker, "_ASK_AGAIN", 2),
             (sub_process, "_ASK_AGAIN", 2),
             (run_ahead, "_ASK_AGAIN", 2),

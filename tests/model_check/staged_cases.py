@@ -31,6 +31,11 @@ def mendable(scenario: Scenario) -> Scenario:
     return replace(scenario, mendable=(Rows, Token, Guesses))
 
 
+def at_once(scenario: Scenario) -> Scenario:
+    """Two requests in flight."""
+    return replace(scenario, requests=2, at_once=True)
+
+
 _REFINED = (2, 1)  # every other token is named by the second boundary first
 _CANCELLED = replace(stages(2, 2, 1, requests=2), cancelled_behind=1)
 TWO_STAGES = Case("two stages, a fault", stages(2, 2, 1), 1)
@@ -38,7 +43,11 @@ TWO_CANDIDATES = Case("two stages, two candidates", stages(3, 2, 2, 1, k=2))
 REFINED = Case("three stages, a fault, a deviation", stages(2, 3, 1, boundaries=_REFINED), 1, Bounds(deviations=1))
 MENDED = Case("two stages, what is sent again", mendable(stages(3, 2, 1, 0)), 1, Bounds(deviations=2))
 MISSED = Case("two stages, a wrong guess, a fault, two deviations", stages(3, 2, 0, 1), 1, Bounds(deviations=2))
+TWO_AT_ONCE = Case("two stages, two requests at once, a deviation", at_once(stages(2, 2, 1)), 0, Bounds(deviations=1))
 STAGED_QUICK = (
+    TWO_AT_ONCE,
+    Case("two stages, two requests at once, a fault", at_once(stages(2, 2, 1)), 1, Bounds(deviations=0)),
+    Case("three stages, two requests at once", at_once(stages(2, 3, 1, boundaries=_REFINED)), 0, Bounds(0)),
     TWO_STAGES,
     TWO_CANDIDATES,
     REFINED,
@@ -61,6 +70,7 @@ STAGED_QUICK = (
 
 _MOST = 1_000_000
 STAGED_DEEP = (
+    Case("two stages, two requests at once, a fault, a deviation", at_once(stages(2, 2, 1, 0)), 1, Bounds(1)),
     Case("two stages, a fault, four tokens", stages(4, 2, 1, 0), 1, Bounds(most_states=_MOST)),
     Case("two stages, two faults, all turns", stages(2, 2, 1), 2, Bounds(most_states=_MOST)),
     Case("two stages, two candidates, a fault, three deviations", stages(3, 2, 2, 1, k=2), 1, Bounds(3)),

@@ -22,6 +22,10 @@ class ToyRows:
         self.recorder = Recorder()
         self.begin(0)
 
+    def another(self) -> "ToyRows":
+        """The same layers for another request."""
+        return ToyRows(self.model, self.first, self.first + self.num_layers)
+
     def begin(self, capacity: int) -> None:
         """Forget the last sequence."""
         self.capacity = capacity

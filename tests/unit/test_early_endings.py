@@ -9,6 +9,7 @@ import pytest
 
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
+from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Finished, Message, Token
@@ -80,7 +81,7 @@ def test_another_thread_cancels(method: TextGenerator, expected: tuple[int, ...]
     results = []
     worker = threading.Thread(target=lambda: results.append(method.generate(PROMPT, **LONG)))
     worker.start()
-    while worker.is_alive() and method._ending is None:
+    while worker.is_alive() and not method._endings:
         time.sleep(0.001)
     time.sleep(0.05)
     method.cancel()
@@ -159,7 +160,7 @@ def test_a_cancel_does_not_wait_for_a_main_process_that_knows_or_says_nothing(an
     """What has been delivered is the result; nobody asks for the rest again and again."""
     workers, ending = _NewMain(answers), Ending(None)
     begin = Begin(CLIENT, 1, [5], SamplingParams(100), live=True)
-    call, tokens = RequestClient(workers, begin, ending), []
+    call, tokens = RequestClient(MessageExchange(workers), begin, ending), []
     for token in call.tokens():
         tokens.append(token.token_id)
         if len(tokens) == 2:

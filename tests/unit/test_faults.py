@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -137,6 +138,28 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
     assert len(unheard) <= 1 + runtime.config.num_subs or mishaps == "everything", (
         "only the last may not have been asked for yet"
     )
+
+
+@pytest.mark.parametrize(
+    "mishaps", [name if name == "everything" else pytest.param(name, marks=pytest.mark.nightly) for name in MISHAPS]
+)
+def test_two_requests_at_once(folder, ordinary, hurried, monkeypatch, mishaps):
+    layout = STAGED[1]
+    fate, draw = Fate(SEED, **_rates(mishaps, layout)), random.Random(SEED)
+    monkeypatch.setattr(ppd_runtime.launch.startup, "LocalWorkers", chaos(fate))
+    jobs = [
+        ([draw.randrange(300)] * draw.randint(1, 4), draw.randint(1, 40), draw.choice([0.0, 0.8])) for _ in range(8)
+    ]
+
+    def generate(generator, job):
+        prompt, tokens, temperature = job
+        return generator.generate(prompt, max_new_tokens=tokens, temperature=temperature, seed=3, ignore_eos=True)
+
+    settings = {"transport": "local", "dtype": "float32", "max_restarts": 10_000, "max_requests": 2}
+    with PPDRuntime(folder, **settings, **layout) as runtime, ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda job: generate(runtime, job).token_ids, jobs))
+    assert results == [generate(ordinary, job).token_ids for job in jobs]
+    assert sum(fate.happened.values()) > 0
 
 
 def _out_of_memory(*_):

@@ -16,6 +16,7 @@ from model_check.system import DEAD, Move, State, System
 from model_check.toy import ToyModel
 
 from ppd_runtime.client.request import RequestClient
+from ppd_runtime.pipeline.messages import Begin
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
@@ -127,11 +128,15 @@ def _owes_all_that_it_won(self: RunAheadSubProcess, message) -> None:
         self._owed.append(message.position)
 
 
-def _any_request(self: Worker, wanted, request: int):
-    return self._endpoint.receive(self._time_left(wanted))
+def _any_request(self: Worker, message) -> None:
+    if self._seats and not isinstance(message, Begin):
+        self._step(next(iter(self._seats.values())), message)
+    else:
+        _DISPATCH(self, message)
 
 
 _MOST_MOVES = 20_000
+_DISPATCH = Worker._dispatch
 _START_CANDIDATES = SubProcess._start_candidates
 _TAKE_TOKEN = RunAheadSubProcess._take_token
 _QUICK = {case.name: case for case in QUICK}
@@ -155,7 +160,7 @@ MUTANTS = (
     (RunAheadSubProcess, "_take_token", _owes_all_that_it_won, _QUICK["run ahead, two faults, a deviation"]),
     (RequestClient, "_is_next", _any_position, _FAULT),
     (RequestClient, "_finish", _whatever_came, _FAULT),
-    (Worker, "_grant", _any_request, _QUICK["one sub, two requests, a fault"]),
+    (Worker, "_dispatch", _any_request, _QUICK["one sub, two requests, a fault"]),
 )
 
 

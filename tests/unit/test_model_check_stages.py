@@ -1,6 +1,7 @@
 """The staged layout in every interleaving of messages, losses and deaths, for few stages and tokens."""
 
 import os
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,19 +13,22 @@ from model_check.staged_cases import (
     MENDED,
     MISSED,
     STAGED_QUICK,
+    TWO_AT_ONCE,
     TWO_CANDIDATES,
     TWO_STAGES,
+    at_once,
     stages,
 )
 from model_check.system import Move, System
 from seeds import SEED
 
-from ppd_runtime.pipeline.messages import Begin
+from ppd_runtime.pipeline.messages import Begin, Peers
 from ppd_runtime.pipeline.staged import follower
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.worker import Worker
 
 WALKS = int(os.environ.get("PPD_WALKS", "0")) // 10 or 6
@@ -69,7 +73,19 @@ def _keeps_the_first_branch(self: NodeTree) -> None:
 
 def _later_requests_only(self: Worker, begin: Begin) -> bool:
     """A stage that has heard of the end takes part in no further attempt."""
-    return begin.request > self._request
+    return begin.request not in self._past
+
+
+def _any_request(self: Worker, message) -> None:
+    """Takes a message for the oldest request's, whichever it is of."""
+    if self._seats and not isinstance(message, Begin | Peers):
+        self._step(next(iter(self._seats.values())), message)
+    else:
+        _DISPATCH(self, message)
+
+
+def _all_others_are_over(self: OpenRequests, begin: Begin) -> None:
+    _LEARN(self, replace(begin, under_way=()))
 
 
 def _gaps_and_all(history: list[int], position: int, tokens) -> bool:
@@ -81,7 +97,7 @@ def _nothing(*_: object) -> None:
     pass
 
 
-_SETTLE = NodeTree.settle
+_SETTLE, _DISPATCH, _LEARN = NodeTree.settle, Worker._dispatch, OpenRequests.learn
 MUTANTS = (
     (NodeTree, "is_newest", _any_certain_node, TWO_CANDIDATES),
     (FirstStage, "_enter", _counted, MISSED),
@@ -92,6 +108,8 @@ MUTANTS = (
     (LastStage, "_lose_patience", _nothing, TWO_STAGES),
     (LastStage, "repeat", _nothing, TWO_STAGES),
     (Worker, "_is_new", _later_requests_only, TWO_STAGES),
+    (Worker, "_dispatch", _any_request, TWO_AT_ONCE),
+    (OpenRequests, "learn", _all_others_are_over, TWO_AT_ONCE),
 )
 
 
@@ -121,6 +139,8 @@ def test_walks_of_chance(number: int) -> None:
         requests=choose.choice([1, 2]),
         repeats=choose.random() < 0.5,
     )
+    if choose.random() < 0.5:
+        scenario = at_once(scenario)
     with small_world():
         _walk(System(scenario, choose.choice([0, 2, 8, 30])), choose, choose.choice([0.01, 0.03, 0.1]))
 

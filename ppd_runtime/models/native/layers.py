@@ -95,7 +95,7 @@ class NativePasses:
         return Layer(code, weights)
 
     def forget(self) -> None:
-        """Let go of the last sequence's caches."""
+        """Let go of all sequences' caches."""
         for route in self._routes.values():
             route.forget()
 
@@ -142,12 +142,11 @@ class LayerProgram:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the last sequence's caches."""
-        self._sequence: object = None
+        """Let go of all sequences' caches."""
+        self._over: _Caches | None = None
+        self._known: dict[int, _Caches] = {}
         self.attending: list[PreallocatedLayer] = []
         """The caches that it writes to, of the sequence that it is over."""
-        self._caches: list[_Cache] = []
-        self._at_caches: int | None = None
 
     def run(
         self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, shape: Sequence[int]
@@ -184,18 +183,26 @@ class LayerProgram:
     @property
     def memory(self) -> tuple[int, int | None, int]:
         """Where the handles of its layers and their caches are, and how many layers there are."""
-        return self._at_layers, self._at_caches, len(self._parts)
+        return self._at_layers, self._over.at if self._over else None, len(self._parts)
 
     def over(self, caches: Sequence[PreallocatedLayer]) -> None:
         """Turn to a sequence's caches, one for each layer of the model."""
-        if caches is self._sequence:
+        if self._over and caches is self._over.sequence:
             return
-        of_layers = [None if number is None else _Cache(caches[number]) for number in self._numbers]
-        self._caches = [cache for cache in of_layers if cache]
-        self.attending = [caches[number] for number in self._numbers if number is not None]
+        if (known := self._known.get(id(caches))) is None:
+            known = self._known[id(caches)] = _Caches(caches, self._numbers)
+        self._over, self.attending = known, known.attending
+
+
+class _Caches:
+    """One sequence's caches as the layers of a program take them."""
+
+    def __init__(self, sequence: Sequence[PreallocatedLayer], numbers: Sequence[int | None]) -> None:
+        of_layers = [None if number is None else _Cache(sequence[number]) for number in numbers]
+        self.sequence, self._caches = sequence, of_layers
+        self.attending = [sequence[number] for number in numbers if number is not None]
         self._handles = array("Q", [cache.handle if cache else 0 for cache in of_layers])
-        self._at_caches = self._handles.buffer_info()[0] if self._caches else None
-        self._sequence = caches
+        self.at = self._handles.buffer_info()[0] if self.attending else None
 
 
 class _Cache:

@@ -151,6 +151,9 @@ class StageCache:
         self._memory, self._first = _SharedMemory(len(windows) - first), first
         self.layers = [PreallocatedLayer(capacity, window, self._memory, i - first) for i, window in enumerate(windows)]
         self._shapes: dict[int, tuple[int, ...]] = {}
+        self._views: dict[tuple[int, ...], SomeLayersCache] = {}
+        self.capacity = capacity
+        """Tokens that fit."""
 
     def entry_shape(self, last: int) -> tuple[int, ...]:
         """Of one token's keys or values in any of the layers 0 to `last`, `(heads, head_dim)`; empty before the first
@@ -166,8 +169,11 @@ class StageCache:
         return self._shapes.get(last, ())
 
     def view(self, numbers: Sequence[int]) -> SomeLayersCache:
-        """The layers with these numbers, for forward passes that run no others."""
-        return SomeLayersCache([self.layers[number] for number in numbers], numbers)
+        """The layers with these numbers, for forward passes that run no others; the same each time."""
+        key = tuple(numbers)
+        if key not in self._views:
+            self._views[key] = SomeLayersCache([self.layers[number] for number in key], key)
+        return self._views[key]
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens, drop the newer ones."""

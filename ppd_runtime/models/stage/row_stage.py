@@ -1,5 +1,6 @@
 """A stage of several in a row: its layers over the rows of a pass, each row a token in flight behind its own text."""
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,7 +17,7 @@ _PROMPT = 3  # tokens of that text that are run
 
 
 class RowStage:
-    """Layers `first` to the stage's last, for one request after the other; nodes are known by numbers.
+    """A stage's layers for one request after the other; nodes are known by numbers. Others have `another` each.
 
     Rows run together where the stage has found at its start that this leaves their bits alone. Elsewhere each row runs
     as a pass of one token, over the entries of its text in the rows of their positions: its bits are ordinary
@@ -30,21 +31,26 @@ class RowStage:
     def __init__(self, stage: Stage, most_nodes: int) -> None:
         self._stage, self._most_nodes = stage, most_nodes
         self.num_layers = stage.num_layers - stage.first_layer
+        self.layer_passes = 0
+        """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
         self.most_together = 1
         """Rows that run together, at the most."""
         if stage.compiles_chains(len(_TRIED)) and stage.most_together(_PROMPT) is None:
             self.most_together = self._found_most_together()
         self.begin(0)
 
-    @property
-    def layer_passes(self) -> int:
-        """One-token layer passes so far, a prompt's as one token's."""
-        return self._stage.layer_passes
+    def another(self) -> "RowStage":
+        """The same layers over a cache of its own, for another request at the same time."""
+        other = copy.copy(self)
+        other.layer_passes = self._stage.layer_passes
+        other.begin(0)
+        return other
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
         self._stage.begin(capacity + self._most_nodes)
-        self._slots = NodeSlots(self._stage.cache, self._most_nodes)
+        self._cache = self._stage.cache
+        self._slots = NodeSlots(self._cache, self._most_nodes)
 
     def prompt_chunks(self, tokens: int) -> list[range]:
         """The positions of each chunk in which a prompt of so many tokens runs."""
@@ -54,8 +60,10 @@ class RowStage:
         """Run a prompt's next chunk, its tokens or its hidden states `[1, tokens, hidden_size]`; the states behind the
         layers.
         """
-        first, last = self._stage.first_layer, self._stage.num_layers
+        first, last, before = self._stage.first_layer, self._stage.num_layers, self._stage.layer_passes
+        self._stage.turn_to(self._cache)
         hidden = self._stage.run_pass(first, last, inputs, position, in_prompt=True)
+        self.layer_passes += self._stage.layer_passes - before
         self._slots.kept = position + hidden.shape[1]
         return hidden
 
@@ -65,7 +73,11 @@ class RowStage:
         Each comes after those that it stands behind. `inputs` are their token ids, or their hidden states
         `[1, nodes, hidden_size]`; so are the states behind the layers.
         """
-        return self._stage.run_rows(self._parts(inputs, paths), self._slots.kept + len(paths[-1]) - 1)
+        before = self._stage.layer_passes
+        self._stage.turn_to(self._cache)
+        hidden = self._stage.run_rows(self._parts(inputs, paths), self._slots.kept + len(paths[-1]) - 1)
+        self.layer_passes += self._stage.layer_passes - before
+        return hidden
 
     def keep(self, node: int) -> None:
         """A node that has run is the next of the certain tokens."""

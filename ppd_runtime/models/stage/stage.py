@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
-from ppd_runtime.models.stage.caches import SomeLayersCache, StageCache
+from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable
@@ -69,7 +69,6 @@ class Stage:
         """Recent time of one layer for one token."""
         self.recorder = Recorder()
         self._ranges: dict[tuple[int, int], LayerSubset] = {}
-        self._views: dict[tuple[int, ...], SomeLayersCache] = {}
         rotary = getattr(model.model, "rotary_emb", None)
         most_positions = getattr(model.config, "max_position_embeddings", None)
         self._rotary = None if rotary is None else RotaryTable(rotary, most_positions)
@@ -117,12 +116,15 @@ class Stage:
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for one of at most `capacity` tokens."""
-        self.cache = StageCache(self._windows, capacity, self.first_layer)
-        self._views.clear()
+        self.turn_to(StageCache(self._windows, capacity, self.first_layer))
         if self._compiled:
             self._compiled.forget()
-        if capacity > self._positions.shape[1]:
-            self._positions = torch.arange(capacity, device=self.device)[None]
+
+    def turn_to(self, cache: StageCache) -> None:
+        """Go on with the sequence of this cache, which `begin` has made."""
+        self.cache = cache
+        if cache.capacity > self._positions.shape[1]:
+            self._positions = torch.arange(cache.capacity, device=self.device)[None]
 
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run layers `first` to `last` (half-open) and append to their caches; the hidden states behind them.
@@ -373,8 +375,6 @@ class Stage:
     ) -> Tensor:
         """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which stand at `places`."""
         states = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
-        if subset.attending not in self._views:
-            self._views[subset.attending] = self.cache.view(subset.attending)
         size = states.shape[1]
         places = self._positions[:, position : position + size] if places is None else places
         feed = {"inputs_embeds": states, "position_ids": places}
@@ -390,7 +390,7 @@ class Stage:
             self._masks.clear()
 
     def _output(self, subset: "LayerSubset", feed: Mapping[str, Any]) -> Tensor:
-        view = self._views[subset.attending]
+        view = self.cache.view(subset.attending)
         return subset.decoder(**feed, past_key_values=view, use_cache=True).last_hidden_state
 
     def subset(

@@ -21,6 +21,7 @@ from ppd_runtime.pipeline.messages import (
     HeadStart,
     Message,
     Missing,
+    Report,
     Token,
 )
 
@@ -56,6 +57,10 @@ class RunAheadSubProcess:
         self._wanted = False  # whether it needs them now
         self._ask_at = 0  # the position at which to say that tokens before it are lacking
         self._over = False
+
+    def report(self) -> Report:
+        """What the request came to here."""
+        return Report(self.rank, self.begin.request, self.layer_passes, self.coherence_layer_passes)
 
     def serve(self) -> Machine:
         """Follow the request to its end."""

@@ -23,6 +23,7 @@ from ppd_runtime.pipeline.messages import (
     HeadStart,
     Message,
     Missing,
+    Report,
     Token,
 )
 
@@ -70,6 +71,10 @@ class SubProcess:
         self._ahead: Tensor | None = None  # the state of the likeliest token on trial, until what follows is foreseen
         self._foreseen: tuple[int, list[int]] | None = None  # a position, and the candidates for it behind that token
         self._over = False
+
+    def report(self) -> Report:
+        """What the request came to here."""
+        return Report(self.rank, self.begin.request, self.layer_passes, self.coherence_layer_passes)
 
     def serve(self) -> Machine:
         """Follow the request to its end, candidates for each token."""

@@ -5,8 +5,9 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from ppd_runtime.pipeline.machine import Work
 from ppd_runtime.pipeline.messages import Rows
-from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+from ppd_runtime.pipeline.staged.tree import MOST_HELD, Node, NodeTree
 
 _MOST_ORPHANS = 64
 
@@ -39,24 +40,40 @@ class Arrivals:
         return None
 
     def next_pass(self) -> list[Node]:
-        """The nodes to run next: those of the oldest pass, or of that with the certain token; none where none waits."""
+        """The nodes to run next: those of the oldest pass, or of that with the certain token; none where none waits.
+
+        What is not certain waits where the stage has no room for it, until a certain token says what it may drop.
+        """
         self._waiting = [node for node in self._waiting if not node.is_dropped]
-        ready = [node for node in self._waiting if self._is_ready(node)]
+        ready = self._ready()
         if not ready:
             return []
         first = next((node for node in ready if node.is_certain), ready[0])
         chosen: list[Node] = []
         for node in self._waiting:  # parents come before their children
-            if node.pass_number == first.pass_number and (self._is_ready(node) or node.parent in chosen):
+            fits = node.is_certain or self._tree.held + len(chosen) < MOST_HELD
+            if fits and node.pass_number == first.pass_number and (self._is_ready(node) or node.parent in chosen):
                 chosen.append(node)
         self._waiting = [node for node in self._waiting if node not in chosen]
         return chosen
+
+    def work(self) -> Work:
+        """What the next pass is."""
+        ready = self._ready()
+        if any(node.is_certain for node in ready):
+            return Work.NEEDED
+        return Work.SPECULATION if ready else Work.LITTLE
 
     @staticmethod
     def states(nodes: list[Node]) -> Tensor:
         """What the nodes enter with, `[1, nodes, hidden_size]`."""
         states = [node.hidden for node in nodes]
         return torch.cat([state for state in states if state is not None], dim=1)
+
+    def _ready(self) -> list[Node]:
+        """The nodes that may run now."""
+        has_room = self._tree.held < MOST_HELD
+        return [n for n in self._waiting if not n.is_dropped and (has_room or n.is_certain) and self._is_ready(n)]
 
     def _is_ready(self, node: Node) -> bool:
         return node.parent is None or node.parent.has_run

@@ -2,21 +2,20 @@
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
-from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates, Report
 from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.ngrams import Repetitions
-from ppd_runtime.pipeline.staged.tree import Node, number_of
+from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
 
-MOST_NODES = 64
-"""In flight at any time."""
 _LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
 _TICK = 1  # layers' time that the stages behind may be later than this one
 
@@ -66,7 +65,7 @@ class FirstStage(FollowerStage):
         self._successors: dict[int, Successors] = {}
         self._repetitions = Repetitions()
         self._repetitions.follow(self.history)
-        self._pass_number = 0
+        self._pass_number, self._prompt_has_run = 0, False
         self._passes: deque[tuple[int, list[Node]]] = deque(maxlen=self.num_stages)
         self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each stage behind has finished
 
@@ -74,8 +73,8 @@ class FirstStage(FollowerStage):
         yield from self._run_prompt()
         while not self._ends:
             yield from self._take_all()
-            if not self._next_is_certain():
-                yield from self._keep_step()
+            if not self._next_is_certain() and (yield from self._keep_step()):
+                yield from self._take_all()
             if self._ends:
                 return
             if nodes := self._chosen():
@@ -93,8 +92,17 @@ class FirstStage(FollowerStage):
                 return
             states = self.stage.run_prompt(prompt[chunk.start : chunk.stop], chunk.start)
             self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, chunk.start, states))
+        self._prompt_has_run = True
         self._name([self.tree.prompt], states[:, -1:])
         self._name_repetition(self.tree.prompt)
+
+    def _work(self) -> Work:
+        is_needed = self._next_is_certain() or not self._prompt_has_run
+        return Work.NEEDED if is_needed else Work.SPECULATION
+
+    def report(self) -> Report:
+        """As any stage's, and which boundary was the first to name each token."""
+        return replace(super().report(), first_boundary=tuple(self.first_boundary))
 
     def _ask_stage_before(self) -> None:
         """There is none."""
@@ -109,18 +117,19 @@ class FirstStage(FollowerStage):
         for node, guesses in self._guesses(nodes, hidden):
             self._successors.setdefault(node.number, Successors()).by_boundary[self.rank] = guesses
 
-    def _keep_step(self) -> Machine:
-        """Wait, for a moment, for the stages behind to be done with the passes before this one's last.
+    def _keep_step(self) -> Generator[WaitFor, Message | None, bool]:
+        """Wait, for a moment, for the stages behind to be done with the passes before this one's last; whether it has.
 
         All stages take about as long, so what they are about to say decides what should run next: a guess that comes
         just after a pass has begun waits for the whole of it.
         """
-        wanted = WaitFor(_TICK)
+        wanted, has_waited = WaitFor(_TICK), False
         while not self._ends and not self._next_is_certain() and self._is_ahead():
-            message = yield wanted
+            message, has_waited = (yield wanted), True
             if message is None:
-                return
+                break
             self._take(message)
+        return has_waited
 
     def _is_ahead(self) -> bool:
         """Whether a stage behind has not yet finished a pass that it should have, with a node that may come true."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     MAIN,
     Begin,
@@ -17,6 +17,7 @@ from ppd_runtime.pipeline.messages import (
     Message,
     Missing,
     PromptStates,
+    Report,
     Rows,
     Token,
 )
@@ -95,8 +96,16 @@ class FollowerStage(ABC):
         """Of the last token that another follows."""
         return len(self.begin.prompt_ids) + self.begin.params.max_new_tokens - 2
 
+    def report(self) -> Report:
+        """What the request came to here."""
+        return Report(self.rank, self.begin.request, self.layer_passes, 0)
+
+    @abstractmethod
+    def _work(self) -> Work:
+        """What it does next where no message comes."""
+
     def _take_all(self) -> Machine:
-        while not self._ends and (message := (yield WaitFor(0))) is not None:
+        while not self._ends and (message := (yield WaitFor(0, work=self._work))) is not None:
             self._take(message)
 
     def _take(self, message: Message) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -116,9 +116,8 @@ class LastStage:
             if self._again:
                 self._begin_attempt()
                 wanted = self._patience()
-            root = self._tree.root
-            if self._tree.is_newest(root) and root.has_run and root.hidden is not None:
-                return root.hidden
+            if (hidden := self._decisive()) is not None:
+                return hidden
             self._tell_progress()
             if self._advance():
                 self._losses = 0
@@ -128,6 +127,18 @@ class LastStage:
             else:
                 self._lose_patience()
                 wanted = self._patience()
+
+    def _decisive(self) -> Tensor | None:
+        """The newest token's hidden state, once it is there."""
+        root = self._tree.root
+        return root.hidden if self._tree.is_newest(root) and root.has_run else None
+
+    def _work(self) -> Work:
+        if self._cancelled or self._again or self._decisive() is not None:
+            return Work.LITTLE
+        if self._prompt.next_position is not None:
+            return Work.NEEDED
+        return self._arrivals.work() if self._prompt.has_run else Work.LITTLE
 
     def _advance(self) -> bool:
         """Run what waits, the certain first; whether anything did."""
@@ -185,7 +196,7 @@ class LastStage:
         return WaitFor(self.num_layers * passes << doublings, min(least_s * 2**doublings, _LONGEST_S))
 
     def _take_all(self) -> Machine:
-        while (message := (yield WaitFor(0))) is not None:
+        while (message := (yield WaitFor(0, work=self._work))) is not None:
             self._take(message)
 
     def _take(self, message: Message) -> None:

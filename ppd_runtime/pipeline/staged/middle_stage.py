@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ppd_runtime.pipeline.machine import Machine, WaitFor
+from ppd_runtime.pipeline.machine import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import Guesses, Message, Missing, PromptStates, Rows
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import Guess, in_millionths
@@ -32,6 +32,11 @@ class MiddleStage(FollowerStage):
                 self._run_arrived(nodes)
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
+
+    def _work(self) -> Work:
+        if self._prompt.next_position is not None:
+            return Work.NEEDED
+        return self._arrivals.work() if self._prompt.has_run else Work.LITTLE
 
     def _ask_stage_before(self) -> None:
         lacking = self._prompt.lacking(self.tree.root.position + 1)

@@ -8,6 +8,11 @@ from torch import Tensor
 
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 
+MOST_NODES = 64
+"""In flight at any time, as the first stage sees it."""
+MOST_HELD = 2 * MOST_NODES
+"""That a stage has room for: it may hear of a certain token later than the first one."""
+
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -48,6 +53,8 @@ class NodeTree:
         """The prompt's last token; and the newest certain token that has a node here."""
         self.root.has_run = self.root.is_kept = True
         self._nodes = {0: self.root}
+        self.held = 0
+        """Nodes that are not certain and have entries here."""
 
     def get(self, number: int) -> Node | None:
         """The node of this number, if it may still come true or is the newest certain one."""
@@ -80,6 +87,7 @@ class NodeTree:
             del self._nodes[self.root.number]
             self.root.children.clear()
             right.is_certain, self.root = True, right
+            self.held -= right.has_run
             self._keep(right)
 
     def note_run(self, node: Node) -> None:
@@ -88,6 +96,7 @@ class NodeTree:
         if node.is_dropped:
             self._stage.drop(node.number)
         else:
+            self.held += not node.is_certain
             self._keep(node)
 
     def path(self, node: Node) -> list[int]:
@@ -130,6 +139,7 @@ class NodeTree:
             doomed += dropped.children.values()
             dropped.children.clear()
             dropped.is_dropped, dropped.hidden = True, None
+            self.held -= dropped.has_run
             self._nodes.pop(dropped.number, None)
             self._stage.drop(dropped.number)
 

@@ -1,0 +1,131 @@
+"""The client's place in the network, shared by calls in several threads: each gets the messages of its own request."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ppd_runtime.launch.base import Workers
+from ppd_runtime.pipeline.messages import MAIN, Failed, Message
+
+_SLICE_S = 0.02  # so long a call listens before it lets others send
+
+
+class MessageExchange:
+    """Sockets bear one thread at a time. So of the calls that wait for a message one listens for all of them.
+
+    Whoever hears its own message goes, and another listens from then on. A call that is alone always listens itself.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._endpoint, self.supervisor = workers.endpoint, workers.supervisor
+        self._lock = threading.RLock()
+        self._free = threading.Condition(self._lock)
+        self._user: int | None = None  # the thread that uses the endpoint
+        self._wanting = 0  # threads that wait to use it for a moment
+        self._inboxes: dict[int, deque[Message]] = {}
+        self._waiting: dict[int, threading.Condition] = {}
+        """The requests whose calls wait while another listens."""
+        self.heard_at = 0.0
+        """When the main process has said anything, by the monotonic clock."""
+
+    def open(self, request: int) -> None:
+        """From now on there is a place for the request's messages."""
+        with self._lock:
+            self._inboxes[request] = deque()
+
+    def close(self, request: int) -> None:
+        """Nobody waits for its messages any more."""
+        with self._lock:
+            self._inboxes.pop(request, None)
+
+    def send(self, address: int, message: Message) -> None:
+        """Send a message."""
+        with self._alone():
+            self._endpoint.send(address, message)
+
+    def check(self) -> None:
+        """Have the supervisor look after the workers; what has arrived is heard before it tells of a loss."""
+        with self._alone():
+            self.supervisor.check(self._hear)
+
+    def receive(self, request: int, timeout: float) -> Message | None:
+        """The request's next message, or None after so many seconds."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            inbox = self._inboxes[request]
+            while not inbox:
+                left = deadline - time.monotonic()
+                if not self._is_mine() or self._wanting:
+                    if left <= 0:
+                        return None
+                    self._wait_for_others(request, min(left, _SLICE_S))
+                elif not self._listen(max(min(left, _SLICE_S), 0)) and time.monotonic() >= deadline:
+                    return None
+            return inbox.popleft()
+
+    def _wait_for_others(self, request: int, seconds: float) -> None:
+        turn = self._waiting[request] = threading.Condition(self._lock)
+        turn.wait(seconds)
+        self._waiting.pop(request, None)
+
+    def _listen(self, seconds: float) -> bool:
+        """Take a message for whomever it is; the lock is not held meanwhile."""
+        before, self._user = self._user, threading.get_ident()
+        self._lock.release()
+        try:
+            message = self._endpoint.receive(seconds)
+        finally:
+            self._lock.acquire()
+            self._release(before)
+        if message is not None:
+            self._put(message)
+        return message is not None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Use the endpoint, or wait until who listens has done so for a slice."""
+        with self._lock:
+            self._wanting += 1
+            try:
+                while not self._is_mine():
+                    self._free.wait(_SLICE_S)
+                before, self._user = self._user, threading.get_ident()
+            finally:
+                self._wanting -= 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._release(before)
+
+    def _is_mine(self) -> bool:
+        """Whether this thread may use the endpoint: where it is dropped, a call may end in the middle of another."""
+        return self._user in (None, threading.get_ident())
+
+    def _release(self, user: int | None) -> None:
+        """Let who wants to send do so, or else another call listen."""
+        self._user = user
+        if self._wanting:
+            self._free.notify()
+        elif self._waiting:
+            next(iter(self._waiting.values())).notify()
+
+    def _hear(self) -> None:
+        """Take what has arrived."""
+        while (message := self._endpoint.receive(0)) is not None:
+            with self._lock:
+                self._put(message)
+
+    def _put(self, message: Message) -> None:
+        """Into its request's inbox; of workers' last words note is taken at once."""
+        if isinstance(message, Failed):
+            self.supervisor.note_words(message.sender, message.error)
+            return
+        if message.sender == MAIN:
+            self.heard_at = time.monotonic()
+        if (inbox := self._inboxes.get(message.request)) is not None:
+            inbox.append(message)
+            if turn := self._waiting.get(message.request):
+                turn.notify()

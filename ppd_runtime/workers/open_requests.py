@@ -1,0 +1,27 @@
+"""Which requests may be under way, as far as their beginnings tell."""
+
+from ppd_runtime.pipeline.messages import Begin
+
+
+class OpenRequests:
+    """The client numbers requests in the order in which they begin, and says with each which earlier ones are not over.
+
+    What it says so stays true however late it comes: what is over does not begin again.
+    """
+
+    def __init__(self) -> None:
+        self._newest = 0
+        self._open: list[int] = []  # up to the newest
+
+    def learn(self, begin: Begin) -> None:
+        """A request begins, or goes on."""
+        newest, earlier = begin.request, set(begin.under_way)
+        if newest > self._newest:
+            self._open = [*(r for r in sorted(earlier) if r in self and r < newest), newest]
+            self._newest = newest
+        else:
+            self._open = [r for r in self._open if r >= newest or r in earlier]
+
+    def __contains__(self, request: int) -> bool:
+        """Whether a request may not be over; one that is newer than all known ones is not."""
+        return request > self._newest or request in self._open

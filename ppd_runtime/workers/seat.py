@@ -1,0 +1,173 @@
+"""One request's part in a worker: its machine and what that waits for, its times, and what it sends."""
+
+import time
+from collections.abc import Sequence
+
+from ppd_runtime.pipeline.machine import Machine, WaitFor
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    NOT_ASKED,
+    Begin,
+    Entries,
+    Finished,
+    HeadStart,
+    Message,
+    Rows,
+    Token,
+    Tokens,
+)
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.span_messages import pack
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.results import PathStats
+from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tracing.recorder import Recorder
+from ppd_runtime.tracing.spans import Kind
+from ppd_runtime.transport import Endpoint
+
+_LONGEST_HOLD_S = 1.0
+_MOST_HELD = 2**16
+_STAMPED = (HeadStart, Entries, Rows)
+"""What the main process waits for."""
+
+
+Decider = MainProcess | LastStage
+"""A main process' machine."""
+Helper = SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
+"""Any other process'."""
+
+
+class Seat:
+    """A request at a worker.
+
+    Args:
+        endpoint: the worker's.
+        rank: the worker's.
+        begin: the request.
+        notes_verdicts: whether tokens say at once who was right, as in the paper's layout.
+    """
+
+    def __init__(self, endpoint: Endpoint, rank: int, begin: Begin, notes_verdicts: bool) -> None:
+        self._endpoint, self._rank, self.begin, self._notes_verdicts = endpoint, rank, begin, notes_verdicts
+        self.recorder = Recorder()
+        self.recorder.begin(begin.traced)
+        self.machine: Decider | Helper | None = None
+        self.running: Machine | None = None
+        self.wanted = WaitFor(0)
+        self.patience = 0
+        """Of the last wish that had any."""
+        self.last_turn = 0
+        """The worker's turn that it got last."""
+        self.finished: Finished | None = None
+        self._began = self._released = self._asked = time.perf_counter()
+        self._first_token, self._stalled = 0.0, 0.0
+        self._first_ledger: LatencyBreakdown | None = None
+        self._hold_tokens = not begin.live
+        self._held: list[Token] = []  # one behind the other
+
+    def wait_for(self, wanted: WaitFor, layer_seconds: float, others: int) -> None:
+        """Note a wish, which comes true at a time of this clock; `others` is the patience of all other requests."""
+        self._asked, self.wanted = time.perf_counter(), wanted
+        if wanted.patience:
+            self.patience = wanted.patience
+            if wanted.deadline is None:
+                wanted.deadline = self._asked + max((wanted.patience + others) * layer_seconds, wanted.least_s)
+
+    def note_reply(self, message: Message | None, was_away: bool) -> None:
+        """The wish is granted. Of a wait, what came before the message was sent was its sender's time, the rest was its
+        way's; `was_away`: another request had the worker meanwhile.
+        """
+        began, ended = self._asked, time.perf_counter()
+        if self.wanted.patience != 0 or was_away:
+            self._stalled += ended - began
+            sent = message.sent_at if isinstance(message, _STAMPED) else ended
+            sent = min(max(sent, began), ended)
+            self.recorder.note(Kind.WAIT, began, sent)
+            began = sent
+        peer = CLIENT if message is None else message.sender
+        self.recorder.note_message(Kind.RECEIVE, began, ended, peer, message)
+
+    def send(self, addresses: Sequence[int], message: Message) -> None:
+        """What the machine is given as its `send`."""
+        if isinstance(message, _STAMPED):
+            object.__setattr__(message, "sent_at", time.perf_counter())  # a copy takes ten microseconds
+        for address in addresses:
+            if address == CLIENT and self._hold_tokens and isinstance(message, Token):
+                self._hold(message)
+            else:
+                self._deliver(address, message)
+        if isinstance(message, Token):
+            self._note_token(addresses, message)
+
+    def finish(self, main: Decider) -> None:
+        """The main process' end: tell the client all that it has not been told."""
+        self.release_tokens()
+        self.recorder.pause()
+        ledger = self.recorder.ledger()
+        self.finished = Finished(
+            sender=self._rank,
+            request=self.begin.request,
+            reason=main.finish_reason,
+            num_tokens=len(main.history) - len(self.begin.prompt_ids),
+            path=PathStats(
+                latency_s=time.perf_counter() - self._began,
+                time_to_first_token_s=self._first_token,
+                stall_s=self._stalled,
+                main_layer_passes=main.layer_passes,
+                main_recomputed_layer_passes=main.recomputed_layer_passes,
+                ledger=ledger,
+                first_token_ledger=self._first_ledger or ledger,
+            ),
+        )
+        self._ship_spans()
+        self._endpoint.send(CLIENT, self.finished)
+
+    def report(self, helper: Helper) -> None:
+        """Any other process' end."""
+        self._ship_spans()
+        self._endpoint.send(CLIENT, helper.report())
+
+    def finish_again(self, main: Decider, message: Message) -> None:
+        """Behind the main process' end, for a client that has missed something."""
+        if isinstance(message, Begin):
+            main.repeat(len(message.delivered))
+            self.release_tokens()
+        assert self.finished is not None
+        self._endpoint.send(CLIENT, self.finished)
+
+    def _ship_spans(self) -> None:
+        recorded = self.recorder.spans(self._rank)
+        for message in pack(recorded, self.begin.request) if recorded else ():
+            self._endpoint.send(CLIENT, message)
+
+    def _note_token(self, addresses: Sequence[int], message: Token) -> None:
+        if not self._first_token:
+            self._first_token = time.perf_counter() - self._began
+            self._first_ledger = self.recorder.ledger()
+        if CLIENT in addresses and message.winner != NOT_ASKED and self._notes_verdicts:
+            self.recorder.note_verdict(message.position, message.token_id, message.winner)
+
+    def _deliver(self, address: int, message: Message) -> None:
+        began = time.perf_counter()
+        self._endpoint.send(address, message)
+        self.recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
+
+    def _hold(self, token: Token) -> None:
+        """Keep a token for the client back for a while; it hears often enough to know that this process lives."""
+        if self._held and token.position != self._held[-1].position + 1:  # the client is told some again
+            self.release_tokens()
+        self._held.append(token)
+        if len(self._held) >= _MOST_HELD or time.perf_counter() - self._released > _LONGEST_HOLD_S:
+            self.release_tokens()
+
+    def release_tokens(self) -> None:
+        """Send the client the tokens that were held back."""
+        if held := self._held:
+            token_ids, winners = [token.token_id for token in held], [token.winner for token in held]
+            self._deliver(CLIENT, Tokens(self._rank, self.begin.request, held[0].position, token_ids, winners))
+            held.clear()
+        self._released = time.perf_counter()

@@ -1,0 +1,147 @@
+"""Several requests at once in the staged layout: each text is the one that it has alone, and nobody starves."""
+
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from seeds import SEED
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.methods import turns
+from ppd_runtime.methods.turns import Turns
+from ppd_runtime.pipeline.machine import Work
+from ppd_runtime.workers.seat import Seat
+from ppd_runtime.workers.worker import Worker
+
+PROMPT = [5, 9, 200, 31]
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Callable[..., Path]) -> str:
+    return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def ordinary(folder: str) -> OrdinaryDecoding:
+    return OrdinaryDecoding(folder, dtype="float32")
+
+
+def test_twenty_requests_of_all_kinds(folder: str, ordinary: OrdinaryDecoding) -> None:
+    """Greedy and sampled, long and short, some with prompts of several chunks, some cancelled in the middle."""
+    draw = random.Random(SEED)
+    jobs = [
+        (
+            [draw.randrange(300) for _ in range(draw.choice([1, 4, 20, 300 if number < 4 else 7]))],
+            {
+                "max_new_tokens": draw.randint(1, 40),
+                "ignore_eos": True,
+                "temperature": float(number % 2),
+                "seed": number,
+            },
+            draw.choice([3, 100]),
+        )
+        for number in range(20)
+    ]
+
+    with PPDRuntime(folder, stages=3, rows=4, transport="local", dtype="float32", max_requests=6) as runtime:
+
+        def decode(job: tuple[list[int], dict[str, int], int]) -> tuple[int, ...]:
+            prompt, settings, most = job
+            stream, tokens = runtime.stream(prompt, **settings), []
+            for event in stream:
+                tokens.append(event.token_id)
+                if len(tokens) == most:
+                    stream.close()
+                    break
+            return tuple(tokens)
+
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            texts = list(pool.map(decode, jobs))
+    for (prompt, settings, most), tokens in zip(jobs, texts, strict=True):
+        assert tokens == ordinary.generate(prompt, **settings).token_ids[:most]
+
+
+def test_several_prompts_in_the_order_given(folder: str, ordinary: OrdinaryDecoding) -> None:
+    prompts = [[i + 1, 2 * i + 1] for i in range(5)]
+    settings = {"max_new_tokens": 9, "ignore_eos": True}
+    expected = [ordinary.generate(prompt, **settings).token_ids for prompt in prompts]
+    assert [result.token_ids for result in ordinary.generate(prompts, **settings)] == expected
+    with PPDRuntime(folder, stages=2, transport="local", dtype="float32", max_requests=3) as runtime:
+        assert [result.token_ids for result in runtime.generate(prompts, **settings)] == expected
+        assert [result.text for result in runtime.generate(["word1", "word2 word3"], **settings)] == [
+            ordinary.generate(text, **settings).text for text in ("word1", "word2 word3")
+        ]
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            runtime.generate([[1, 2], []], **settings)
+
+
+def test_nobody_waits_for_more_turns_than_there_are_others(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long prompt is read, too."""
+    passed_over: Counter[tuple[Worker, int]] = Counter()
+    longest = 0
+    choose = Worker._give_turn
+
+    def counted(self: Worker) -> None:
+        nonlocal longest
+        ready = [seat for seat in self._seats.values() if seat.wanted.patience == 0]
+        needed = [seat for seat in ready if seat.wanted.work() == Work.NEEDED]
+        gone: list[Seat] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(self, "_step", lambda seat, reply: gone.append(seat))
+            choose(self)
+        for seat in needed:
+            key = self, seat.begin.request
+            passed_over[key] = 0 if gone == [seat] else passed_over[key] + (gone[0] in needed)
+            longest = max(longest, passed_over[key])
+        self._step(gone[0], None)
+
+    monkeypatch.setattr(Worker, "_give_turn", counted)
+    with PPDRuntime(folder, stages=2, transport="local", dtype="float32", max_requests=3) as runtime:
+        prompts = [[7] * 1500, PROMPT, PROMPT[:2]]
+        runtime.generate(prompts, max_new_tokens=40, ignore_eos=True)
+    assert 0 < longest <= 2
+
+
+def test_streams_of_one_thread_go_on_side_by_side(folder: str, ordinary: OrdinaryDecoding) -> None:
+    expected = ordinary.generate(PROMPT, max_new_tokens=30, ignore_eos=True).token_ids
+    with PPDRuntime(folder, stages=2, transport="local", dtype="float32", max_requests=2) as runtime:
+        streams = [runtime.stream(PROMPT, max_new_tokens=30, ignore_eos=True) for _ in range(2)]
+        pairs = list(zip(*streams, strict=True))
+        assert [tuple(event.token_id for event in events) for events in zip(*pairs, strict=True)] == [expected] * 2
+        streams = [runtime.stream(PROMPT, max_new_tokens=30) for _ in range(3)]
+        next(streams[0]), next(streams[1])
+        with pytest.raises(RuntimeError, match="2 other streams of this runtime are open in this thread"):
+            next(streams[2])
+        streams[0].close()
+        assert [event.token_id for event in streams[1]] == list(expected[1:])
+
+
+def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, order = Turns(2), list[int]()
+    holders = [room.take()]
+    with ThreadPoolExecutor(1) as other:
+        holders.append(other.submit(room.take).result())
+        waiting = []
+        for number in range(4):
+            waiting.append(threading.Thread(target=lambda n=number: (room.take(), order.append(n))))
+            waiting[-1].start()
+            while len(room._queue) <= number:
+                time.sleep(0.001)
+        monkeypatch.setattr(turns, "MOST_WAITING", 4)
+        with pytest.raises(RuntimeError, match="4 calls wait for this runtime: try again later"):
+            room.take()
+        for number in range(4):
+            room.give_back(holders[0] if number == 0 else room._holders[-1])
+            waiting[number].join(10)
+        assert order == [0, 1, 2, 3]
+        full = Turns(1)
+        other.submit(full.take).result()
+        monkeypatch.setattr(turns, "_TURN_DEADLINE_S", 0.0)
+        with pytest.raises(TimeoutError, match=re.escape("other calls have held this runtime for 0 s")):
+            full.take()
