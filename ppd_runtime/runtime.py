@@ -103,7 +103,8 @@ class PPDRuntime(TextGenerator):
         if TRANSPORTS[config.transport].device_tensors and config.one_host:
             check_collective(self._specs[MAIN].device)
         processes, here = 1 + config.num_subs, config.one_host or self.launcher == "processes"
-        return CoreShare(processes, config.threads_per_worker, pinned=here and self.launcher != "threads")
+        pinned = here and self.launcher != "threads" and self.device == "cpu"  # CUDA and NCCL have threads of their own
+        return CoreShare(processes, config.threads_per_worker, pinned)
 
     def __repr__(self) -> str:
         config, layers = self.config, self.info.num_layers

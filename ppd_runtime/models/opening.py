@@ -63,3 +63,18 @@ def compile_ahead(
     code = {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in passes}
     head = compile_head(config, dtype, place)
     return code | {PassKind.HEAD: (head,)} if head else code
+
+
+def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int]) -> bytes:
+    """What `compile_ahead` gives, to be used by processes on any host, with `compiled_elsewhere`; raises as that does."""
+    from ppd_runtime.models.compiled.code_bundle import pack_code
+
+    return pack_code(compile_ahead(info, dtype, device, passes), torch.device(device))
+
+
+def compiled_elsewhere(bundle: bytes, device: str, passes: Iterable[int]) -> dict[int, tuple[Path, ...]]:
+    """Of the code in a bundle, that for these kinds of passes, and the head's; raises as `unpack_code` does."""
+    from ppd_runtime.models.compiled.code_bundle import unpack_code
+
+    code = unpack_code(bundle, torch.device(device))
+    return {kind: paths for kind, paths in code.items() if kind in {PassKind.HEAD, *passes}}
