@@ -73,8 +73,8 @@ def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Ite
 
 
 def compiled_elsewhere(bundle: bytes, device: str, passes: Iterable[int]) -> dict[int, tuple[Path, ...]]:
-    """Of the code in a bundle, that for these kinds of passes, and the head's; raises as `unpack_code` does."""
+    """Of the code in a bundle, that for these kinds of passes; raises as `unpack_code` does."""
     from ppd_runtime.models.compiled.code_bundle import unpack_code
 
     code = unpack_code(bundle, torch.device(device))
-    return {kind: paths for kind, paths in code.items() if kind in {PassKind.HEAD, *passes}}
+    return {kind: code[kind] for kind in passes if kind in code}

@@ -93,7 +93,7 @@ def open_worker(
     if spec.device == "cuda" and own_device:
         spec = replace(spec, device=own_device)
     if code:
-        spec = replace(spec, code=compiled_elsewhere(code, spec.device, spec.pass_kinds))
+        spec = replace(spec, code=compiled_elsewhere(code, spec.device, spec.code_kinds))
     if spec.emulate:
         come_first(spec.rank)
     worker = Worker(spec)
