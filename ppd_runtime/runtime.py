@@ -20,6 +20,7 @@ from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
+from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.methods.base import TextGenerator
@@ -351,7 +352,7 @@ def _worker_specs(
     processes = 1 + config.num_subs
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
-        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
+        devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     joins = config.stages is not None and dtype == torch.float32 and device == "cpu"
     rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
     guess_tokens: tuple[int, ...] = ()

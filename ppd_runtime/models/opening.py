@@ -7,7 +7,13 @@ import torch
 
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.checkpoint.loading import bfloat16_copies, bfloat16_weights, load_layers, weight_copies
+from ppd_runtime.models.checkpoint.loading import (
+    bfloat16_copies,
+    bfloat16_weights,
+    check_gpu_memory,
+    load_layers,
+    weight_copies,
+)
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.stage import Stage
@@ -24,6 +30,7 @@ def load_stage(
     head_tokens: Sequence[int] = (),
 ) -> Stage:
     """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
+    check_gpu_memory(info, first, last, dtype, device)
     model = load_layers(info, last, dtype, device, first, head_tokens)
     compiled = None
     if code:
@@ -66,7 +73,7 @@ def compile_ahead(
 
 
 def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int]) -> bytes:
-    """What `compile_ahead` gives, to be used by processes on any host, with `compiled_elsewhere`; raises as that does."""
+    """What `compile_ahead` gives, for other hosts' processes, which take it with `compiled_elsewhere`."""
     from ppd_runtime.models.compiled.code_bundle import pack_code
 
     return pack_code(compile_ahead(info, dtype, device, passes), torch.device(device))

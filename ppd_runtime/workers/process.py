@@ -79,9 +79,7 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:
     return HeadInfo(**head | {"folder": Path(head["folder"])})
 
 
-def open_worker(
-    order: str, own_address: str = "", own_device: str = "", code: bytes = b""
-) -> tuple[Worker, Endpoint]:
+def open_worker(order: str, own_address: str = "", own_device: str = "", code: bytes = b"") -> tuple[Worker, Endpoint]:
     """The worker that `start_order` described, its layers loaded, and its place in the network.
 
     Where the order has keys but names no interface, that is `own_address`: the address of the host it came to. Where it
