@@ -224,12 +224,17 @@ _TENSORS = [_tensors_of(index) for index in range(2)]
 
 
 class NewTensors(TorchFunctionMode):
-    """Has a thread's new tensors be the GPUs' where they are asked for there."""
+    """Has a thread's new tensors be the GPUs' where they are asked for there, and notes those in pinned memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned = 0
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        self.pinned += bool(given.pop("pin_memory", False))
         place = torch.device(given["device"]) if given.get("device") is not None else torch.device("cpu")
         if place.type != "cuda":
             return function(*args, **given)

@@ -13,7 +13,7 @@ from models_for_tests import build_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from two_gpus import on_gpu, two_gpus
+from two_gpus import NewTensors, on_gpu, two_gpus
 
 import ppd_runtime
 from ppd_runtime import PPDRuntime
@@ -25,6 +25,8 @@ from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.pipeline.messages import MAIN, ExitState
+from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -151,6 +153,17 @@ def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPat
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_what_leaves_a_gpu_goes_by_pinned_memory() -> None:
+    """In one piece, with the same bytes; what is on the CPU leaves from where it lies."""
+    hidden = torch.arange(24.0).view(1, 4, 6)[:, :, :5]
+    wanted = [bytes(frame) for frame in encode(ExitState(MAIN, 1, 2, hidden.contiguous()))]
+    with NewTensors() as new:
+        assert [bytes(frame) for frame in encode(ExitState(MAIN, 1, 2, on_gpu(hidden, 1)))] == wanted
+        assert new.pinned == 1
+        encode(ExitState(MAIN, 1, 2, hidden))
+        assert new.pinned == 1
 
 
 class _AnotherWayEachTime(TorchFunctionMode):
