@@ -40,6 +40,8 @@ class Series:
     num_bytes: int
     pause_ms: int
     count: int
+    device: str = "cpu"
+    """Where the tensor lies before, and has to be before its message counts as there."""
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -50,8 +52,18 @@ def measure(options: argparse.Namespace) -> Figures:
         for num_bytes in options.sizes
         for pause in options.pauses_ms
     ]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with _another_process() as pool:
         return {"rows": [_row(series, pool) for series in kinds], "pinned": bool(assign_cores(2, 1)[0])}
+
+
+def measure_series(series: Series) -> Figures:
+    """The row of one series."""
+    with _another_process() as pool:
+        return _row(series, pool)
+
+
+def _another_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _transports(text: str) -> list[str]:
@@ -95,7 +107,8 @@ def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[
     with on_cores(cores), _met(series, folder, MAIN, _RECEIVER, cores) as endpoint:
         _await_receiver(endpoint)
         for number in range(series.count + _WARM_UP):
-            message = ExitState(MAIN, 1, number, torch.zeros(1, 1, series.num_bytes // 4))
+            message = ExitState(MAIN, 1, number, torch.zeros(1, 1, series.num_bytes // 4, device=series.device))
+            _wait_for(series.device)
             endpoint.receive(0)  # no message comes, but what its peer has taken is heard of
             began.append(time.perf_counter())
             endpoint.send(_RECEIVER, message)
@@ -114,12 +127,24 @@ def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
         endpoint.send(MAIN, End(_RECEIVER, 1))
         while len(moments) < series.count + _WARM_UP:
             message = endpoint.receive(_DEADLINE_S)
+            if isinstance(message, ExitState) and series.device != "cpu":
+                message.hidden.to(series.device)
+                _wait_for(series.device)
             now = time.perf_counter()
             if not isinstance(message, ExitState):
                 raise TimeoutError(f"{series}: the sender has said nothing for {_DEADLINE_S:.0f} s")
             moments[message.position] = now
         endpoint.send(MAIN, End(_RECEIVER, 1))
     return [moments[number] for number in sorted(moments)]
+
+
+def _open(series: Series, folder: str, own: int, has_own_core: bool) -> Endpoint:
+    return open_endpoint(Network(series.transport, folder), own, has_own_core, series.device)
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _await_receiver(endpoint: Endpoint) -> None:
@@ -130,7 +155,7 @@ def _await_receiver(endpoint: Endpoint) -> None:
 @contextlib.contextmanager
 def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int]) -> Iterator[Endpoint]:
     """A place in the network, once its peer is there; each tells the other its location through a file."""
-    with contextlib.closing(open_endpoint(Network(series.transport, folder), own, bool(cores))) as endpoint:
+    with contextlib.closing(_open(series, folder, own, bool(cores))) as endpoint:
         written = Path(folder) / f"writing-{own}"
         written.write_text(endpoint.location)
         written.rename(Path(folder) / f"location-{own}")

@@ -112,8 +112,8 @@ class RuntimeConfig:
     transport: str = "auto"
     """How messages travel: local (threads), unix, zeromq or collective (processes), or auto. With unix and zeromq
     there are sockets between processes; with collective hidden states and key/value entries go from device to device
-    (NCCL on GPUs and Gloo on CPUs), the rest over ZeroMQ; local is threads of this process. Auto is collective where
-    each worker has a GPU of its own, else zeromq with a `bind_interface` and unix without."""
+    (NCCL on GPUs and Gloo on CPUs), the rest over ZeroMQ; local is threads of this process. Auto is zeromq with a
+    `bind_interface` and unix without."""
     launcher: str = "auto"
     """What starts the processes: processes (plain ones of this host), ray, or auto. Plain ones need no Ray. Auto is Ray
     where there is one to join or several hosts are asked for, else processes;
@@ -145,8 +145,8 @@ class RuntimeConfig:
     """Seconds to wait for room in a Ray cluster; 0: too little is an error at once. A cluster with an autoscaler makes
     room."""
     gpus_per_worker: float | None = None
-    """GPUs of a Ray cluster for each worker, 0.5: two share one; default: one. On a Ray node of our own they share what
-    there is."""
+    """GPUs of a Ray cluster for each worker, 0.5: two share one; default: one. On a Ray node of our own, and as plain
+    processes, they share what there is unless this says how many may."""
     trace: bool = False
     """Record what every process does and when; results have a `trace` then."""
 

@@ -21,6 +21,7 @@ from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
+from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.methods.base import TextGenerator
@@ -106,7 +107,8 @@ class PPDRuntime(TextGenerator):
         if TRANSPORTS[config.transport].device_tensors and config.one_host:
             check_collective(self._specs[MAIN].device)
         processes, here = 1 + config.num_subs, config.one_host or self.launcher == "processes"
-        return CoreShare(processes, config.threads_per_worker, pinned=here and self.launcher != "threads")
+        pinned = here and self.launcher != "threads" and self.device == "cpu"  # CUDA and NCCL have threads of their own
+        return CoreShare(processes, config.threads_per_worker, pinned)
 
     def __repr__(self) -> str:
         config, layers = self.config, self.info.num_layers
@@ -369,7 +371,7 @@ def _worker_specs(
     processes = 1 + config.num_subs
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
-        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(processes)]
+        devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     joins = config.stages is not None and dtype == torch.float32 and device == "cpu"
     rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
     guess_tokens: tuple[int, ...] = ()

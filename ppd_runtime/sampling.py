@@ -81,7 +81,8 @@ class Sampler:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
         if self.plain:
             return _first_highest(logits)
-        if self._by_numpy and logits.is_cpu:
+        logits = _on_the_cpu(logits)
+        if self._by_numpy:
             token = self._choice_without_doubt(logits.numpy(), len(history))
             if token is not None:
                 return token
@@ -113,7 +114,7 @@ class Sampler:
         if self.params.greedy:
             return _first_highest(self._penalised(logits, history))
         scores = self._temperature(None, self._penalised(logits, history)[None])
-        noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
+        noise = self.noise(len(history), 1, logits.shape[-1])
         return int((self._filters(None, scores)[0] + noise[0]).argmax())
 
     def choices(self, logits: Tensor) -> list[int] | None:
@@ -137,7 +138,8 @@ class Sampler:
         """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
         if self.plain:
             return logits
-        if not (self._by_numpy and logits.is_cpu):
+        logits = _on_the_cpu(logits)
+        if not self._by_numpy:
             return self._noisy_scores(logits, history)
         scaled = self._scaled(logits.numpy())
         noisy = scaled + self._noise_at(len(history), len(scaled))
@@ -150,7 +152,7 @@ class Sampler:
         penalised = self._penalised(logits, history)
         if self.params.greedy:
             return penalised
-        noise = self.noise(len(history), 1, logits.shape[-1]).to(logits.device)
+        noise = self.noise(len(history), 1, logits.shape[-1])
         return self.scores(penalised[None], noise)[0]
 
     def chances(self, scores: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ class Sampler:
 
         They are NaN, all of them, where a logit is NaN or infinitely high.
         """
-        scores = self._temperature(None, self._penalised(logits, history)[None])
+        scores = self._temperature(None, self._penalised(_on_the_cpu(logits), history)[None])
         return self._filters(None, scores)[0].softmax(-1, dtype=torch.float64)
 
     def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
@@ -317,6 +319,13 @@ def _checked(processor: LogitsProcessor, input_ids: Tensor, scores: Tensor) -> T
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"logits_processors: {processor!r:.200} gave {shape}, not scores {list(scores.shape)}")
     return found.to(scores)
+
+
+def _on_the_cpu(logits: Tensor) -> Tensor:
+    """Where a token is decided unless it is the highest logit: on GPUs a running sum, such as top-p's, may come out
+    another way each time, and so may the token at its border.
+    """
+    return logits if logits.is_cpu else logits.cpu()
 
 
 def _first_highest(scores: Tensor) -> int:

@@ -4,6 +4,8 @@ As in CUDA, each thread has a current device and, on each device, a current stre
 of its tensors' device, whatever the current device is; while that stream captures, it is recorded and does not run. A
 capture without a stream of its own is on the one default stream of all captures, which lies on whichever device was
 current when it was first needed. Recordings of a stream share a workspace, which goes with the first of them that goes.
+A stream that waits for a transfer under way does so until that has arrived; nobody else can wait here, so waiting for
+such a stream, or for its device, is an error that says so.
 """
 
 import contextlib
@@ -27,10 +29,33 @@ class Stream:
         self.capturing: Graph | None = None
         self.workspace = {"is there": True}
         self.waited_for: list[Stream] = []
+        self.waits_for: list[Any] = []
+        """Transfers, such as `nccl.Receive`, in the order in which they were asked for."""
+        gpus.streams.append(self)
+
+    def synchronize(self) -> None:
+        """Wait for what has been asked for up to now."""
+        if not all(transfer.has_arrived for transfer in self.waits_for):
+            raise RuntimeError("this would wait for a transfer that is under way")
 
     def wait_stream(self, other: "Stream") -> None:
         """Nothing is ever left to wait for; who waits for whom is noted."""
         self.waited_for.append(other)
+
+
+class Event:
+    """A moment of the stream that is current when it is recorded."""
+
+    def __init__(self, gpus: "TwoGpus") -> None:
+        self._gpus = gpus
+
+    def record(self) -> None:
+        """Behind all that the stream has been asked for."""
+        self._behind = list(self._gpus.current_stream().waits_for)
+
+    def query(self) -> bool:
+        """Whether the stream has come so far."""
+        return all(transfer.has_arrived for transfer in self._behind)
 
 
 class Graph:
@@ -80,6 +105,7 @@ class TwoGpus:
     def __init__(self) -> None:
         self._threads = threading.local()
         self._default_capture_stream: Stream | None = None
+        self.streams: list[Stream] = []
         self._defaults = {index: Stream(self, index) for index in range(2)}
         self.captures_fail = False
         self.replays = 0
@@ -124,8 +150,11 @@ class TwoGpus:
         return _OnStream(self, stream)
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for a device: CUDA refuses that while something captures there."""
+        """Wait for all of a device's streams: CUDA refuses that while something captures there."""
         index = self.index_of(device)
+        for stream in self.streams:
+            if stream.device.index == index:
+                stream.synchronize()
         if any(graph.stream and graph.stream.capturing and graph.stream.device.index == index for graph in self.graphs):
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -183,18 +212,29 @@ def on_gpu(tensor: Tensor, index: int) -> Tensor:
     return tensor.as_subclass(_TENSORS[index])
 
 
-_TENSORS = [
-    type(f"OnGpu{i}", (Tensor,), {"device": property(lambda _, i=i: torch.device("cuda", i))}) for i in range(2)
-]
+def _tensors_of(index: int) -> Any:
+    said = {"device": torch.device("cuda", index), "is_cuda": True, "is_cpu": False}
+    members: dict[str, Any] = {name: property(lambda _, value=value: value) for name, value in said.items()}
+    members["cpu"] = lambda tensor: tensor.as_subclass(Tensor)
+    members["record_stream"] = lambda tensor, stream: None
+    return type(f"OnGpu{index}", (Tensor,), members)
+
+
+_TENSORS = [_tensors_of(index) for index in range(2)]
 
 
 class NewTensors(TorchFunctionMode):
-    """Has a thread's new tensors be the GPUs' where they are asked for there."""
+    """Has a thread's new tensors be the GPUs' where they are asked for there, and notes those in pinned memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned = 0
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        self.pinned += bool(given.pop("pin_memory", False))
         place = torch.device(given["device"]) if given.get("device") is not None else torch.device("cpu")
         if place.type != "cuda":
             return function(*args, **given)
@@ -210,5 +250,6 @@ def two_gpus() -> Iterator[TwoGpus]:
         for name in names:
             patch.setattr(torch.cuda, name, getattr(gpus, name))
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(gpus, device))
+        patch.setattr(torch.cuda, "Event", lambda: Event(gpus))
         patch.setattr(torch.cuda, "CUDAGraph", gpus.new_graph)
         yield gpus

@@ -20,7 +20,6 @@ from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
-from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
@@ -52,12 +51,7 @@ def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progre
     logger.info("stages cut after layers %s, rows=%d, k=%d", layout.cuts, layout.rows, layout.k)
     row_cost = 0.0 if config.rows and not main.emulate else layout.row_cost
     chosen = [replace(spec, cuts=layout.cuts, rows=layout.rows, k=layout.k, row_cost=row_cost) for spec in specs]
-    return [replace(spec, code={kind: spec.code[kind] for kind in _needed(spec)}) for spec in chosen]
-
-
-def _needed(spec: WorkerSpec) -> set[int]:
-    """Of the code that there is, what the chosen rows need; the head's is for the whole vocabulary."""
-    return set(spec.code) & (spec.pass_kinds if spec.guess_tokens else spec.pass_kinds | {PassKind.HEAD})
+    return [replace(spec, code={k: files for k, files in spec.code.items() if k in spec.code_kinds}) for spec in chosen]
 
 
 def _emulated_costs(device: EmulatedDevice) -> StageCosts:

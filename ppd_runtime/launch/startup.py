@@ -63,8 +63,11 @@ def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str,
 
 
 def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> list[WorkerSpec]:
-    """Make code and weights ready, and choose what stages are to be chosen by measurement."""
-    if config.compile:
+    """Make code and weights ready, and choose what stages are to be chosen by measurement.
+
+    Where this process sees no device of the workers' kind there is no code yet: a worker compiles it.
+    """
+    if config.compile and _sees_device(specs[MAIN]):
         progress("compiling, unless an earlier run has")
         main = specs[MAIN]
         kinds = sorted(set().union(*(spec.pass_kinds for spec in specs)))
@@ -75,3 +78,7 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
     return with_layout(specs, config, progress) if config.stages else specs
+
+
+def _sees_device(spec: WorkerSpec) -> bool:
+    return not spec.device.startswith("cuda") or torch.cuda.is_available()

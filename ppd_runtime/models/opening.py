@@ -7,7 +7,13 @@ import torch
 
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.checkpoint.loading import bfloat16_copies, bfloat16_weights, load_layers, weight_copies
+from ppd_runtime.models.checkpoint.loading import (
+    bfloat16_copies,
+    bfloat16_weights,
+    check_gpu_memory,
+    load_layers,
+    weight_copies,
+)
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.stage import Stage
@@ -24,6 +30,7 @@ def load_stage(
     head_tokens: Sequence[int] = (),
 ) -> Stage:
     """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
+    check_gpu_memory(info, first, last, dtype, device)
     model = load_layers(info, last, dtype, device, first, head_tokens)
     compiled = None
     if code:
@@ -63,3 +70,18 @@ def compile_ahead(
     code = {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in passes}
     head = compile_head(config, dtype, place)
     return code | {PassKind.HEAD: (head,)} if head else code
+
+
+def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int]) -> bytes:
+    """What `compile_ahead` gives, for other hosts' processes, which take it with `compiled_elsewhere`."""
+    from ppd_runtime.models.compiled.code_bundle import pack_code
+
+    return pack_code(compile_ahead(info, dtype, device, passes), torch.device(device))
+
+
+def compiled_elsewhere(bundle: bytes, device: str, passes: Iterable[int]) -> dict[int, tuple[Path, ...]]:
+    """Of the code in a bundle, that for these kinds of passes; raises as `unpack_code` does."""
+    from ppd_runtime.models.compiled.code_bundle import unpack_code
+
+    code = unpack_code(bundle, torch.device(device))
+    return {kind: code[kind] for kind in passes if kind in code}

@@ -59,6 +59,13 @@ class Arriving(NamedTuple):
         return tensor.view(*self.shape) if self.shape else tensor[0]  # one tuple of sizes would take twice as long
 
 
+def on_the_host(tensor: Tensor) -> Tensor:
+    """A copy in one piece on the CPU; of a GPU's in pinned memory, which it writes to itself and PyTorch uses again."""
+    if not tensor.is_cuda:
+        return tensor.cpu().contiguous()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
 @lru_cache(_MOST_SHAPES)
 def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
     """What is known of tensors of this dtype and shape; raises WireError for those that no message may have."""

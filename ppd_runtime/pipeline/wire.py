@@ -39,7 +39,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
     Tokens,
 )
-from ppd_runtime.pipeline.tensors import Frame, arriving, outgoing
+from ppd_runtime.pipeline.tensors import Frame, arriving, on_the_host, outgoing
 
 WIRE_VERSION = 14
 _MAX_HEADER_BYTES = 16 * 2**20
@@ -110,7 +110,7 @@ def encode(message: Message) -> list[Frame]:
     form = outgoing(tensor.dtype, tensor.shape)
     frame = form.bytes_of(tensor)
     if frame is None:
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = on_the_host(tensor.detach())
         frame = form.bytes_of(tensor)
         assert frame is not None
     return [_header(plan, values, form.description), frame]

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
+from ppd_runtime.imports import whole_imports
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.unix import UnixEndpoint
-from ppd_runtime.transport.zeromq import ZmqEndpoint, make_keys
 
 _SPIN_S = 0.002
 _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -20,13 +21,11 @@ def check_collective(device: str) -> None:
 
 
 def choose_transport(transport: str, on_gpus: bool, own_gpus: bool) -> str:
-    """What is used for a setting: for "auto", collective where each worker has a GPU of its own.
+    """What is used for a setting; collectives only where they are asked for.
 
     Raises:
         ValueError: where NCCL would refuse: workers share a GPU, and it has not been told to try that.
     """
-    if transport == "auto":
-        return "collective" if on_gpus and own_gpus else "auto"
     if transport == "collective" and on_gpus and not own_gpus and os.environ.get(_SHARED_GPUS) != "1":
         raise ValueError(
             "transport='collective' with workers that share a GPU, which NCCL refuses: choose transport auto, or fewer "
@@ -43,20 +42,37 @@ def open_endpoint(network: Network, address: int, has_own_core: bool = False, de
 
     Raises:
         ValueError: for a folder that others may enter, an interface that is not this host's, keys that are missing or
-            wrong, or a PyTorch without the collectives that are asked for; nothing is bound then.
+            wrong, a PyTorch without the collectives that are asked for, or where ZeroMQ is needed and not installed;
+            nothing is bound then.
     """
+    endpoint: Endpoint
     if network.transport == "collective":
+        _zeromq()  # carries what is not a tensor
         from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint  # its import takes a while
 
-        return CollectiveEndpoint(network, address, device)
-    if network.transport == "zeromq" or network.interface or network.keys:
-        return ZmqEndpoint(network, address)
-    return UnixEndpoint(network.folder, address, _SPIN_S if has_own_core else 0.0)
+        endpoint = CollectiveEndpoint(network, address, device)
+    elif network.transport == "zeromq" or network.interface or network.keys:
+        endpoint = _zeromq().ZmqEndpoint(network, address)
+    else:
+        endpoint = UnixEndpoint(network.folder, address, _SPIN_S if has_own_core else 0.0)
+    return endpoint
 
 
 def make_networks(transport: str, folder: str, interface: str | None, addresses: Sequence[int]) -> dict[int, Network]:
     """What each address is told; with an interface everybody has keys of its own, made for this run."""
     if interface is None:
         return dict.fromkeys(addresses, Network(transport, folder))
-    keys = make_keys(addresses)
+    keys = _zeromq().make_keys(addresses)
     return {address: Network(transport, folder, interface, keys[address]) for address in addresses}
+
+
+def _zeromq() -> Any:
+    """The module of ZeroMQ's sockets, which processes of one host do without; ValueError where it is not installed."""
+    try:
+        with whole_imports():
+            from ppd_runtime.transport import zeromq
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"transport zeromq needs pyzmq, which is not installed ({error}): install it, or choose transport unix"
+        ) from error
+    return zeromq

@@ -14,15 +14,15 @@ from ppd_runtime.imports import quick_imports
 class Actor:
     """A worker as Ray runs it, made from the line that `start_order` gives, on the host with `own_address`.
 
-    `own_device` is its GPU there, such as cuda:1, where Ray gave it one. It loads its layers where it serves: until
-    then, as later, it can be asked whether it lives.
+    `own_device` is its GPU there, such as cuda:1, where Ray gave it one; `code` is as `open_worker` takes it. It loads
+    its layers where it serves: until then, as later, it can be asked whether it lives.
     """
 
     _name = "worker"
     """Until it is made, for Ray asks for it when that fails, too."""
 
-    def __init__(self, name: str, order: str, own_address: str, own_device: str) -> None:
-        self._name, self._told = name, (order, own_address, own_device)
+    def __init__(self, name: str, order: str, own_address: str, own_device: str, code: bytes = b"") -> None:
+        self._name, self._told = name, (order, own_address, own_device, code)
         self._answer: str | None = None
         self._loaded, self._welcome = threading.Event(), threading.Event()
 

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.opening import compiled_elsewhere
 from ppd_runtime.models.stage.emulation import EmulatedDevice, come_first
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
@@ -35,6 +36,12 @@ WELCOME = b"w"
 def start_order(spec: WorkerSpec, network: Network) -> str:
     """What a worker process is told, as one line of JSON; it holds the process' secret key where there is one."""
     return json.dumps({"spec": asdict(spec), "network": asdict(network)}, default=_as_json)
+
+
+def read_order(order: str) -> tuple[WorkerSpec, Network]:
+    """What `start_order` wrote."""
+    told = json.loads(order)
+    return read_spec(told["spec"]), read_network(told["network"])
 
 
 def read_spec(fields: dict[str, Any]) -> WorkerSpec:
@@ -72,18 +79,19 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:
     return HeadInfo(**head | {"folder": Path(head["folder"])})
 
 
-def open_worker(order: str, own_address: str = "", own_device: str = "") -> tuple[Worker, Endpoint]:
+def open_worker(order: str, own_address: str = "", own_device: str = "", code: bytes = b"") -> tuple[Worker, Endpoint]:
     """The worker that `start_order` described, its layers loaded, and its place in the network.
 
     Where the order has keys but names no interface, that is `own_address`: the address of the host it came to. Where it
-    names no particular GPU, that is `own_device`.
+    names no particular GPU, that is `own_device`. `code` is a bundle of what another worker has compiled.
     """
-    told = json.loads(order)
-    spec, network = read_spec(told["spec"]), read_network(told["network"])
+    spec, network = read_order(order)
     if network.keys and not network.interface:
         network = replace(network, interface=own_address)
     if spec.device == "cuda" and own_device:
         spec = replace(spec, device=own_device)
+    if code:
+        spec = replace(spec, code=compiled_elsewhere(code, spec.device, spec.code_kinds))
     if spec.emulate:
         come_first(spec.rank)
     worker = Worker(spec)

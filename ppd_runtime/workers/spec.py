@@ -73,6 +73,11 @@ class WorkerSpec:
         return frozenset({PassKind.ONE, self.num_candidates})
 
     @property
+    def code_kinds(self) -> frozenset[int]:
+        """What it runs compiled code for: those and the head, which is for the whole vocabulary."""
+        return self.pass_kinds if self.guess_tokens else self.pass_kinds | {PassKind.HEAD}
+
+    @property
     def first_layer(self) -> int:
         """The first layer that it holds, from 0."""
         if not self.cuts:

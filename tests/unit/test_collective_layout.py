@@ -15,14 +15,14 @@ from ppd_runtime.transport.sockets import choose_transport
         ("auto", False, False, "auto"),
         ("auto", False, True, "auto"),
         ("auto", True, False, "auto"),
-        ("auto", True, True, "collective"),
+        ("auto", True, True, "auto"),
         ("collective", False, False, "collective"),
         ("collective", True, True, "collective"),
         ("zeromq", True, True, "zeromq"),
         ("unix", True, True, "unix"),
     ],
 )
-def test_collectives_are_chosen_where_each_worker_has_a_gpu_of_its_own(transport, on_gpus, own_gpus, chosen):
+def test_collectives_are_chosen_only_where_they_are_asked_for(transport, on_gpus, own_gpus, chosen):
     assert choose_transport(transport, on_gpus, own_gpus) == chosen
 
 

@@ -7,6 +7,7 @@ import os
 
 import ray
 
+from ppd_runtime.imports import quick_imports
 from ppd_runtime.launch.ray.gpus import own_device
 from ppd_runtime.workers.entry import Actor
 
@@ -14,8 +15,8 @@ from ppd_runtime.workers.entry import Actor
 class _HostActor(Actor):
     """A worker that knows the address of the Ray node it came to, and which of its GPUs is its own."""
 
-    def __init__(self, name: str, order: str) -> None:
-        super().__init__(name, order, ray.util.get_node_ip_address(), own_device(ray.get_gpu_ids(), os.environ))
+    def __init__(self, name: str, order: str, code: bytes = b"") -> None:
+        super().__init__(name, order, ray.util.get_node_ip_address(), own_device(ray.get_gpu_ids(), os.environ), code)
 
 
 @ray.remote(max_restarts=0)
@@ -31,3 +32,15 @@ class PPDSub(_HostActor):
 @ray.remote(max_restarts=0)
 class PPDStage(_HostActor):
     """One of several stages; the class' name is what `ps` shows."""
+
+
+@ray.remote(max_retries=0)
+def compile_code(order: str, kinds: list[int]) -> bytes:
+    """A bundle of compiled code for these kinds of passes, for the model and the kind of device of a worker's order."""
+    with quick_imports():
+        from ppd_runtime.models.opening import compile_bundle
+        from ppd_runtime.workers.process import read_order
+
+    spec, _ = read_order(order)
+    device = own_device(ray.get_gpu_ids(), os.environ) or spec.device
+    return compile_bundle(spec.info, spec.dtype, device, kinds)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ppd_runtime.config import TRANSPORTS, RuntimeConfig
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.choice import address_to_join
-from ppd_runtime.launch.ray.actors import PPDMain, PPDStage, PPDSub
+from ppd_runtime.launch.ray.actors import PPDMain, PPDStage, PPDSub, compile_code
 from ppd_runtime.launch.ray.gpus import UNMASKED
 from ppd_runtime.launch.ray.metrics import Metrics
 from ppd_runtime.launch.ray.placement import cluster_nodes, release, reserve
@@ -25,6 +25,7 @@ from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_E
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.process_names import process_name
 from ppd_runtime.transport import Endpoint
+from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import choose_transport, make_networks, open_endpoint
 from ppd_runtime.workers.bits import NO_BITS, Bits
 from ppd_runtime.workers.process import read_answer, start_order
@@ -33,6 +34,7 @@ from ppd_runtime.workers.spec import WorkerSpec
 _STOP_DEADLINE_S = 5.0
 _BIRTH_DEADLINE_S = 60.0  # as long as Ray itself waits for a process that it has started
 _PATIENCE_S = 0.5
+_COMPILE_S = 1800.0
 
 
 class RayWorkers:
@@ -62,6 +64,7 @@ class RayWorkers:
             on_gpus = self._specs[MAIN].device.startswith("cuda")
             transport = choose_transport(config.transport, on_gpus, own_gpus=self._bundle.gpus >= 1)
             self._environment = UNMASKED if on_gpus and TRANSPORTS[transport].device_tensors else {}
+            self._code = self._compiled(config, progress)
             self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
@@ -97,7 +100,28 @@ class RayWorkers:
         if self._environment:
             options["runtime_env"] = {"env_vars": self._environment}
         name = process_name(rank, self._num_stages)
-        return ActorHandle(actor_class.options(**options).remote(name, order), self._joined)
+        return ActorHandle(actor_class.options(**options).remote(name, order, self._code), self._joined)
+
+    def _compiled(self, config: RuntimeConfig, progress: Progress) -> Any:
+        """Workers on several hosts have the same code: what one compiles at the place of the first, as Ray holds it.
+
+        Raises:
+            ValueError: where the model cannot be compiled there.
+        """
+        if self._one_host or not config.compile:
+            return b""
+        progress("a worker compiles, unless an earlier run has")
+        kinds = sorted(set().union(*(spec.pass_kinds for spec in self._specs.values())))
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=MAIN)
+        task = compile_code.options(scheduling_strategy=place, num_cpus=self._bundle.cpus, num_gpus=self._bundle.gpus)
+        try:
+            return ray.put(ray.get(task.remote(start_order(self._specs[MAIN], Network()), kinds), timeout=_COMPILE_S))
+        except ray.exceptions.GetTimeoutError as error:
+            raise RuntimeError(f"compile: the worker that compiles has not ended for {_COMPILE_S:.0f} s") from error
+        except ray.exceptions.RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), ValueError):
+                raise ValueError(str(cause)) from error
+            raise RuntimeError(_own_words(error)) from error
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)

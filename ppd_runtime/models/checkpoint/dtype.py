@@ -112,6 +112,11 @@ def choose_device(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: PyTorch sees no GPU here; choose cpu or auto")
+    number = torch.device(device).index
+    if number is not None and number >= (count := torch.cuda.device_count()):
+        raise ValueError(
+            f"device={device!r}: PyTorch sees {count} GPUs here; choose cuda:0 to cuda:{count - 1}, or cuda"
+        )
     return device
 
 

@@ -64,6 +64,26 @@ def load_layers(
     return model
 
 
+def check_gpu_memory(info: ModelInfo, first: int, last: int, dtype: torch.dtype, device: str) -> None:
+    """Raise ValueError where a GPU has too little free memory for the weights that `load_layers` would put there."""
+    if not device.startswith("cuda"):
+        return
+    skeleton = skeleton_of(model_config(info.folder), last, dtype)
+    shares = skeleton.config.tie_word_embeddings
+    absent = {"model.embed_tokens.weight"} if first and not shares else set()
+    needed = sum(
+        weight.numel() * weight.element_size()
+        for name, weight in skeleton.named_parameters()
+        if name not in absent and not 0 <= _layer_number(name) < first
+    )
+    free, _ = torch.cuda.mem_get_info(torch.device(device))
+    if needed > free:
+        raise ValueError(
+            f"device={device!r}: layers {first + 1} to {last} of {info.name!r} in {str(dtype).removeprefix('torch.')} "
+            f"need {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free: choose more stages, or free it"
+        )
+
+
 @torch.no_grad()
 def _some_rows(head: nn.Linear, tokens: Tensor) -> nn.Linear:
     """A head for these tokens alone, which shares no memory with the whole one."""

@@ -45,6 +45,7 @@ from ppd_runtime.models.compiled.programs import (
     grouped_attention,
     own_attention,
 )
+from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
@@ -175,6 +176,8 @@ def _compile(
     path: Path,
 ) -> None:
     native.cpp_compiler()  # or one clear line
+    if device.type == "cuda":
+        check_toolkit()
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
     what = "the head" if passes == PassKind.HEAD else f"layer {index}, for passes over {tokens},"
     logger.info("compiling %s", what.rstrip(","))
@@ -251,7 +254,7 @@ def _example(
         return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
     own_rows = torch.zeros(tokens, dtype=torch.int64)
     keys, values = _example_rows(piece, weights, index, hidden)
-    rows = {0: torch.export.Dim("rows", min=ATTENDED_ROWS, max=_MOST_ROWS)}
+    rows = {0: ATTENDED_ROWS * torch.export.Dim("blocks", min=1, max=_MOST_ROWS // ATTENDED_ROWS)}
     inputs = (hidden, own_rows, keys, values)
     if tokens == 1:
         return OneTokenLayer(piece, index, window), (*inputs, weights), (None, None, rows, rows, of_weights)

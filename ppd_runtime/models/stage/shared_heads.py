@@ -1,4 +1,5 @@
-"""The library's attention on CPUs, for several tokens, without copies of the keys and values that heads share.
+"""Which attention a model's stage runs: on CPUs the library's for several tokens, without copies of keys and values
+that heads share; on GPUs any of PyTorch's but cuDNN's.
 
 The library leaves grouped heads to PyTorch where there is no mask and repeats keys and values where there is one, since
 a mask makes them slow on GPUs. On CPUs it does not: a verification of four tokens takes a tenth less time.
@@ -21,8 +22,14 @@ SHARED_HEADS = "ppd_shared_heads"
 """The attention's name in a model's configuration."""
 
 
-def share_heads(model: PreTrainedModel) -> None:
-    """Have a model on a CPU use this attention, if it uses PyTorch's and its code does not ask which one it is."""
+def choose_attention(model: PreTrainedModel) -> None:
+    """Have a model on a CPU use this attention, if it uses PyTorch's and its code does not ask which one it is.
+
+    For a GPU cuDNN's is switched off in the whole process, in ordinary decoding as in every worker: it plans anew for
+    each length of a text, which takes tens of milliseconds.
+    """
+    if model.device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     config: Any = model.config
     if config._attn_implementation != "sdpa" or model.device.type != "cpu":
         return

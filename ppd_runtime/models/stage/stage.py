@@ -18,7 +18,7 @@ from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable
-from ppd_runtime.models.stage.shared_heads import share_heads
+from ppd_runtime.models.stage.shared_heads import choose_attention
 from ppd_runtime.models.stage.slicing import (
     FinalHead,
     LayerSubset,
@@ -54,7 +54,7 @@ class Stage:
         first_layer: int = 0,
         longest_in_chunks: int | None = None,
     ) -> None:
-        share_heads(model)
+        choose_attention(model)
         self.model, self._compiled, self.first_layer = model, compiled, first_layer
         self._longest_in_chunks = longest_in_chunks
         self.device = model.device

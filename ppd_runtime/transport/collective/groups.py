@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ _LIVE_AND_LET_DIE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default a dead peer ends this process too
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{_CONNECT_S:.0f}",  # by default a peer that dies in the start holds a thread
     "NCCL_NVLS_ENABLE": "0",  # for groups of many; takes memory for nothing here
 }
 
@@ -108,7 +109,6 @@ class CollectiveBackend:
             os.environ.update(_LIVE_AND_LET_DIE)
             if name := interface_name(interface or _LOOPBACK):
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-            self._stream: Any = torch.cuda.Stream(self.device)
         else:
             gloo: Any = dist.ProcessGroupGloo
             self._gloo_options: Any = gloo._Options()
@@ -130,17 +130,13 @@ class CollectiveBackend:
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # not after layers' kernels
         options._timeout = timedelta(seconds=_MEET_S)
         options.global_ranks_in_group = [0, 1]
+        options.config.blocking = 0  # a start that ends by itself, see `_LIVE_AND_LET_DIE`
         options.config.max_ctas = 2  # of the device's many; messages are small
         return dist.ProcessGroupNCCL(store, rank, 2, options)
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """On GPUs, a stream of its own: what is received waits for nothing that is being computed."""
-        if _is_gpu(self.device.type):
-            with torch.cuda.stream(self._stream):
-                yield
-        else:
-            yield
+    def new_stream(self) -> Any:
+        """On GPUs, one for a link's receives: they wait for nothing that is being computed, nor for other links'."""
+        return torch.cuda.Stream(self.device) if _is_gpu(self.device.type) else None
 
 
 class Channel:
@@ -150,7 +146,7 @@ class Channel:
     """
 
     def __init__(self, fabric: CollectiveBackend, groups: list[Any], rank: int) -> None:
-        self._fabric, self._peer = fabric, 1 - rank
+        self._fabric, self._peer, self._aside = fabric, 1 - rank, fabric.new_stream()
         self._out, self._in = groups if rank == 0 else reversed(groups)
         self._greet(groups)
 
@@ -164,7 +160,7 @@ class Channel:
 
     def receive(self, num_bytes: int) -> "Transfer":
         """Begin to receive so many bytes; raises RuntimeError where the connection is broken."""
-        with self._fabric.aside():
+        with torch.cuda.stream(self._aside) if self._aside else contextlib.nullcontext():
             raw = torch.empty(num_bytes, dtype=torch.uint8, device=self._fabric.device)
             return Transfer(self._in.recv([raw], self._peer, 0), raw)
 

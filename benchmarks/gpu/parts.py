@@ -1,0 +1,149 @@
+"""What the device is and what its parts cost: versions and ceilings, compiling, the library's passes, the sampler."""
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from benchmarks.gpu.scene import Row, Rows, Scene, llama_config, name_of
+from ppd_runtime.models.compiled.toolkit import check_toolkit
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
+
+_OPTIONAL = ("ray", "zmq", "triton", "msgpack", "safetensors")
+_LENGTHS = (128, 1024, 4096)
+
+
+def versions(scene: Scene) -> Rows:
+    """What is there, and the ceilings: copies, products of one row, attention by backend."""
+    lacking = [name for name in _OPTIONAL if importlib.util.find_spec(name) is None]
+    about = {"torch": torch.__version__, "transformers": transformers.__version__, "lacks": ", ".join(lacking)}
+    if scene.device.type == "cuda":
+        of_gpu = torch.cuda.get_device_properties(scene.device)
+        nccl = torch.cuda.nccl.version() if hasattr(torch.cuda, "nccl") else None
+        about |= {"gpu": of_gpu.name, "GB": of_gpu.total_memory / 1e9, "cuda": torch.version.cuda, "nccl": str(nccl)}
+    about["compiling"] = _complaint()
+    yield about
+    yield from _bandwidths(scene)
+    yield from _attention(scene)
+
+
+def _complaint() -> str:
+    try:
+        check_toolkit()
+    except ValueError as error:
+        return str(error)
+    return "can be done"
+
+
+def _bandwidths(scene: Scene) -> Rows:
+    numbers = torch.ones(scene.choose(2**30, 2**20), dtype=torch.bfloat16, device=scene.device)
+    target = torch.empty_like(numbers)
+    ms = scene.median_ms(lambda: target.copy_(numbers), 10)
+    yield {"bandwidth of": "a copy", "GB/s": 4 * numbers.numel() / ms / 1e6}
+    config = llama_config(scene.choose("llama3-8b", "little"))
+    weight = numbers[: config.hidden_size * config.intermediate_size].view(config.intermediate_size, -1)
+    row = torch.ones(1, config.hidden_size, dtype=torch.bfloat16, device=scene.device)
+    ms = scene.median_ms(lambda: linear(row, weight), 20)
+    yield {"bandwidth of": "a product of one row", "GB/s": 2 * weight.numel() / ms / 1e6}
+
+
+def _attention(scene: Scene) -> Rows:
+    """One token's over grouped heads; None where a backend does not take it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    config = llama_config(scene.choose("llama3-8b", "little"))
+    backends = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
+    for length in scene.choose(_LENGTHS, (64,)):
+        found: Row = {"one token's attention, ms, over": length}
+        query, key, value = (
+            torch.ones(1, config.num_attention_heads, rows, config.head_dim, dtype=torch.bfloat16, device=scene.device)
+            for rows in (1, length, length)
+        )
+        for name in backends:
+            try:
+                with sdpa_kernel([getattr(SDPBackend, name)]):
+                    found[name] = scene.median_ms(lambda: scaled_dot_product_attention(query, key, value), 10)  # noqa: B023
+            except RuntimeError:
+                found[name] = None
+        yield found
+
+
+def compiling(scene: Scene) -> Rows:
+    """Every kind of pass in each dtype: seconds, and what a launched pass asks of the device."""
+    kinds = {"one token": PassKind.ONE, "a chain": PassKind.SEVERAL, "without MLP": PassKind.WITHOUT_MLP}
+    for dtype in scene.choose(scene.dtypes, scene.dtypes[:1]):
+        for what, kind in scene.choose(kinds, {"one token": PassKind.ONE}).items():
+            began = time.perf_counter()
+            stage = scene.stage("small", dtype, kind)
+            row: Row = {"passes over": what, "dtype": name_of(dtype), "seconds": time.perf_counter() - began}
+            if kind in (PassKind.ONE, PassKind.SEVERAL):
+                tokens = 1 if kind == PassKind.ONE else 4
+                stage.begin(2048)
+                stage.run(0, stage.num_layers, [1] * 70, 0)
+
+                def run_pass() -> None:
+                    stage.run(0, stage.num_layers, [1] * tokens, 70)  # noqa: B023
+                    stage.truncate(70)  # noqa: B023
+
+                row |= kernels_of(scene, run_pass, stage.num_layers)
+            yield row
+
+
+def kernels_of(scene: Scene, call: Callable[[], object], layers: int) -> Row:
+    """What a pass that has run before puts on the device, a layer, and its copies and waits; on a CPU the operators."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = scene.device.type == "cuda"
+    call()
+    scene.wait()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        call()
+    events = profiler.events()
+    done = [event.name.lower() for event in events if not on_gpu or event.device_type == DeviceType.CUDA]
+    copies = sum("memcpy" in name for name in done)
+    waits = sum("synchronize" in event.name.lower() for event in events)
+    return {"kernels a layer": (len(done) - copies) / layers, "copies": copies, "waits": waits}
+
+
+def eager(scene: Scene) -> Rows:
+    """The library's one-token passes at length after length, with cuDNN's attention and without."""
+    stage = scene.stage("small", torch.bfloat16)
+    lengths = scene.choose(range(100, 140), range(8, 10))
+    for uses in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(uses)
+        stage.begin(max(lengths) + 1)
+        stage.run(0, stage.num_layers, [1] * min(lengths), 0)
+        times = []
+        for position in lengths:
+            times += scene.milliseconds(
+                lambda: (stage.run(0, stage.num_layers, [1], position), stage.truncate(position)),  # noqa: B023
+                1,
+                warm_up=0,
+            )
+            stage.run(0, stage.num_layers, [1], position)
+        yield {
+            "cuDNN's attention": uses,
+            "lengths": len(lengths),
+            "ms, median": statistics.median(times),
+            "longest": max(times),
+        }
+
+
+def sampler(scene: Scene) -> Rows:
+    """The same logits again and again: the same token each time, and what a choice takes."""
+    size = scene.choose(128256, 1000)
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(scene.device)
+    logits[: size // 2] = logits[0]  # as many ties as there can be at top-p's border
+    ways = {"T = 0": {}, "T = 1": {"temperature": 1.0}, "top_p = 0.9": {"temperature": 1.0, "top_p": 0.9}}
+    for way, settings in ways.items():
+        choose, rounds = Sampler(SamplingParams(seed=1, **settings)), scene.choose(200, 5)  # type: ignore[arg-type]
+        tokens: list[int] = []
+        times = scene.milliseconds(lambda: tokens.append(choose.choose(logits, [1, 2, 3])), rounds)  # noqa: B023
+        yield {"sampled with": way, "times": rounds, "equal": len(set(tokens)) == 1, "ms": statistics.median(times)}

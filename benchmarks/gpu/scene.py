@@ -1,0 +1,115 @@
+"""Where stages of the benchmark run: the device, its models, and how long a call takes there."""
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.hub import DEMO
+from ppd_runtime.models.stage.stage import Stage
+
+Row = dict[str, Any]
+Rows = Iterator[Row]
+_SHAPES: Mapping[str, Mapping[str, int]] = {
+    "little": {"hidden_size": 256, "heads": 2, "shared": 1, "mlp": 512, "layers": 4, "vocab": 0},
+    "small": {"hidden_size": 1024, "heads": 8, "shared": 2, "mlp": 2816, "layers": 8, "vocab": 0},
+    "llama3-8b": {"hidden_size": 4096, "heads": 32, "shared": 8, "mlp": 14336, "layers": 32, "vocab": 128256},
+}
+"""Of models of random weights with head dimension 128; no vocabulary: the demo model's."""
+_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What stages are told."""
+
+    pretend: bool
+    out: Path
+    """The folder with what earlier stages have found."""
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU, or a CPU that stands for it."""
+        return torch.device("cpu" if self.pretend else "cuda:0")
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those that passes are tried in."""
+        return (torch.float32, torch.bfloat16)
+
+    def choose(self, real: Any, pretended: Any) -> Any:
+        """How much of something."""
+        return pretended if self.pretend else real
+
+    def model(self, shape: str, dtype: torch.dtype) -> PreTrainedModel:
+        """A model of random weights, made on the device."""
+        config = llama_config("little" if self.pretend else shape)
+        torch.manual_seed(0)
+        with self.device:
+            return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+    def stage(self, shape: str, dtype: torch.dtype, *kinds: int) -> Stage:
+        """The whole of such a model, with compiled code for these kinds of passes."""
+        model = self.model(shape, dtype)
+        if not kinds:
+            return Stage(model)
+        from ppd_runtime.models.compiled.export import compile_layers
+        from ppd_runtime.models.compiled.passes import CompiledLayers
+
+        files = {kind: compile_layers(model.config, dtype, self.device, kind) for kind in kinds}
+        return Stage(model, CompiledLayers(model, files))
+
+    def save_model(self, shape: str, folder: Path) -> None:
+        """Such a model with the demo model's tokenizer, in bfloat16."""
+        self.model(shape, torch.bfloat16).save_pretrained(folder)
+        for file in describe(DEMO).folder.glob("tokenizer*"):
+            shutil.copy(file, folder)
+
+    def wait(self) -> None:
+        """Until the device has done all that it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def milliseconds(self, call: Callable[[], object], rounds: int, warm_up: int = 2) -> list[float]:
+        """Each round's time, waited for at both ends."""
+        found = []
+        for number in range(-warm_up, rounds):
+            self.wait()
+            began = time.perf_counter()
+            call()
+            self.wait()
+            if number >= 0:
+                found.append(1000 * (time.perf_counter() - began))
+        return found
+
+    def median_ms(self, call: Callable[[], object], rounds: int) -> float:
+        """The middle of `milliseconds`."""
+        return statistics.median(self.milliseconds(call, rounds))
+
+
+def llama_config(shape: str) -> LlamaConfig:
+    """A Llama's configuration of one of the shapes."""
+    of = _SHAPES[shape]
+    return LlamaConfig(
+        vocab_size=of["vocab"] or describe(DEMO).vocab_size,
+        hidden_size=of["hidden_size"],
+        intermediate_size=of["mlp"],
+        num_hidden_layers=of["layers"],
+        num_attention_heads=of["heads"],
+        num_key_value_heads=of["shared"],
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=8192,
+        initializer_range=0.1,
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as bfloat16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,19 @@
+"""The GPUs of this host for workers that are no actors of Ray's."""
+
+import math
+
+
+def assign_gpus(num_workers: int, num_gpus: int, gpus_per_worker: float | None) -> list[str]:
+    """A GPU for each worker, such as cuda:0. They share what there is, but where `gpus_per_worker` says how many may.
+
+    Raises:
+        ValueError: where these are too few.
+    """
+    share = 1 if gpus_per_worker is None else gpus_per_worker
+    needed = math.ceil(num_workers / math.floor(1 / share)) if share <= 1 else num_workers * int(share)
+    if gpus_per_worker is not None and needed > num_gpus:
+        raise ValueError(
+            f"gpus_per_worker={gpus_per_worker:g}: {num_workers} workers need {needed} GPUs, and there are {num_gpus}: "
+            "choose fewer workers, or a smaller share each"
+        )
+    return [f"cuda:{rank % num_gpus}" for rank in range(num_workers)]

@@ -1,0 +1,81 @@
+"""The benchmark for the first hour with a GPU loses nothing where a stage fails, and every stage can be tried."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from grids import nightly
+
+from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu import parts
+from benchmarks.gpu.report import report
+from benchmarks.gpu.scene import Scene, llama_config
+
+SAMPLED = ["T = 0", "T = 1", "top_p = 0.9"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, stages: str) -> int:
+    monkeypatch.setattr("sys.argv", ["benchmarks.gpu", "--out", str(out), "--pretend", "--stages", stages])
+    with pytest.raises(SystemExit) as ended:
+        runner.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_stage_that_fails_and_one_that_takes_too_long_stop_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`forecast` has nothing to go by here; `bits` gets no time."""
+    monkeypatch.setitem(runner.STAGES, "bits", ("bits", 0.01))
+    assert run(monkeypatch, tmp_path, "forecast,bits,sampler") == 1
+    lines = [json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in lines] == ["forecast", "bits", "sampler"]
+    assert lines[0]["error"].startswith("exit code 1: ValueError: nothing to go by")
+    assert lines[1]["error"].startswith("it took longer than 0 s")
+    assert lines[2]["error"] is None
+    assert [row["sampled with"] for row in lines[2]["rows"] if row["equal"]] == SAMPLED
+    text = (tmp_path / "report.md").read_text()
+    assert "PRETENDED" in text
+    assert "Failed: forecast, bits. Not equal where they should be: none." in text
+    assert text.count("| T = 1 |") == 1
+
+
+def test_what_a_stage_found_before_its_end_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    dying = tmp_path / "python"
+    dying.write_text(
+        "#!/bin/sh\necho 'a library says hello'\necho '{\"ms\": 1.5}'\necho '{\"ms\": 2'\necho why >&2\nexit 3\n"
+    )
+    dying.chmod(0o700)
+    line = runner.run_stage("sampler", tmp_path, pretend=True, deadline_s=60)
+    assert line["rows"] == [{"ms": 1.5}]
+    assert line["error"] == "exit code 3: why"
+    wrong = line | {"rows": [{"equal": False, "note": "a|b", "ms": None}], "pretend": False}
+    assert "Not equal where they should be: sampler." in report([wrong])
+    assert "| NO | a/b | - |" in report([wrong])
+    assert "PRETENDED" not in report([wrong])
+
+
+def test_its_models_have_grouped_heads_of_128_numbers(tmp_path: Path) -> None:
+    for shape in ("little", "small", "llama3-8b"):
+        config = llama_config(shape)
+        assert config.head_dim == 128
+        assert config.num_attention_heads > config.num_key_value_heads
+    assert {row["sampled with"]: row["equal"] for row in parts.sampler(Scene(True, tmp_path))} == dict.fromkeys(
+        SAMPLED, True
+    )
+
+
+def test_an_unknown_stage_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path, "sampler,nonsense") == 2
+    assert "--stages: 'nonsense' is none of versions, " in capsys.readouterr().err
+
+
+@nightly
+def test_every_stage_can_be_tried_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, tmp_path, ",".join(runner.STAGES)) == 0, (tmp_path / "report.md").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines()]
+    assert all(line["rows"] for line in lines)
+    assert not any(row.get("equal") is False or row.get("error") for line in lines for row in line["rows"])

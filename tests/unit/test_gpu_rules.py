@@ -1,0 +1,225 @@
+"""What is decided for GPUs without one: where workers lie, what they may wait for, what compiling needs, what a user is
+told. `torch.cuda` is a stand-in where it matters.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_for_tests import build_model
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from two_gpus import NewTensors, on_gpu, two_gpus
+
+import ppd_runtime
+from ppd_runtime import PPDRuntime
+from ppd_runtime.launch.gpus import assign_gpus
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.dtype import choose_device
+from ppd_runtime.models.compiled import export, toolkit
+from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.pipeline.messages import MAIN, ExitState
+from ppd_runtime.pipeline.wire import encode
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
+
+PACKAGE = Path(ppd_runtime.__file__).parent
+
+
+@pytest.fixture
+def gpu_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch says that there are two GPUs of 1 GB each."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000, 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_workers_of_gpus_stay_on_no_core(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of CUDA, NCCL and ZeroMQ would share it with one that looks for messages."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    specs = {}
+    for device in ("cpu", "cuda"):
+        runtime = PPDRuntime(model_folder("llama"), device=device, k=1, launcher="processes")
+        specs[device] = runtime._specs
+        runtime.close()
+    assert all(spec.cores for spec in specs["cpu"])
+    assert [(spec.device, spec.cores) for spec in specs["cuda"]] == [("cuda:0", ()), ("cuda:1", ())]
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "each", "found"),
+    [(2, 2, None, "01"), (4, 2, None, "0101"), (4, 2, 0.5, "0101"), (2, 2, 1, "01"), (3, 1, 0.3, "000")],
+)
+def test_workers_share_gpus_unless_they_are_told_not_to(
+    workers: int, gpus: int, each: float | None, found: str
+) -> None:
+    assert assign_gpus(workers, gpus, each) == [f"cuda:{number}" for number in found]
+
+
+@pytest.mark.parametrize(("each", "needed"), [(1, 3), (0.5, 2), (2, 6)])
+def test_more_workers_than_gpus_may_have_are_refused(each: float, needed: int) -> None:
+    line = rf"^gpus_per_worker={each}: 3 workers need {needed} GPUs, and there are 1: choose .*$"
+    with pytest.raises(ValueError, match=line):
+        assign_gpus(3, 1, each)
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    assert choose_device("cuda:1") == "cuda:1"
+    with pytest.raises(ValueError, match=r"^device='cuda:2': PyTorch sees 2 GPUs here; choose cuda:0 to cuda:1, .*$"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.usefixtures("gpu_seen")
+@pytest.mark.parametrize(("first", "layers"), [(0, 4), (2, 4)])
+def test_a_gpu_without_room_is_named_with_both_numbers(
+    model_folder: Callable[..., Path], first: int, layers: int
+) -> None:
+    """Before anything is loaded; the need is the memory that a stage of these layers has on a CPU."""
+    info = describe(str(model_folder("llama", hidden_size=256)))
+    model = load_stage(info, layers, torch.float32, "cpu", first=first).model
+    held = [
+        w
+        for name, w in model.named_parameters()
+        if not (first and (name.startswith(("model.layers.0.", "model.layers.1.", "model.embed"))))
+    ]
+    needed = sum(w.numel() * w.element_size() for w in held) / 1e9
+    line = rf"^device='cuda:1': layers {first + 1} to 4 of .* in float32 need {needed:.2f} GB and 0.00 GB are free: .*$"
+    with pytest.raises(ValueError, match=line):
+        load_stage(info, layers, torch.float32, "cuda:1", first=first)
+
+
+def test_a_missing_toolkit_is_named_before_anything_is_compiled(
+    gpu_seen: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = build_model("llama").config
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    line = r"^compile: code for GPUs needs Triton, which is not installed: .* or leave compile out$"
+    with pytest.raises(ValueError, match=line):
+        export.compile_layers(config, torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: "found")
+    line = r"^compile: code for GPUs needs a CUDA toolkit, and there is no include/cuda.h in CUDA_HOME=None: .*$"
+    with pytest.raises(ValueError, match=line):
+        export.compile_layers(config, torch.bfloat16, torch.device("cuda"))
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/cuda.h").touch()
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    toolkit.check_toolkit()
+
+
+@pytest.mark.parametrize("passes", [1, PassKind.SEVERAL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's does of a mask: where nobody knows that their number is a multiple, the export is refused."""
+    config, attend = build_model("llama", num_layers=2).config, export.grouped_attention
+
+    def asks(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if mask is not None and key.shape[2] % 8:
+            mask = nn.functional.pad(mask, [0, 8 - key.shape[2] % 8])
+        return attend(module, query, key, value, mask, **kwargs)
+
+    monkeypatch.setattr(export, "grouped_attention", asks)
+    monkeypatch.setattr(export.native, "is_available", lambda device, dtype: False)
+    make = lambda: export.layer_for(export._model(config, dtype), 0, passes)  # noqa: E731
+    program = export._export(make, 0, None, dtype, torch.device("cpu"), passes)
+    rows = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][2].shape[0]
+    assert rows.node.expr.as_coeff_Mul()[0] == ATTENDED_ROWS
+
+
+def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary decoding is such a stage, too."""
+    model = build_model("llama")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        Stage(model)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: torch.device("cuda", 1)))
+        with two_gpus():
+            Stage(model)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_what_leaves_a_gpu_goes_by_pinned_memory() -> None:
+    """In one piece, with the same bytes; what is on the CPU leaves from where it lies."""
+    hidden = torch.arange(24.0).view(1, 4, 6)[:, :, :5]
+    wanted = [bytes(frame) for frame in encode(ExitState(MAIN, 1, 2, hidden.contiguous()))]
+    with NewTensors() as new:
+        assert [bytes(frame) for frame in encode(ExitState(MAIN, 1, 2, on_gpu(hidden, 1)))] == wanted
+        assert new.pinned == 1
+        encode(ExitState(MAIN, 1, 2, hidden))
+        assert new.pinned == 1
+
+
+class _AnotherWayEachTime(TorchFunctionMode):
+    """Running sums over a GPU's numbers come out another way each time, as CUDA's may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") == "cumsum" and args[0].is_cuda:
+            self.sums += 1
+            return result + 1e-3 * (-1) ** self.sums
+        return result
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_the_token_at_top_ps_border_is_the_same_each_time(top_k: int) -> None:
+    """Four tokens of a quarter each, and a border where the second one ends."""
+    logits = torch.full((8,), -20.0)
+    logits[:4] = 0.0
+    for temperature in (1.0, 0.7):
+        for seed in range(20):
+            sampler = Sampler(SamplingParams(temperature=temperature, top_p=0.5, top_k=top_k, seed=seed))
+            with _AnotherWayEachTime():
+                tokens = {sampler.choose(on_gpu(logits, 1), [1, 2]) for _ in range(4)}
+                scores = [sampler.noisy_scores(on_gpu(logits, 1), [1, 2]) for _ in range(2)]
+                chances = [sampler.distribution(on_gpu(logits, 1), [1, 2]) for _ in range(2)]
+            assert tokens == {sampler.choose(logits, [1, 2])}
+            assert torch.equal(*scores)
+            assert torch.equal(*chances)
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def complaints(source: str) -> list[str]:
+    """What code may not do: wait for a whole device, or record without saying on which stream."""
+    found = []
+    for name, call in _calls(ast.parse(source)):
+        if name.endswith("cuda.synchronize"):
+            found.append(f"{name} waits for everybody's streams")
+        if name.endswith("cuda.graph") and "stream" not in {keyword.arg for keyword in call.keywords}:
+            found.append(f"{name} without a stream")
+    return found
+
+
+def test_nobody_waits_for_a_device_or_records_on_any_stream() -> None:
+    assert complaints("torch.cuda.synchronize()\nwith torch.cuda.graph(g): pass") == [
+        "torch.cuda.synchronize waits for everybody's streams",
+        "torch.cuda.graph without a stream",
+    ]
+    sources = sorted(PACKAGE.rglob("*.py"))
+    assert len(sources) > 100
+    assert {path.name: found for path in sources if (found := complaints(path.read_text()))} == {}
