@@ -4,12 +4,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
+from ppd_runtime.methods.chat import Messages, chat_text, template_of
 from ppd_runtime.methods.prompts import Prompt, token_ids_of
+from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent
@@ -46,6 +49,11 @@ class TextGenerator(ABC):
     def dtype(self) -> str:
         """The dtype of weights and passes, such as float32; what "auto" came to."""
 
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at once; further calls wait for their turn."""
+        return 1
+
     @abstractmethod
     def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
         """Yield each new token, then the totals; `live`: each as soon as it is certain."""
@@ -54,23 +62,52 @@ class TextGenerator(ABC):
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         """Predicted latency as a share of ordinary decoding's."""
 
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True, **settings: Any
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> list[GenerationResult]: ...
+
+    @overload
     def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        n: int,
         add_special_tokens: bool = True,
         **settings: Any,
-    ) -> GenerationResult:
+    ) -> list[GenerationResult]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | list[str],
+        params: SamplingParams | None = None,
+        *,
+        n: int | None = None,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> GenerationResult | list[GenerationResult]:
         """Continue a prompt, and wait for the end.
 
         Args:
             prompt: a text, or token ids: a list, a tensor or array `[tokens]` or `[1, tokens]`, or a tokenizer's
-                `BatchEncoding`.
+                `BatchEncoding`. A list of texts is several prompts, whose results come in its order.
             params: how to sample and when to stop; or
             settings: the same by name, as `SamplingParams` describes them: max_new_tokens, temperature, top_k, top_p,
                 min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop, stop_token_ids,
                 ignore_eos, timeout_s, logits_processors. Of those with several values one may stand alone.
+            n: give a list of so many texts for the prompt. The first has the seed that is given, each further one the
+                next seed (modulo 2^64): text i is that of a request with `seed + i`.
             add_special_tokens: whether a text gets the tokenizer's special tokens; False for one that a chat template
                 has given them.
 
@@ -78,10 +115,40 @@ class TextGenerator(ABC):
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
         wanted = sampling_from(params, settings)
-        generation = self.request(prompt, wanted, live=False, add_special_tokens=add_special_tokens)
-        for _ in generation:
-            pass
-        return generation.result
+        prompts = several_prompts(prompt, n)
+        requests = [
+            self.request(one, seeded, live=False, add_special_tokens=add_special_tokens)
+            for one in prompts or [prompt]
+            for seeded in with_seeds(wanted, n)
+        ]
+        exhaust_all(requests, self.max_requests)
+        results = [request.result for request in requests]
+        return results if n is not None or prompts else results[0]
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        **settings: Any,
+    ) -> GenerationResult:
+        """As `generate`, for the next message of a conversation.
+
+        Args:
+            messages: dictionaries with a "role" (system, user or assistant) and a "content", oldest first.
+            params, settings: as `generate` has them.
+            chat_template: a Jinja template or a file that holds one; None is the tokenizer's own.
+
+        Raises:
+            ValueError: where there is no template, or it does not take these messages.
+        """
+        prompt = self.chat_prompt(messages, chat_template)
+        return self.generate(prompt, params, add_special_tokens=False, **settings)
+
+    def chat_prompt(self, messages: Messages, chat_template: str | Path | None = None) -> str:
+        """The text in which a model reads a conversation, its special tokens among it (`add_special_tokens=False`)."""
+        return chat_text(messages, self.tokenizer, template_of(chat_template))
 
     def stream(
         self,
@@ -128,13 +195,13 @@ class TextGenerator(ABC):
                 f"the model's {most} positions: shorten the prompt or ask for fewer tokens"
             )
 
-    def _take_turn(self, timeout_s: float | None) -> None:
+    def _take_turn(self, ending: Ending) -> None:
         if self._turn_holder == threading.get_ident():
             raise RuntimeError("another stream of this runtime is open in this thread: exhaust or close it first")
         if not self._turn.acquire(timeout=_TURN_DEADLINE_S):
             raise TimeoutError(f"another call has held this runtime for {_TURN_DEADLINE_S:.0f} s")
         self._turn_holder = threading.get_ident()
-        self._ending = Ending(timeout_s)
+        self._ending = ending
 
     def _end_turn(self) -> None:
         self._turn_holder, self._ending = None, None
@@ -148,8 +215,9 @@ class Generation(Iterator[TokenEvent]):
         self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
     ) -> None:
         self._outcome: list[GenerationResult] = []
+        self._ending = Ending(params.timeout_s)
         # The running generator knows nothing of this object: dropped in the middle, it ends at once.
-        self._events = _Request(generator, prompt_ids, params, live).events(self._outcome)
+        self._events = _Request(generator, prompt_ids, params, live, self._ending).events(self._outcome)
 
     def __next__(self) -> TokenEvent:
         return next(self._events)
@@ -161,6 +229,10 @@ class Generation(Iterator[TokenEvent]):
             raise RuntimeError("the generation has not finished: iterate over its events first")
         return self._outcome[0]
 
+    def cancel(self) -> None:
+        """Have it end within a token, from any thread: its finish reason is "cancelled" then, with what there is."""
+        self._ending.cancel()
+
     def close(self) -> None:
         """Cancel the generation, if it has not finished, and give the runtime free for the next call."""
         self._events.close()
@@ -169,13 +241,15 @@ class Generation(Iterator[TokenEvent]):
 class _Request:
     """What one generation is made from."""
 
-    def __init__(self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool) -> None:
-        self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
+    def __init__(
+        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> None:
+        self._generator, self._prompt_ids, self._params, self._ending = generator, prompt_ids, params, ending
         self._live = live  # where nobody reads along, the text is made at the end
 
     def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""
-        self._generator._take_turn(self._params.timeout_s)
+        self._generator._take_turn(self._ending)
         steps = in_parts(self._generator, self._prompt_ids, self._params, self._live)
         try:
             text = TextStream(self._generator.tokenizer, self._params.stop)
