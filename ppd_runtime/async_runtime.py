@@ -1,7 +1,7 @@
 """`AsyncPPDRuntime`: a runtime for programs with an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from ppd_runtime.config import UNSET, RuntimeConfig
 from ppd_runtime.methods.base import Generation, TextGenerator
 from ppd_runtime.methods.chat import Messages
 from ppd_runtime.methods.prompts import Prompt
-from ppd_runtime.methods.several import exhaust, several_prompts, with_seeds
+from ppd_runtime.methods.several import exhaust
 from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
@@ -43,14 +43,9 @@ class AsyncDecoding(Generic[Decoder]):
         **settings: Any,
     ) -> Any:
         """As `PPDRuntime.generate`: one result, or a list of them for `n` and for several prompts."""
-        wanted, prompts = sampling_from(params, settings), several_prompts(prompt, n)
-        requests = [
-            self.generator.request(one, seeded, live=False, add_special_tokens=add_special_tokens)
-            for one in prompts or [prompt]
-            for seeded in with_seeds(wanted, n)
-        ]
-        results = await asyncio.gather(*map(self.finish, requests))
-        return results if n is not None or prompts else results[0]
+        requests, alone = self.generator.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
+        results = await together([self.finish(request) for request in requests])
+        return results[0] if alone else results
 
     async def chat(
         self,
@@ -105,6 +100,18 @@ class AsyncDecoding(Generic[Decoder]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def together(works: Sequence[Coroutine[Any, Any, GenerationResult]]) -> list[GenerationResult]:
+    """The results of all; where one fails or this is cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class AsyncGeneration(AsyncIterator[TokenEvent]):

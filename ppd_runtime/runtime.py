@@ -170,6 +170,21 @@ class PPDRuntime(TextGenerator):
         """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
         return self._specs[MAIN].cores
 
+    def unwell(self) -> list[str]:
+        """Who is needed and does not serve, by name; while no request runs, lost workers are replaced on the way."""
+        if self._workers is None or self._closing is None or self._closed:
+            return ["the runtime"]
+        if self._turn.acquire(blocking=False):
+            try:
+                with self._closing.step():
+                    self._workers.supervisor.check()
+            except RuntimeError as error:
+                logger.error("%s", error)
+                self.close()
+            finally:
+                self._turn.release()
+        return self._workers.supervisor.unwell() if not self._closed else ["the runtime"]
+
     def close(self) -> None:
         """Stop every process, socket and Ray node that the runtime started; a second call does nothing.
 

@@ -49,6 +49,10 @@ class TextGenerator(ABC):
     def dtype(self) -> str:
         """The dtype of weights and passes, such as float32; what "auto" came to."""
 
+    def unwell(self) -> list[str]:
+        """Who is needed and does not serve, by name; empty where the generator is well. May be called in any thread."""
+        return []
+
     @property
     def max_requests(self) -> int:
         """Requests that run at once; further calls wait for their turn."""
@@ -64,29 +68,18 @@ class TextGenerator(ABC):
 
     @overload
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True, **settings: Any
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: int, **settings: Any
+    ) -> list[GenerationResult]: ...
+
+    @overload
+    def generate(
+        self, prompt: list[str], params: SamplingParams | None = None, *, n: None = None, **settings: Any
+    ) -> list[GenerationResult]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: None = None, **settings: Any
     ) -> GenerationResult: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: list[str],
-        params: SamplingParams | None = None,
-        *,
-        add_special_tokens: bool = True,
-        **settings: Any,
-    ) -> list[GenerationResult]: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        n: int,
-        add_special_tokens: bool = True,
-        **settings: Any,
-    ) -> list[GenerationResult]: ...
 
     def generate(
         self,
@@ -114,16 +107,22 @@ class TextGenerator(ABC):
         Raises:
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
-        wanted = sampling_from(params, settings)
-        prompts = several_prompts(prompt, n)
-        requests = [
-            self.request(one, seeded, live=False, add_special_tokens=add_special_tokens)
-            for one in prompts or [prompt]
-            for seeded in with_seeds(wanted, n)
-        ]
+        requests, alone = self.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
         exhaust_all(requests, self.max_requests)
-        results = [request.result for request in requests]
-        return results if n is not None or prompts else results[0]
+        return requests[0].result if alone else [request.result for request in requests]
+
+    def requests(
+        self, prompt: Prompt | list[str], params: SamplingParams, n: int | None, add_special_tokens: bool
+    ) -> tuple["list[Generation]", bool]:
+        """The checked requests that `generate` runs with these arguments, and whether it gives one result alone."""
+        prompts = several_prompts(prompt, n)
+        texts: list[Any] = prompts or [prompt]
+        requests = [
+            self.request(text, seeded, live=False, add_special_tokens=add_special_tokens)
+            for text in texts
+            for seeded in with_seeds(params, n)
+        ]
+        return requests, n is None and not prompts
 
     def chat(
         self,
@@ -167,6 +166,10 @@ class TextGenerator(ABC):
         """Check a request; it begins when its first event is asked for. `live`: each token as soon as it is certain."""
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
 
+    def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """A prompt's token ids; raises ValueError for what is none."""
+        return token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
+
     def cancel(self) -> None:
         """End the request that is running, from any thread: it finishes with the reason "cancelled" and what there is.
 
@@ -176,7 +179,7 @@ class TextGenerator(ABC):
             ending.cancel()
 
     def _prompt_ids(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
-        token_ids = token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
+        token_ids = self.prompt_ids(prompt, add_special_tokens)
         self._check_params(params, len(token_ids))
         return token_ids
 
