@@ -221,7 +221,8 @@ class PPDRuntime(TextGenerator):
                 last = message.winner == NOT_ASKED
                 outside += bool(guessable) and message.token_id not in guessable
                 known = not (last or self.config.stages)  # stages tell at the end who was right
-                yield Step(message.token_id, message.winner != MISS if known else None, last)
+                hit = message.winner != MISS if known else None
+                yield Step(message.token_id, hit, last, message.noted(prompt_ids))
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))

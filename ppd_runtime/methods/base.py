@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
+from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.methods.chat import Messages, chat_text, template_of
 from ppd_runtime.methods.prompts import Prompt, token_ids_of
 from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
@@ -257,13 +258,16 @@ class _Request:
         try:
             text = TextStream(self._generator.tokenizer, self._params.stop)
             events: list[TokenEvent] = []
+            of_prompt: list[TokenLogprobs] = []
             for step in steps:
                 if isinstance(step, Totals):
-                    outcome.append(self._finish(events, step))
+                    outcome.append(self._finish(events, of_prompt, step))
                     return
                 piece = self._piece(text, step) if self._live else ""
                 position = len(self._prompt_ids) + len(events)
-                events.append(TokenEvent(step.token_id, piece, position, step.hit))
+                *before, own = step.logprobs or (None,)
+                of_prompt += before
+                events.append(TokenEvent(step.token_id, piece, position, step.hit, own))
                 yield events[-1]
         finally:
             try:
@@ -281,7 +285,8 @@ class _Request:
         text = TextStream(self._generator.tokenizer, self._params.stop)
         return "".join([*(text.push(event.token_id) for event in events), text.finish()])
 
-    def _finish(self, events: list[TokenEvent], totals: Totals) -> GenerationResult:
+    def _finish(self, events: list[TokenEvent], of_prompt: list[TokenLogprobs], totals: Totals) -> GenerationResult:
+        asked = self._params.logprobs is not None
         return GenerationResult(
             text=self._whole_text(events, totals.finish_reason),
             token_ids=tuple(event.token_id for event in events),
@@ -289,6 +294,8 @@ class _Request:
             finish_reason=totals.finish_reason,
             stats=self._stats([event.hit for event in events], totals),
             trace=totals.trace,
+            logprobs=tuple(event.logprobs for event in events if event.logprobs) if asked else None,
+            prompt_logprobs=tuple(of_prompt) if self._params.prompt_logprobs else None,
         )
 
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:

@@ -211,7 +211,8 @@ class Worker:
     def _decode(self, begin: Begin, sampler: Sampler) -> None:
         main = self._main = self._decider(begin)
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, begin.prompt_ids)
-        self._hold_tokens, self._released = not begin.live, time.perf_counter()
+        held = not begin.live and begin.params.logprobs is None
+        self._hold_tokens, self._released = held, time.perf_counter()
         self._drive(main.decode(sampler, stop), begin.request)
         self._release_tokens()
         self._recorder.pause()
