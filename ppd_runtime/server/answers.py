@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
+from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs
 
 _REASONS = {"length": "length", TIMEOUT: "length", CANCELLED: "length"}
 """OpenAI's words for why a text ended; all others are "stop"."""
@@ -24,8 +26,9 @@ class Asked(NamedTuple):
     n: int
     """Choices for each prompt."""
     include_usage: bool
-    most_tokens: int
+    most_tokens: int | None
     """New tokens that are part of the answer; 0: a token was made, and none is wanted."""
+    logprobs: bool
 
 
 class Answer:
@@ -51,8 +54,10 @@ class Answer:
 
     def piece(self, number: int, event: TokenEvent) -> dict[str, Any]:
         """A token, as soon as it is certain."""
-        ppd = {} if event.hit is None else {"ppd": {"hit": event.hit}}
-        return self._chunk(number, {**self._text(event.text, "delta"), **ppd})
+        told: dict[str, Any] = {} if event.hit is None else {"ppd": {"hit": event.hit}}
+        if event.logprobs is not None:
+            told["logprobs"] = self._logprobs([event.logprobs])
+        return self._chunk(number, {**self._text(event.text, "delta"), **told})
 
     def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
         """Why a choice ended, and what it came to."""
@@ -73,14 +78,28 @@ class Answer:
         return {**self._head, "object": self._chunks, "choices": choices, **usage}
 
     def _choice(self, number: int, result: GenerationResult) -> dict[str, Any]:
-        text = self._asked.echoes[number] + (result.text if self._asked.most_tokens else "")
+        text = self._asked.echoes[number] + ("" if self._asked.most_tokens == 0 else result.text)
         return {
             "index": number,
             **self._text(text, "message"),
-            "logprobs": None,
+            "logprobs": self._all_logprobs(result) if self._asked.logprobs else None,
             "finish_reason": _reason(result),
             "ppd": ppd_of(result),
         }
+
+    def _all_logprobs(self, result: GenerationResult) -> dict[str, Any]:
+        """The text's, and with `echo` the prompt's before them, whose first token has none."""
+        noted: list[TokenLogprobs | None] = list(result.logprobs or ()) if self._asked.most_tokens != 0 else []
+        if result.prompt_logprobs is None:
+            return self._logprobs(noted)
+        return self._logprobs([None, *result.prompt_logprobs, *noted], result.prompt_ids[0])
+
+    def _logprobs(self, noted: "Sequence[TokenLogprobs | None]", first: int = 0) -> dict[str, Any]:
+        """`first` is the token of an entry that has no log-probability."""
+        if self._asked.chat:
+            return chat_logprobs([one for one in noted if one], self._tokenizer)
+        token_ids = [first if one is None else one.token_id for one in noted]
+        return old_logprobs(noted, token_ids, self._tokenizer)
 
     def _text(self, text: str, member: str) -> dict[str, Any]:
         if not self._asked.chat:
@@ -88,7 +107,7 @@ class Answer:
         return {member: {"role": "assistant", "content": text} if member == "message" else {"content": text}}
 
     def _usage(self, results: Sequence[GenerationResult]) -> dict[str, int]:
-        new = sum(len(result.token_ids) for result in results) if self._asked.most_tokens else 0
+        new = 0 if self._asked.most_tokens == 0 else sum(len(result.token_ids) for result in results)
         prompt = sum(len(result.prompt_ids) for result in results[:: self._asked.n])
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 

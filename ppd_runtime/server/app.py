@@ -48,10 +48,11 @@ class Service:
         self.metrics = Metrics(self.model)
         self.admission = Admission(generator.max_requests, settings.max_waiting)
         self.chat_template = template_of(settings.chat_template)
+        self.jobs = Jobs(self.decoding, self.admission, self.metrics)
         self.completions = Completions(
             generator,
             self.admission,
-            Jobs(self.decoding, self.admission, self.metrics),
+            self.jobs,
             self.model,
             self.chat_template,
             settings.request_timeout_s,

@@ -44,9 +44,7 @@ class Completions:
                 f"prompt: {len(prompts)} prompts and n={asked.n}, {self.admission.most} choices are the most",
                 "prompt",
             )
-        if asked.most_tokens == 0 and not asked.echo:
-            raise ApiError(400, "max_tokens=0: gives nothing without echo, ask for 1 or more", "max_tokens")
-        return await self._answer(asked, request, prompts, bool(asked.add_special_tokens in (None, True)), asked.echo)
+        return await self._answer(asked, request, prompts, asked.add_special_tokens is not False, asked.echo)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -71,10 +69,10 @@ class Completions:
                 generations += self._generations(asked, prompt, special_tokens)
         except ValueError as error:
             raise refused(error) from error
-        most_tokens = asked.most_tokens if asked.most_tokens is not None else -1
         echoes = [self._text_of(prompt) if echo else "" for prompt in prompts for _ in range(asked.n)]
         usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        form = Asked(isinstance(asked, ChatRequest), self.model, echoes, asked.n, usage, most_tokens)
+        wanted = asked.logprobs_wanted is not None
+        form = Asked(isinstance(asked, ChatRequest), self.model, echoes, asked.n, usage, asked.most_tokens, wanted)
         answer = Answer(form, self.generator.tokenizer)
         ticket = self.admission.enter(len(generations))
         if asked.stream:
@@ -141,7 +139,7 @@ class EventStream(Response):
                     if isinstance(event, GenerationResult):
                         results[number] = event
                         await tell(answer.closing(number, event))
-                    elif self._form.most_tokens:
+                    elif self._form.most_tokens != 0:
                         await tell(answer.piece(number, event))
             if self._form.include_usage:
                 await tell(answer.usage_chunk([results[number] for number in range(len(results))]))

@@ -33,17 +33,23 @@ class Jobs:
 
     def __init__(self, decoding: AsyncDecoding[TextGenerator], admission: Admission, metrics: Metrics) -> None:
         self._decoding, self._admission, self._metrics = decoding, admission, metrics
+        self._live = set[Generation]()
+
+    def cancel_all(self) -> None:
+        """Have what runs end within a token, with what there is."""
+        for generation in self._live:
+            generation.cancel()
 
     async def finish_all(self, generations: Sequence[Generation]) -> list[GenerationResult]:
         """All choices' results, in order."""
         return await together([self._finish(generation) for generation in generations])
 
     async def _finish(self, generation: Generation) -> GenerationResult:
-        timed = self._arrive()
+        timed = self._arrive(generation)
         try:
             result = await self._decoding.finish(generation, lambda: self._begin(timed))
         finally:
-            self._leave(timed)
+            self._leave(generation, timed)
         self._note(result, timed)
         return result
 
@@ -70,7 +76,7 @@ class Jobs:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, number: int, generation: Generation, arrived: "asyncio.Queue[Any]") -> None:
-        timed = self._arrive()
+        timed = self._arrive(generation)
         followed: AsyncGeneration = self._decoding.follow(generation, lambda: self._begin(timed))
         try:
             async for event in followed:
@@ -81,9 +87,10 @@ class Jobs:
             arrived.put_nowait((number, error))
         finally:
             followed.cancel()
-            self._leave(timed)
+            self._leave(generation, timed)
 
-    def _arrive(self) -> Timed:
+    def _arrive(self, generation: Generation) -> Timed:
+        self._live.add(generation)
         self._metrics.waiting.inc()
         return Timed(time.monotonic())
 
@@ -94,7 +101,8 @@ class Jobs:
         self._metrics.waiting.dec()
         self._metrics.running.inc()
 
-    def _leave(self, timed: Timed) -> None:
+    def _leave(self, generation: Generation, timed: Timed) -> None:
+        self._live.discard(generation)
         (self._metrics.waiting if timed.began is None else self._metrics.running).dec()
 
     def _note(self, result: GenerationResult, timed: Timed) -> None:

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from ppd_runtime.sampling_params import MOST_STOPS, SamplingParams, sampling_from
+from ppd_runtime.sampling_params import MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
 
-MOST_LOGPROBS = 20
 _LARGEST_SEED = 2**63 - 1
 _MOST_IDS = 2**21
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -97,11 +96,16 @@ class Sampling(Body):
         return None
 
     @property
+    def prompt_logprobs_wanted(self) -> bool:
+        """Whether the prompt's tokens' are wanted too."""
+        return False
+
+    @property
     def most_tokens(self) -> int | None:
         """New tokens at the most; None: as many as the model has positions for."""
         return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
 
-    def sampling(self, most_tokens: int, timeout_s: float, **more: Any) -> SamplingParams:
+    def sampling(self, most_tokens: int, timeout_s: float) -> SamplingParams:
         """As the library has it; without a seed, one by chance.
 
         Raises:
@@ -112,7 +116,15 @@ class Sampling(Body):
         penalties = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids")
         settings = {name: getattr(self, name) for name in (*named, *penalties)}
         return sampling_from(
-            None, {**settings, "max_new_tokens": most_tokens, "seed": seed, "timeout_s": timeout_s, **more}
+            None,
+            {
+                **settings,
+                "max_new_tokens": most_tokens,
+                "seed": seed,
+                "timeout_s": timeout_s,
+                "logprobs": self.logprobs_wanted,
+                "prompt_logprobs": self.prompt_logprobs_wanted,
+            },
         )
 
 
@@ -127,6 +139,19 @@ class CompletionRequest(Sampling):
     def logprobs_wanted(self) -> int | None:
         """As `Sampling` has it."""
         return self.logprobs
+
+    @property
+    def prompt_logprobs_wanted(self) -> bool:
+        """As `Sampling` has it."""
+        return self.echo and self.logprobs is not None
+
+    @model_validator(mode="after")
+    def _can_stream(self) -> "CompletionRequest":
+        if self.stream and self.prompt_logprobs_wanted:
+            raise ValueError("echo: with logprobs it is not streamed, leave echo or stream out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0: gives nothing without echo, ask for 1 or more")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids.

@@ -67,13 +67,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, generator: TextGenerator, prepared: Prepared, started: Callable[[], None]) -> None:
         settings = prepared.settings
-        self._service, self._settings, self._on_started = Service(generator, settings), settings, started
+        self.service, self._settings, self._on_started = Service(generator, settings), settings, started
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed = ""
         """Why it had to end."""
         super().__init__(
             uvicorn.Config(
-                application(self._service, settings, prepared.key),
+                application(self.service, settings, prepared.key),
                 http="h11",
                 ws="none",
                 lifespan="off",
@@ -92,7 +92,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and look after the workers from then on."""
         await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._keep(self._look_after_workers())
         self._on_started()
 
@@ -103,20 +103,21 @@ class Server(uvicorn.Server):
         if again:
             self.should_exit = self.force_exit = True
         else:
-            self._loop.call_soon_threadsafe(lambda: self._keep(self.drain()))
+            self.loop.call_soon_threadsafe(lambda: self._keep(self.drain()))
 
     async def drain(self) -> None:
         """Refuse new requests, give the others their time, and end."""
-        self._service.admission.draining = True
-        taken = self._service.admission.taken
+        self.service.admission.draining = True
+        taken = self.service.admission.taken
         logger.info("shutting down: %d choices have %.0f s", taken, self._settings.shutdown_timeout_s)
-        if not await self._service.admission.empty(self._settings.shutdown_timeout_s):
-            logger.warning("%d choices did not finish in time", self._service.admission.taken)
-            self.force_exit = True
+        if not await self.service.admission.empty(self._settings.shutdown_timeout_s):
+            logger.warning("%d choices did not finish in time", self.service.admission.taken)
+            self.service.jobs.cancel_all()
+            await self.service.admission.empty(_LAST_ANSWERS_S)
         self.should_exit = True
 
     async def _look_after_workers(self) -> None:
-        admission, generator = self._service.admission, self._service.generator
+        admission, generator = self.service.admission, self.service.generator
         while not self.should_exit:
             admission.unwell = await asyncio.to_thread(generator.unwell)
             if admission.unwell == ["the runtime"]:
