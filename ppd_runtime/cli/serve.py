@@ -18,7 +18,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @takes(
-    server=options.group(ServerSettings, make=ServerSettings),
+    server=options.group(ServerSettings),
     layout=LAYOUT,
     drafting=DRAFTING,
     swift=SWIFT,
@@ -29,7 +29,7 @@ def serve(
     method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
     exit_layer: Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")] = None,
     *,
-    server: ServerSettings,
+    server: Settings,
     layout: Settings,
     drafting: Settings,
     swift: Settings,
@@ -43,7 +43,7 @@ def serve(
             from ppd_runtime.methods.registry import open_method
             from ppd_runtime.server.run import Prepared, serve_prepared
 
-        prepared = Prepared(server)
+        prepared = Prepared(ServerSettings(**server))
         if method is Method.ppd:
             own["progress"] = show_progress
         with open_method(model, method.value, **own, **place) as generator:

@@ -59,9 +59,9 @@ def test_only_the_key_opens(locked: Running, given: bytes | None) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
         assert client.get("/health").status_code == client.get("/").status_code == 200
         assert client.get("/metrics").status_code == 401
-    with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
+    stranger = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
     assert locked.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
 
 
