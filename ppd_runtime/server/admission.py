@@ -27,14 +27,18 @@ class Admission:
             ApiError: 400 for more choices than there ever is room for, 429 where there is none now, 503 at the end.
         """
         self.check_open()
-        if choices > self.most:
-            raise ApiError(400, f"n: {choices} choices at once, this server takes {self.most}: ask for fewer", "n")
+        self.check_number(choices, "n")
         if self.taken + choices > self.most:
             waiting_s = max(1, math.ceil(self._seconds_each * self.taken / self.at_once))
             message = f"{self.taken} choices run or wait, {self.most} are the most: come again in {waiting_s} s"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=min(waiting_s, 60))
         self.taken += choices
         return Ticket(self, choices)
+
+    def check_number(self, choices: int, field: str) -> None:
+        """Raise ApiError for more choices than there ever is room for; `field` is what asks for them."""
+        if choices > self.most:
+            raise ApiError(400, f"{field}: {choices} choices at once, {self.most} are the most: ask for fewer", field)
 
     def check_open(self) -> None:
         """Raise ApiError where the server is about to end."""

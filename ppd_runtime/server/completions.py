@@ -38,12 +38,7 @@ class Completions:
             prompts = asked.prompts()
         except ValueError as error:
             raise refused(error) from error
-        if len(prompts) * asked.n > self.admission.most:  # before any is encoded
-            raise ApiError(
-                400,
-                f"prompt: {len(prompts)} prompts and n={asked.n}, {self.admission.most} choices are the most",
-                "prompt",
-            )
+        self.admission.check_number(len(prompts) * asked.n, "prompt" if asked.n == 1 else "n")  # before any is encoded
         return await self._answer(asked, request, prompts, asked.add_special_tokens is not False, asked.echo)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
@@ -68,7 +63,7 @@ class Completions:
             for prompt in prompts:
                 generations += self._generations(asked, prompt, special_tokens)
         except ValueError as error:
-            raise refused(error) from error
+            raise refused(error, "prompt") from error
         echoes = [self._text_of(prompt) if echo else "" for prompt in prompts for _ in range(asked.n)]
         usage = bool(asked.stream_options and asked.stream_options.include_usage)
         wanted = asked.logprobs_wanted is not None

@@ -66,30 +66,30 @@ def as_json(content: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def refused(error: ValueError) -> ApiError:
-    """What a library's `ValueError` says, in the words of a request."""
+def refused(error: ValueError | str, field: str | None = None) -> ApiError:
+    """What a library's `ValueError` says, in the words of a request; of `field` where it names none."""
     message = str(error)
     for name, field in _FIELDS.items():
         message = re.sub(rf"\b{name}\b(?=[=:])", field, message)
-    found = re.match(r"([a-z_]+)(?: \S+)?[=:]", message)
-    param = found.group(1) if found else None
+    found = re.match(r"([a-z_]+)[=:]", message)
     if " positions:" in message:
         return ApiError(400, message, "prompt", "context_length_exceeded")
-    return ApiError(400, message, param)
+    return ApiError(400, message, found.group(1) if found else field)
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Of pydantic's errors the first, which names the field."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part != "body"]
-    field = ".".join(place[:1] if first["type"] in ("value_error", "extra_forbidden") else place)
+    field = ".".join(place)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}; send an object")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{field}: this server does not support it, leave it out", field, "unsupported_parameter")
+    what = first["msg"].removeprefix("Value error, ")
+    if not field and first["type"] == "value_error":
+        return refused(what)
     if not field:
         return ApiError(400, "the body is missing or is no object: send a JSON object")
     given = f"={first['input']!r:.100}" if first["type"] != "missing" else ""
-    what = first["msg"].removeprefix("Value error, ")
-    what = what[:1].lower() + what[1:]
-    return ApiError(400, what if what.startswith(field) else f"{field}{given}: {what}", field.split(".")[0])
+    return ApiError(400, f"{field}{given}: {what[:1].lower()}{what[1:]}", place[0])

@@ -180,7 +180,7 @@ def test_beyond_its_room_the_server_asks_to_come_again(stepwise: Stepwise) -> No
             assert client.get("/ready").status_code == 503
             assert client.get("/health").status_code == 200
         never = server.post("/v1/completions", prompt="a", n=3)
-        assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=5) as patient:
             stepwise.allow(100)
             assert patient.completions.create(model=server.server.service.model, prompt="a", max_tokens=2).choices
