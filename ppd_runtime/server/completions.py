@@ -1,5 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`: from a request to its answer."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -58,10 +59,8 @@ class Completions:
         special_tokens: bool,
         echo: bool,
     ) -> Response:
-        generations = []
         try:
-            for prompt in prompts:
-                generations += self._generations(asked, prompt, special_tokens)
+            generations = await asyncio.to_thread(self._generations, asked, prompts, special_tokens)
         except ValueError as error:
             raise refused(error, "prompt") from error
         echoes = [self._text_of(prompt) if echo else "" for prompt in prompts for _ in range(asked.n)]
@@ -80,12 +79,17 @@ class Completions:
             ticket.close()
         return JsonResponse(answer.whole(results))
 
-    def _generations(self, asked: Sampling, prompt: str | list[int], special_tokens: bool) -> list[Generation]:
-        """A request for each choice."""
-        if isinstance(prompt, str):
-            prompt = self.generator.prompt_ids(prompt, special_tokens)
-        params = asked.sampling(self._most_tokens(asked, len(prompt)), self.timeout_s)
-        return [self.generator.request(prompt, seeded, live=asked.stream) for seeded in with_seeds(params, asked.n)]
+    def _generations(
+        self, asked: Sampling, prompts: "Sequence[str | list[int]]", special_tokens: bool
+    ) -> list[Generation]:
+        """A request for each choice; a long text takes a while to encode."""
+        generations = []
+        for prompt in prompts:
+            ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
+            params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s)
+            choices = with_seeds(params, asked.n)
+            generations += [self.generator.request(ids, seeded, live=asked.stream) for seeded in choices]
+        return generations
 
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:
         if asked.most_tokens is not None:

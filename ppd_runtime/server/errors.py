@@ -15,7 +15,7 @@ KINDS: Mapping[int, str] = {
     503: "server_error",
 }
 """OpenAI's types by status; all others are "invalid_request_error"."""
-_FIELDS = {"max_new_tokens": "max_tokens", "chat_template": "messages", "token id": "prompt"}
+_FIELDS = {"max_new_tokens": "max_tokens", "chat_template": "messages"}
 """What requests call the library's settings."""
 
 
@@ -69,8 +69,8 @@ def as_json(content: Any) -> bytes:
 def refused(error: ValueError | str, field: str | None = None) -> ApiError:
     """What a library's `ValueError` says, in the words of a request; of `field` where it names none."""
     message = str(error)
-    for name, field in _FIELDS.items():
-        message = re.sub(rf"\b{name}\b(?=[=:])", field, message)
+    for name, asked in _FIELDS.items():
+        message = re.sub(rf"\b{name}\b(?=[=:])", asked, message)
     found = re.match(r"([a-z_]+)[=:]", message)
     if " positions:" in message:
         return ApiError(400, message, "prompt", "context_length_exceeded")
