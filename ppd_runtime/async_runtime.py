@@ -96,7 +96,7 @@ class AsyncDecoding(Generic[Decoder]):
 
     def _close(self) -> None:
         self.generator.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

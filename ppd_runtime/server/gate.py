@@ -20,6 +20,7 @@ OPEN_PATHS = ("/", "/health", "/ready")
 """Answered without a key."""
 _BODY_DEADLINE_S = 60.0
 _MOST_HEADERS = 100
+_MOST_READ_AWAY = 8  # times what a body may have: who is still sending would not see the answer
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _OWN_NAMES = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
@@ -58,7 +59,7 @@ class Gate:
         try:
             try:
                 self._check(scope, headers)
-                body = await asyncio.wait_for(self._read(receive, headers), _BODY_DEADLINE_S)
+                body = await asyncio.wait_for(self._read(receive), _BODY_DEADLINE_S)
             except asyncio.TimeoutError:
                 raise ApiError(408, f"the body did not come within {_BODY_DEADLINE_S:.0f} s: send it sooner") from None
         except ApiError as error:
@@ -86,23 +87,21 @@ class Gate:
             message = f"content-type {kind.decode('latin-1')[:100] or 'missing'}: send application/json"
             raise ApiError(415, message)
 
-    async def _read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
-        """The body; None where the client has gone."""
-        told = headers.get(b"content-length", b"0")
-        size = int(told) if told.isdigit() and len(told) < 20 else 0
-        body = bytearray()
-        while True:
-            if max(size, len(body)) > self._most_bytes:
-                most = f"{self._most_bytes // 2**20} MiB"
-                raise ApiError(413, f"the body has more than {most}: send less, or start the server with more")
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None where the client has gone. Of one that is too large the rest is read away, within limits."""
+        body, size, more = bytearray(), 0, True
+        while more and size <= _MOST_READ_AWAY * self._most_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                size = 0
-                if len(body) <= self._most_bytes:
-                    return bytes(body)
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size <= self._most_bytes:
+                body += part
+        if size > self._most_bytes:
+            most = f"{self._most_bytes // 2**20} MiB"
+            raise ApiError(413, f"the body has more than {most}: send less, or start the server with more")
+        return bytes(body)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         client = scope.get("client")
@@ -117,12 +116,8 @@ class Gate:
         if self._as_json:
             logger.info("%s", json.dumps({"time": round(time.time(), 3), **fields}))
         else:
-            logger.info(
-                "%s",
-                " ".join(
-                    f"{name}={value!r}" if name == "path" else f"{name}={value}" for name, value in fields.items()
-                ),
-            )
+            fields["path"] = repr(fields["path"])  # in one line, whatever it holds
+            logger.info("%s", " ".join(f"{name}={value}" for name, value in fields.items()))
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -47,7 +47,7 @@ class Jobs:
     async def _finish(self, generation: Generation) -> GenerationResult:
         timed = self._arrive(generation)
         try:
-            result = await self._decoding.finish(generation, lambda: self._begin(timed))
+            result = await self._decoding.finish(generation, lambda: self._begin(generation, timed))
         finally:
             self._leave(generation, timed)
         self._note(result, timed)
@@ -77,7 +77,7 @@ class Jobs:
 
     async def _follow(self, number: int, generation: Generation, arrived: "asyncio.Queue[Any]") -> None:
         timed = self._arrive(generation)
-        followed: AsyncGeneration = self._decoding.follow(generation, lambda: self._begin(timed))
+        followed: AsyncGeneration = self._decoding.follow(generation, lambda: self._begin(generation, timed))
         try:
             async for event in followed:
                 arrived.put_nowait((number, event))
@@ -94,8 +94,10 @@ class Jobs:
         self._metrics.waiting.inc()
         return Timed(time.monotonic())
 
-    def _begin(self, timed: Timed) -> None:
-        """In the choice's own thread, when its turn has come."""
+    def _begin(self, generation: Generation, timed: Timed) -> None:
+        """In the choice's own thread, when its turn has come; its client may have gone by then."""
+        if generation not in self._live:
+            return
         self._admission.check_open()
         timed.began = time.monotonic()
         self._metrics.waiting.dec()

@@ -91,16 +91,16 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and look after the workers from then on."""
-        await super().startup(sockets)
         self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
         self._keep(self._look_after_workers())
         self._on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal refuses new requests and lets the others finish, a second one ends everything."""
-        again = bool(self._captured_signals)
+        at_once = bool(self._captured_signals) or not self.started
         self._captured_signals.append(sig)
-        if again:
+        if at_once:
             self.should_exit = self.force_exit = True
         else:
             self.loop.call_soon_threadsafe(lambda: self._keep(self.drain()))

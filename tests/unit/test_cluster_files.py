@@ -155,7 +155,7 @@ def test_autoscaler_files_are_what_ray_takes(kind: str) -> None:
 def test_nothing_is_pinned_to_latest() -> None:
     files = [CLUSTER / "Dockerfile", *CLUSTER.glob("*/*.yaml")]
     images = [image for file in files for image in re.findall(r"(?:image: .*?|BASE=)(\S+/\S+:\S+)", file.read_text())]
-    assert len(images) == 6
+    assert len(images) == 7
     assert not [image for image in images if image.endswith(":latest")]
     assert f"rayproject/ray:{ray_version()}-py312-cpu" in images
 
