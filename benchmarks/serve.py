@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
 from ppd_runtime import PPDRuntime, SamplingParams
+from ppd_runtime.config import DTYPES
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
 
@@ -208,21 +209,21 @@ def numbers(text: str) -> list[float]:
     return found
 
 
-def main() -> None:
-    """Parse the command line."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--stages", type=int, default=2, help="0: ordinary decoding")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--prompts", default="demo")
-    parser.add_argument("--requests", type=positive, default=16, help="of each load")
-    parser.add_argument("--tokens", type=positive, default=64)
-    parser.add_argument("--at-once", type=whole_numbers, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--rates", type=numbers, default=[], help="requests a second, in open loops")
-    parser.add_argument("--no-own-cost", dest="own_cost", action="store_false")
-    run(parser, measure, table)
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    made = new_parser(__doc__)
+    made.add_argument("--model", default="demo")
+    made.add_argument("--stages", type=int, default=2, help="0: ordinary decoding")
+    made.add_argument("--dtype", default="float32", choices=DTYPES)
+    made.add_argument("--compile", action="store_true")
+    made.add_argument("--prompts", default="demo", help="as `ppd bench` takes them")
+    made.add_argument("--requests", type=positive, default=16, help="of each load")
+    made.add_argument("--tokens", type=positive, default=64)
+    made.add_argument("--at-once", type=whole_numbers, default=[1, 2, 4, 8, 16], help="in closed loops")
+    made.add_argument("--rates", type=numbers, default=[], help="requests a second, in open loops")
+    made.add_argument("--no-own-cost", dest="own_cost", action="store_false")
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    run(parser(), measure, table)

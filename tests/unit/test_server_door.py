@@ -81,10 +81,8 @@ def test_keys_and_prompts_are_not_logged(locked: Running, caplog: pytest.LogCapt
 def test_an_answer_has_its_requests_id(locked: Running) -> None:
     with locked.client() as client:
         assert client.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
-        first, second = (
-            client.get("/nowhere", headers={"x-request-id": "a b\t"}).headers["x-request-id"] for _ in "ab"
-        )
-    assert len({first, second, "a b\t"}) == 3
+        first, second = (client.get("/nowhere", headers={"x-request-id": "a b"}).headers["x-request-id"] for _ in "ab")
+    assert len({first, second, "a b"}) == 3
 
 
 @pytest.mark.parametrize(
