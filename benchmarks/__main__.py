@@ -58,6 +58,7 @@ PLAN = (
     ("", "pipeline --k 3 --workers 2 --dtype bfloat16 --tokens 64 --rounds 1"),
     ("", "pipeline --k 3 --workers 3 --dtype bfloat16 --tokens 64 --rounds 1"),
     ("The same devices, used in several ways", "equal_devices --rounds 2"),
+    ("The server", "serve --requests 8 --tokens 32 --at-once 1,4"),
     ("The planner's predictions", "planner --exit-layers 6 --tokens 64 --rounds 2"),
 )
 """(heading, command) each; less than 15 minutes on two cores."""

@@ -1,4 +1,4 @@
-"""What `ray job submit --working-dir . -- python -m cluster.job generate ...` runs: a batch of prompts, each once."""
+"""What `ray job submit --working-dir . -- python -m cluster.job …` runs: a batch of prompts, each once, or a server."""
 
 import os
 import time
@@ -13,9 +13,11 @@ from cluster.results import ResultsFile
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
 from ppd_runtime.cli.options import Settings, takes
+from ppd_runtime.cli.serve import check_installed
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from ppd_runtime import PPDRuntime
@@ -84,6 +86,33 @@ def generate(
         requests = _requests(opened, prompts, params)
         with ResultsFile(lasting(out), prompts, {**_settings(opened), **params.as_dict()}) as results:
             _answer(opened, prompts, requests, results)
+
+
+@app.command()
+@takes(runtime=options.group(RuntimeConfig, _RUNTIME), server=options.group(ServerSettings))
+def serve(
+    bind_interface: Annotated[
+        str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")
+    ] = None,
+    *,
+    runtime: Settings,
+    server: Settings,
+) -> None:
+    """Answer OpenAI's clients, as `ppd serve` does, until the job is stopped; clients reach the driver's host."""
+    with one_line_errors(serve):
+        check_installed()
+        with quick_imports():
+            from ppd_runtime import PPDRuntime
+            from ppd_runtime.server.run import Prepared, serve_prepared
+
+        prepared = Prepared(ServerSettings(**server))
+        if bind_interface == "auto":
+            bind_interface = _own_address()
+        config = RuntimeConfig(launcher="ray", bind_interface=bind_interface, **runtime)
+        opened = PPDRuntime(config=config, progress=_say)
+        _connect()
+        with opened:
+            serve_prepared(opened, prepared, lambda: _say(f"{opened.info.name} at {prepared.url}"))
 
 
 def _requests(runtime: "PPDRuntime", prompts: Sequence[str], sampling: SamplingParams) -> "list[Generation]":

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ppd_runtime.async_runtime import AsyncPPDRuntime
     from ppd_runtime.config import RuntimeConfig
     from ppd_runtime.methods.ordinary import OrdinaryDecoding
     from ppd_runtime.methods.registry import decode, open_method
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "AsyncPPDRuntime",
     "GenerationResult",
     "OrdinaryDecoding",
     "PPDRuntime",
@@ -23,6 +25,7 @@ __all__ = [
     "open_method",
 ]
 _HOMES = {
+    "AsyncPPDRuntime": "ppd_runtime.async_runtime",
     "GenerationResult": "ppd_runtime.results",
     "OrdinaryDecoding": "ppd_runtime.methods.ordinary",
     "PPDRuntime": "ppd_runtime.runtime",

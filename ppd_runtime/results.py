@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from ppd_runtime.cost_model.staged_choice import StagedLayout
+from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.trace import Trace
 
@@ -20,6 +21,8 @@ class TokenEvent:
     """Place in the whole sequence, the prompt's tokens counted, from 0."""
     hit: bool | None
     """Whether an early candidate was this token; None where none was used or asked for (the last token)."""
+    logprobs: TokenLogprobs | None = None
+    """Its log-probability and the likeliest tokens', where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -202,15 +205,21 @@ class GenerationResult:
     stats: Stats
     trace: Trace | None = None
     """What every process did and when, where that was asked for."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Each generated token's log-probability, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Those of the prompt's tokens behind its first, where they were asked for."""
 
     def to_dict(self) -> dict[str, Any]:
         """All but the trace, in JSON's values: `json.dumps` takes it, and `json.loads` gives it back."""
+        told = {name: getattr(self, name) for name in ("logprobs", "prompt_logprobs")}
         return {
             "text": self.text,
             "token_ids": list(self.token_ids),
             "prompt_ids": list(self.prompt_ids),
             "finish_reason": self.finish_reason,
             "stats": self.stats.to_dict(),
+            **{name: [_as_json(asdict(one)) for one in noted] for name, noted in told.items() if noted is not None},
         }
 
 

@@ -176,6 +176,17 @@ class PPDRuntime(TextGenerator):
         """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
         return self._specs[MAIN].cores
 
+    def unwell(self) -> list[str]:
+        """Who is needed and does not serve, by name; lost workers are replaced on the way."""
+        if self._closing is not None and self._exchange is not None and not self._closed:
+            try:
+                with self._closing.step():
+                    return self._exchange.unwell()
+            except RuntimeError as error:
+                logger.error("%s", error)
+                self.close()
+        return ["the runtime"]
+
     def close(self) -> None:
         """Stop every process, socket and Ray node that the runtime started; a second call does nothing.
 
@@ -216,7 +227,8 @@ class PPDRuntime(TextGenerator):
                 last = message.winner == NOT_ASKED
                 outside += bool(guessable) and message.token_id not in guessable
                 known = not (last or self.config.stages)  # stages tell at the end who was right
-                yield Step(message.token_id, message.winner != MISS if known else None, last)
+                hit = message.winner != MISS if known else None
+                yield Step(message.token_id, hit, last, message.noted(prompt_ids))
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))

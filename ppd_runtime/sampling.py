@@ -7,7 +7,8 @@ draws would, and a run can be repeated by any process with any layout.
 
 import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache, partial
 
@@ -23,6 +24,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ppd_runtime.logprobs import TokenLogprobs, token_logprobs
 from ppd_runtime.sampling_params import LogitsProcessor, SamplingParams
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
@@ -59,6 +61,8 @@ class Sampler:
         self.plain = params.greedy and not self.needs_history
         """Whether the choice is the highest of the logits as they are."""
         self._by_numpy = not params.greedy and not self.needs_history
+        self._noted: deque[tuple[TokenLogprobs, ...]] = deque()
+        self._of_prompt: list[TokenLogprobs] = []
         self._noise_at = lru_cache(_MOST_NOISE)(partial(gumbel_noise, params.seed))
         self._changes: list[LogitsProcessor] = []
         self._temperature = LogitsProcessorList()
@@ -79,6 +83,40 @@ class Sampler:
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
+        token = self._chosen(logits, history)
+        self.note(logits, token)
+        return token
+
+    def note(self, logits: Tensor, token: int) -> None:
+        """Keep the log-probabilities of a token that was chosen, where they are asked for."""
+        if self.params.logprobs is not None:
+            own = token_logprobs(logits, token, self.params.logprobs)
+            self._noted.append((*self._of_prompt, own))
+            self._of_prompt = []
+
+    def note_prompt(
+        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, prompt_ids: Sequence[int], position: int = 0
+    ) -> None:
+        """Keep the prompt's log-probabilities for its first new token, where they are asked for.
+
+        Args:
+            logits_of: final norm and head over one hidden state, as a chosen token has them.
+            hidden: `[1, tokens, hidden_size]` behind all layers, of the prompt's chunk at `position`, in order; the
+                first one is a new beginning.
+        """
+        if not self.params.prompt_logprobs:
+            return
+        if position == 0:
+            self._of_prompt = []
+        most = self.params.logprobs or 0
+        for row, token in enumerate(prompt_ids[position + 1 : position + 1 + hidden.shape[1]]):
+            self._of_prompt.append(token_logprobs(logits_of(hidden[:, row : row + 1]), token, most))
+
+    def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the first chosen token that none were taken of, the prompt's before it; empty where not asked for."""
+        return self._noted.popleft() if self._noted else ()
+
+    def _chosen(self, logits: Tensor, history: Sequence[int]) -> int:
         if self.plain:
             return _first_highest(logits)
         logits = _on_the_cpu(logits)
@@ -119,8 +157,8 @@ class Sampler:
 
     def choices(self, logits: Tensor) -> list[int] | None:
         """As `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`; None where what was before
-        matters."""
-        if not self.plain:
+        matters, or each has to be noted."""
+        if not self.plain or self.params.logprobs is not None:
             return None
         return (logits.numpy() if logits.is_cpu else logits).argmax(-1).tolist()
 

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from ppd_runtime.checks import check_int, check_range, is_text
+from ppd_runtime.checks import check_bool, check_int, check_range, is_text
 from ppd_runtime.settings import check_known
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
+MOST_LOGPROBS = 20
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
 _MOST_PENALTY = 2.0  # OpenAI's range, and vLLM's
@@ -72,6 +73,12 @@ class SamplingParams:
     num_generated: int = field(default=0, metadata=_ADDED)
     """So many tokens at the prompt's end count as generated: for a request that goes on with an earlier one."""
 
+    logprobs: int | None = field(default=None, metadata=_ADDED)
+    """Give each token's log-probability, and those of so many likeliest tokens, 0 to 20. They are the model's own,
+    before temperature, penalties and filters. None: give none."""
+    prompt_logprobs: bool = field(default=False, metadata=_ADDED)
+    """Give the prompt's tokens' log-probabilities too, with `logprobs`."""
+
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, _MOST)
         check_int("top_k", self.top_k, -1, _MOST)
@@ -88,6 +95,11 @@ class SamplingParams:
         if self.timeout_s is not None:
             check_range("timeout_s", self.timeout_s, lambda seconds: seconds > 0, "above 0")
         self._check_stops()
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        check_bool("prompt_logprobs", self.prompt_logprobs)
+        if self.prompt_logprobs and self.logprobs is None:
+            raise ValueError("prompt_logprobs=True: is for logprobs, give them too, 0 or more")
         check_int("num_generated", self.num_generated, 0, _MOST)
         if not isinstance(self.logits_processors, tuple) or not all(map(callable, self.logits_processors)):
             given = f"{self.logits_processors!r:.200}"

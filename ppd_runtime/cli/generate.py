@@ -79,10 +79,12 @@ _LAYOUT = (
     "run_ahead",
     "max_restarts",
 )
+LAYOUT = options.group(RuntimeConfig, _LAYOUT, panel="Pipelined decoding", given_only=True)
+"""The options of pipelined decoding."""
 
 
 @takes(
-    layout=options.group(RuntimeConfig, _LAYOUT, panel="Pipelined decoding", given_only=True),
+    layout=LAYOUT,
     drafting=DRAFTING,
     swift=SWIFT,
     place=options.COMPILED,

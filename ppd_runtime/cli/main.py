@@ -12,6 +12,7 @@ from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cli.plan import plan
 from ppd_runtime.cli.search_layers import search_layers
+from ppd_runtime.cli.serve import serve
 from ppd_runtime.cli.simulate import simulate
 from ppd_runtime.cli.tradeoff import tradeoff
 from ppd_runtime.cli.train import train
@@ -41,6 +42,7 @@ def ppd(
 
 
 app.command()(generate)
+app.command()(serve)
 app.command()(demo)
 app.command()(tradeoff)
 app.command("match-rate")(match_rate)

@@ -50,6 +50,12 @@ class MessageExchange:
         with self._alone():
             self.supervisor.check(self._hear)
 
+    def unwell(self) -> list[str]:
+        """Who is needed and does not serve, by name, as `check` finds it."""
+        with self._alone():
+            self.supervisor.check(self._hear)
+            return self.supervisor.unwell()
+
     def receive(self, request: int, timeout: float) -> Message | None:
         """The request's next message, or None after so many seconds."""
         deadline = time.monotonic() + timeout

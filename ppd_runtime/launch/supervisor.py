@@ -197,6 +197,15 @@ class Supervisor:
         """The workers that serve."""
         return [rank for rank, post in self._posts.items() if post.serving]
 
+    def unwell(self) -> list[str]:
+        """Who is needed and does not serve, or has ended unnoticed, by name. May be called in any thread."""
+        return [self.name_of(rank) for rank in sorted(self._needed) if not self._is_well(self._posts.get(rank))]
+
+    @staticmethod
+    def _is_well(post: _Post | None) -> bool:
+        life = post.life if post else None
+        return post is not None and post.serving and life is not None and life.end_reason() is None
+
     def name_of(self, rank: int) -> str:
         """What messages to people call a worker."""
         return named_process(rank, self._num_stages)

@@ -19,6 +19,8 @@ def autoregressive(
     inputs, position, reason = history, 0, None
     while reason is None:
         hidden = stage.run(0, stage.num_layers, inputs, position)
+        if not position:
+            sampler.note_prompt(stage.logits, hidden, history)
         position = len(history)
         token = sampler.choose(stage.logits(hidden), history)
         history.append(token)

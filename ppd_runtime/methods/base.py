@@ -4,13 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
-from ppd_runtime.methods.prompts import Prompt, token_ids_of
-from ppd_runtime.methods.several import in_order, prompts_in
+from ppd_runtime.logprobs import TokenLogprobs
+from ppd_runtime.methods.chat import Messages, chat_text, template_of
+from ppd_runtime.methods.prompts import Prompt, Prompts, token_ids_of
+from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import ModelInfo
@@ -45,6 +48,15 @@ class TextGenerator(ABC):
     def dtype(self) -> str:
         """The dtype of weights and passes, such as float32; what "auto" came to."""
 
+    def unwell(self) -> list[str]:
+        """Who is needed and does not serve, by name; empty where the generator is well. May be called in any thread."""
+        return []
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at once; further calls wait for their turn."""
+        return self._turns.most
+
     @abstractmethod
     def _steps(
         self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
@@ -57,29 +69,30 @@ class TextGenerator(ABC):
 
     @overload
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        add_special_tokens: bool = True,
-        **settings: Any,
-    ) -> GenerationResult: ...
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: int, **settings: Any
+    ) -> list[GenerationResult]: ...
 
     @overload
     def generate(
         self,
-        prompt: list[str] | list[list[int]],
+        prompt: Prompts,
         params: SamplingParams | None = None,
         *,
-        add_special_tokens: bool = True,
+        n: None = None,
         **settings: Any,
     ) -> list[GenerationResult]: ...
 
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: None = None, **settings: Any
+    ) -> GenerationResult: ...
+
     def generate(
         self,
-        prompt: Any,
+        prompt: Prompt | Prompts,
         params: SamplingParams | None = None,
         *,
+        n: int | None = None,
         add_special_tokens: bool = True,
         **settings: Any,
     ) -> GenerationResult | list[GenerationResult]:
@@ -92,24 +105,60 @@ class TextGenerator(ABC):
             settings: the same by name, as `SamplingParams` describes them: max_new_tokens, temperature, top_k, top_p,
                 min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop, stop_token_ids,
                 ignore_eos, timeout_s, logits_processors. Of those with several values one may stand alone.
+            n: give a list of so many texts for the prompt. The first has the seed that is given, each further one the
+                next seed (modulo 2^64): text i is that of a request with `seed + i`.
             add_special_tokens: whether a text gets the tokenizer's special tokens; False for one that a chat template
                 has given them.
 
         Raises:
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
-        wanted = sampling_from(params, settings)
-        if (prompts := prompts_in(prompt)) is None:
-            return self._whole(self._prompt_ids(prompt, wanted, add_special_tokens), wanted)
+        requests, alone = self.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
         self._turns.check_own()
-        checked = [self._prompt_ids(one, wanted, add_special_tokens) for one in prompts]
-        return in_order(lambda prompt_ids: self._whole(prompt_ids, wanted), checked, self._turns.most)
+        exhaust_all(requests, self.max_requests)
+        return requests[0].result if alone else [request.result for request in requests]
 
-    def _whole(self, prompt_ids: list[int], params: SamplingParams) -> GenerationResult:
-        generation = Generation(self, prompt_ids, params, live=False)
-        for _ in generation:
-            pass
-        return generation.result
+    def requests(
+        self,
+        prompt: Prompt | Prompts,
+        params: SamplingParams,
+        n: int | None,
+        add_special_tokens: bool,
+    ) -> tuple["list[Generation]", bool]:
+        """The checked requests that `generate` runs with these arguments, and whether it gives one result alone."""
+        prompts = several_prompts(prompt, n)
+        texts: list[Any] = prompts or [prompt]
+        requests = [
+            self.request(text, seeded, live=False, add_special_tokens=add_special_tokens)
+            for text in texts
+            for seeded in with_seeds(params, n)
+        ]
+        return requests, n is None and not prompts
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        **settings: Any,
+    ) -> GenerationResult:
+        """As `generate`, for the next message of a conversation.
+
+        Args:
+            messages: dictionaries with a "role" (system, user or assistant) and a "content", oldest first.
+            params, settings: as `generate` has them.
+            chat_template: a Jinja template or a file that holds one; None is the tokenizer's own.
+
+        Raises:
+            ValueError: where there is no template, or it does not take these messages.
+        """
+        prompt = self.chat_prompt(messages, chat_template)
+        return self.generate(prompt, params, add_special_tokens=False, **settings)
+
+    def chat_prompt(self, messages: Messages, chat_template: str | Path | None = None) -> str:
+        """The text in which a model reads a conversation, its special tokens among it (`add_special_tokens=False`)."""
+        return chat_text(messages, self.tokenizer, template_of(chat_template))
 
     def stream(
         self,
@@ -128,6 +177,10 @@ class TextGenerator(ABC):
         """Check a request; it begins when its first event is asked for. `live`: each token as soon as it is certain."""
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
 
+    def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """A prompt's token ids; raises ValueError for what is none."""
+        return token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
+
     def cancel(self) -> None:
         """End the requests that are running, from any thread: each finishes with the reason "cancelled" and what there
         is.
@@ -138,7 +191,7 @@ class TextGenerator(ABC):
             ending.cancel()
 
     def _prompt_ids(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
-        token_ids = token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
+        token_ids = self.prompt_ids(prompt, add_special_tokens)
         self._check_params(params, len(token_ids))
         return token_ids
 
@@ -158,12 +211,12 @@ class TextGenerator(ABC):
             )
 
     @contextmanager
-    def _turn(self, timeout_s: float | None) -> Iterator[Ending]:
+    def _turn(self, ending: Ending) -> Iterator[None]:
         """A request's turn."""
-        holder, ending = self._turns.take(), Ending(timeout_s)
+        holder = self._turns.take()
         self._endings.append(ending)
         try:
-            yield ending
+            yield
         finally:
             self._endings.remove(ending)
             self._turns.give_back(holder)
@@ -176,8 +229,9 @@ class Generation(Iterator[TokenEvent]):
         self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
     ) -> None:
         self._outcome: list[GenerationResult] = []
+        self._ending = Ending(params.timeout_s)
         # The running generator knows nothing of this object: dropped in the middle, it ends at once.
-        self._events = _Request(generator, prompt_ids, params, live).events(self._outcome)
+        self._events = _Request(generator, prompt_ids, params, live, self._ending).events(self._outcome)
 
     def __next__(self) -> TokenEvent:
         return next(self._events)
@@ -189,6 +243,10 @@ class Generation(Iterator[TokenEvent]):
             raise RuntimeError("the generation has not finished: iterate over its events first")
         return self._outcome[0]
 
+    def cancel(self) -> None:
+        """Have it end within a token, from any thread: its finish reason is "cancelled" then, with what there is."""
+        self._ending.cancel()
+
     def close(self) -> None:
         """Cancel the generation, if it has not finished, and give the runtime free for the next call."""
         self._events.close()
@@ -197,25 +255,30 @@ class Generation(Iterator[TokenEvent]):
 class _Request:
     """What one generation is made from."""
 
-    def __init__(self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool) -> None:
-        self._generator, self._prompt_ids, self._params = generator, prompt_ids, params
+    def __init__(
+        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> None:
+        self._generator, self._prompt_ids, self._params, self._ending = generator, prompt_ids, params, ending
         self._live = live  # where nobody reads along, the text is made at the end
 
     def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""
         with (
-            self._generator._turn(self._params.timeout_s) as ending,
-            closing(in_parts(self._generator, self._prompt_ids, self._params, self._live, ending)) as steps,
+            self._generator._turn(self._ending),
+            closing(in_parts(self._generator, self._prompt_ids, self._params, self._live, self._ending)) as steps,
         ):
             text = TextStream(self._generator.tokenizer, self._params.stop)
             events: list[TokenEvent] = []
+            of_prompt: list[TokenLogprobs] = []
             for step in steps:
                 if isinstance(step, Totals):
-                    outcome.append(self._finish(events, step))
+                    outcome.append(self._finish(events, of_prompt, step))
                     return
                 piece = self._piece(text, step) if self._live else ""
                 position = len(self._prompt_ids) + len(events)
-                events.append(TokenEvent(step.token_id, piece, position, step.hit))
+                *before, own = step.logprobs or (None,)
+                of_prompt += before
+                events.append(TokenEvent(step.token_id, piece, position, step.hit, own))
                 yield events[-1]
 
     @staticmethod
@@ -228,7 +291,8 @@ class _Request:
         text = TextStream(self._generator.tokenizer, self._params.stop)
         return "".join([*(text.push(event.token_id) for event in events), text.finish()])
 
-    def _finish(self, events: list[TokenEvent], totals: Totals) -> GenerationResult:
+    def _finish(self, events: list[TokenEvent], of_prompt: list[TokenLogprobs], totals: Totals) -> GenerationResult:
+        asked = self._params.logprobs is not None
         return GenerationResult(
             text=self._whole_text(events, totals.finish_reason),
             token_ids=tuple(event.token_id for event in events),
@@ -236,6 +300,8 @@ class _Request:
             finish_reason=totals.finish_reason,
             stats=self._stats([event.hit for event in events], totals),
             trace=totals.trace,
+            logprobs=tuple(event.logprobs for event in events if event.logprobs) if asked else None,
+            prompt_logprobs=tuple(of_prompt) if self._params.prompt_logprobs else None,
         )
 
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:

@@ -16,6 +16,7 @@ from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import PathStats
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
@@ -33,6 +34,8 @@ class OneProcessDecoding(TextGenerator):
     """
 
     stage: Stage
+    _sampler: Sampler
+    """Of the request that is running."""
 
     def __init__(self, info: ModelInfo, config: RuntimeConfig, emulate: EmulatedDevice | None = None) -> None:
         super().__init__(info, load_tokenizer(info))
@@ -94,7 +97,7 @@ class OneProcessDecoding(TextGenerator):
             reason = reason or ending.reason()
             spent += time.perf_counter() - began  # the caller's own time between two tokens does not count
             first, first_ledger = first or spent, first_ledger or recorder.ledger()
-            yield Step(token, right, last=reason is not None)
+            yield Step(token, right, reason is not None, self._sampler.take_logprobs())
         totals = Totals(
             finish_reason=reason,
             path=PathStats(

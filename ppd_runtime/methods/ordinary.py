@@ -36,9 +36,9 @@ class OrdinaryDecoding(OneProcessDecoding):
     def _tokens(
         self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
     ) -> Iterator[tuple[int, bool | None, str | None]]:
-        sampler = TimedSampler(params, self.stage.recorder, len(prompt_ids))
+        self._sampler = TimedSampler(params, self.stage.recorder, len(prompt_ids))
         capacity = len(prompt_ids) + params.max_new_tokens
-        for token, reason in autoregressive(self.stage, prompt_ids, capacity, sampler, stop):
+        for token, reason in autoregressive(self.stage, prompt_ids, capacity, self._sampler, stop):
             yield token, None, reason
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:

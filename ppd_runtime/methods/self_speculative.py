@@ -67,8 +67,11 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
     ) -> Iterator[tuple[int, bool | None, str | None]]:
         self._progress = SpeculationCounts()
         size = len(prompt_ids)
-        rule = acceptance_rule(self._acceptance, Sampler(params, size), size, self.method.steered_by)
-        return speculate(self.method, self.stage, rule, prompt_ids, params.max_new_tokens, stop, self._progress)
+        sampler = self._sampler = Sampler(params, size)
+        rule = acceptance_rule(self._acceptance, sampler, size, self.method.steered_by)
+        return speculate(
+            self.method, self.stage, sampler, rule, prompt_ids, params.max_new_tokens, stop, self._progress
+        )
 
     def _counted(self, totals: Totals) -> Totals:
         found = self._progress.outcome(self.method.draft_cost)

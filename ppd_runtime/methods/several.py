@@ -1,35 +1,80 @@
-"""Several prompts in one call."""
+"""Several requests of one call: lists of prompts, and several texts for one prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from transformers import BatchEncoding
 
+from ppd_runtime.checks import check_int
 from ppd_runtime.methods.prompts import Prompt
-from ppd_runtime.results import GenerationResult
+from ppd_runtime.sampling_params import SamplingParams
+
+_MOST_TEXTS = 1024
+_SEEDS = 2**64
 
 
-def prompts_in(given: Any) -> Sequence[Prompt] | None:
-    """The prompts that a list or a tuple holds: texts, encodings, or two lists of token ids at least; else None.
+class Cancellable(Protocol):
+    """A generation, as far as it matters here."""
+
+    def __iter__(self) -> Any: ...
+
+    def cancel(self) -> None:
+        """Have it end within a token."""
+
+
+def several_prompts(prompt: object, n: int | None) -> list[Prompt]:
+    """The prompts of a list of texts, of encodings, or of two lists of token ids at least; none where it is one prompt.
 
     One list of token ids within a list is one prompt, as a tensor `[1, tokens]` is.
+
+    Raises:
+        ValueError: for texts among other things, and for several texts of several prompts.
     """
-    if not isinstance(given, list | tuple) or not given:
-        return None
-    if all(isinstance(item, str | BatchEncoding) for item in given):
-        return given
-    return given if len(given) > 1 and all(isinstance(item, list | tuple) for item in given) else None
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return []
+    if any(isinstance(one, str) for one in prompt):
+        for index, one in enumerate(prompt):
+            if not isinstance(one, str):
+                raise ValueError(
+                    f"prompt {index + 1} of {len(prompt)} is {one!r:.200}: give a list of texts, or one prompt"
+                )
+    elif not all(isinstance(one, BatchEncoding) for one in prompt) and not (
+        len(prompt) > 1 and all(isinstance(one, list | tuple) for one in prompt)
+    ):
+        return []
+    if n is not None:
+        raise ValueError(f"n={n} with {len(prompt)} prompts: give one prompt, or leave n out")
+    return list(prompt)
 
 
-def in_order(
-    run: Callable[[list[int]], GenerationResult], prompts: Sequence[list[int]], at_once: int
-) -> list[GenerationResult]:
-    """The result of each prompt, in the order given, so many at once."""
-    if at_once == 1:
-        return [run(prompt) for prompt in prompts]
-    pool = ThreadPoolExecutor(min(at_once, len(prompts)))
-    try:
-        return list(pool.map(run, prompts))
-    finally:
-        pool.shutdown(cancel_futures=True)  # where one has failed, those that have not begun are not wanted
+def with_seeds(params: SamplingParams, n: int | None) -> list[SamplingParams]:
+    """The settings of `n` texts: each further one has the next seed; None is one text."""
+    if n is None:
+        return [params]
+    check_int("n", n, 1, _MOST_TEXTS)
+    return [replace(params, seed=(params.seed + choice) % _SEEDS) for choice in range(n)]
+
+
+def exhaust_all(requests: Sequence[Cancellable], at_once: int) -> None:
+    """Run every request to its end, `at_once` at a time; where one fails, or Ctrl-C comes, the others are cancelled."""
+    if at_once == 1 or len(requests) == 1:
+        for request in requests:
+            exhaust(request)
+        return
+    with ThreadPoolExecutor(min(at_once, len(requests)), "ppd-request") as pool:
+        try:
+            for _ in pool.map(exhaust, requests):
+                pass
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for request in requests:
+                request.cancel()
+            raise
+
+
+def exhaust(events: Iterable[object]) -> None:
+    """Run it to its end."""
+    for _ in events:
+        pass

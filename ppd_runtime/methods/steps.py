@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.cost_model.staged_choice import StagedLayout
+from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import PathStats, Speculation, run_lengths
 from ppd_runtime.sampling_params import SamplingParams
@@ -24,6 +25,8 @@ class Step:
     token_id: int
     hit: bool | None
     last: bool
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Where they are asked for, the token's, with the first one perhaps the prompt's before it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ def in_parts(
     reason: str | None = None
     for most in parts:
         generated = params.num_generated + len(text) - len(prompt_ids)
-        part = replace(params, max_new_tokens=most, num_generated=generated)
+        scored = params.prompt_logprobs and len(text) == len(prompt_ids)
+        part = replace(params, max_new_tokens=most, num_generated=generated, prompt_logprobs=scored)
         verdicts: list[bool | None] = []
         with closing(decoder._steps(list(text), part, live, ending)) as steps:
             for step in steps:

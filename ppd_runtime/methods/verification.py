@@ -66,7 +66,7 @@ class SharedNoise:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self.takes_highest_logit = sampler.plain
+        self.takes_highest_logit = sampler.plain and sampler.params.logprobs is None
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """Ordinary decoding's token."""
@@ -116,7 +116,9 @@ class RejectionSampling:
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """A draw from p."""
-        return self._draws.token(self._sampler.distribution(logits, history))
+        token = self._draws.token(self._sampler.distribution(logits, history))
+        self._sampler.note(logits, token)
+        return token
 
     @torch.inference_mode()
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
@@ -134,6 +136,7 @@ class RejectionSampling:
         while True:
             chances = self._sampler.distribution(logits[path[-1]], text)
             child, token = self._decide(draft, path[-1], chances)
+            self._sampler.note(logits[path[-1]], token)
             if child is None:
                 return Verdict(tuple(path), token)
             path.append(child)

@@ -1,6 +1,6 @@
 """The types of fields on the wire, each with the range of values that is let through.
 
-Whole numbers, numbers and texts stand in the header as they are, and lists of whole numbers as bytes, eight for each,
+Whole numbers, numbers and texts stand in the header as they are, and lists of numbers as bytes, eight for each,
 the lowest first: so no array in a header is long, however its writer nests them.
 """
 
@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -53,6 +54,7 @@ TokenId = Annotated[int, Within(0, 2**31 - 1)]
 TokenIds = Annotated[list[int], Within(0, 2**31 - 1, 2**21)]
 Candidates = Annotated[tuple[int, ...], Within(0, 2**31 - 1, 2**20)]
 Numbers = Annotated[tuple[int, ...], Within(0, 2**63 - 1, 2**16)]
+Logprobs = Annotated[tuple[float, ...], Within(-1e4, 0, 2**20)]
 Millionths = Annotated[tuple[int, ...], Within(0, 10**6, 2**20)]
 Winners = Annotated[list[int], Within(-1, _MOST_RANK, 2**21)]
 Ranks = Annotated[list[int], Within(-1, _MOST_RANK, MOST_TEXTS)]
@@ -76,13 +78,17 @@ def is_tensor(hint: object) -> bool:
 
 
 def is_packed(hint: object) -> bool:
-    """Whether a field of this type is a list of whole numbers, which stands in a header as bytes."""
-    return get_origin(hint) is Annotated and get_args(hint)[0] in (list[int], tuple[int, ...])
+    """Whether a field of this type is a list of numbers, which stands in a header as bytes."""
+    return get_origin(hint) is Annotated and get_args(hint)[0] in (list[int], tuple[int, ...], tuple[float, ...])
 
 
 def pack_numbers(numbers: list[int] | tuple[int, ...]) -> bytes:
     """Whole numbers of 64 bits as bytes; raises OverflowError for others."""
     return array("q", numbers).tobytes()
+
+
+def _pack_floats(numbers: tuple[float, ...]) -> bytes:
+    return array("d", numbers).tobytes()
 
 
 def is_number(hint: object) -> bool:
@@ -100,7 +106,7 @@ def reader(name: str, hint: object) -> Reader:
         if isinstance(within, AsRecord):
             return _record_reader(name, base, within)
         if is_packed(hint):
-            return _packed_reader(name, within, base != list[int])
+            return _packed_reader(name, within, base)
         return _checked_reader(name, lambda value: type(value) is bytes and len(value) <= within.most)
     checks: dict[object, Callable[[Any], bool]] = {
         bool: lambda value: type(value) is bool,
@@ -178,14 +184,15 @@ def _range(place: int, name: str, hint: object) -> Range:
     return Range(place, name, (int,) if base is int else (float, int), within.low, within.high)
 
 
-def _packed_reader(name: str, within: Within, as_tuple: bool) -> Reader:
+def _packed_reader(name: str, within: Within, base: object) -> Reader:
     low, high, most = within.low, within.high, 8 * within.most
+    floats, as_tuple = base == tuple[float, ...], base != list[int]
 
     def read(value: Any) -> Any:
         if type(value) is not bytes or len(value) > most or len(value) % 8:
             raise WireError(f"{name} of the wrong type or length")
-        numbers = array("q", value)
-        if numbers and not (low <= min(numbers) and max(numbers) <= high):
+        numbers = array("d" if floats else "q", value)
+        if numbers and not (low <= min(numbers) and max(numbers) <= high and not (floats and any(map(isnan, numbers)))):
             raise WireError(f"{name} out of range")
         return tuple(numbers) if as_tuple else numbers.tolist()
 
@@ -195,7 +202,7 @@ def _packed_reader(name: str, within: Within, as_tuple: bool) -> Reader:
 def writer(name: str, hint: object) -> Writer | None:
     """How to write the field `name`; None: as it is."""
     if is_packed(hint):
-        return pack_numbers
+        return _pack_floats if get_args(hint)[0] == tuple[float, ...] else pack_numbers
     if get_origin(hint) is Annotated and isinstance(get_args(hint)[1], AsRecord):
         return _record_writer(name, *get_args(hint))
     return None
@@ -248,6 +255,7 @@ def _value_reader(name: str, hint: Any) -> Reader:
     checks: dict[object, Callable[[Any], bool]] = {
         bool: lambda value: type(value) is bool,
         int: lambda value: type(value) is int,
+        int | None: lambda value: value is None or type(value) is int,
         float: lambda value: type(value) in (int, float) and abs(value) <= _MOST,
         tuple[str, ...]: _are_texts,
         tuple[int, ...]: lambda value: type(value) is list and all(type(number) is int for number in value),

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from torch import Tensor
 
+from ppd_runtime.logprobs import TokenLogprobs, unpacked
 from ppd_runtime.pipeline.fields import (
     AsRecord,
     Bytes,
@@ -13,6 +14,7 @@ from ppd_runtime.pipeline.fields import (
     Finite,
     Int64,
     Int64s,
+    Logprobs,
     Millionths,
     Numbers,
     Position,
@@ -111,6 +113,15 @@ class Token(Message):
     token_id: TokenId
     winner: Rank
     hidden: Tensor | None = None
+    logprobs: Logprobs = ()
+    """To the client, where it asks for them: as `logprobs.packed` has them, the prompt's with the first new token."""
+    top_ids: Candidates = ()
+
+    def noted(self, prompt_ids: list[int]) -> tuple[TokenLogprobs, ...]:
+        """The log-probabilities that it holds, the token's last; raises ValueError for another prompt's."""
+        told = len(self.logprobs) - len(self.top_ids)
+        of_prompt = prompt_ids[1:] if told > 1 else []
+        return unpacked(self.logprobs, self.top_ids, [*of_prompt, self.token_id]) if told else ()
 
 
 @dataclass(frozen=True, slots=True)

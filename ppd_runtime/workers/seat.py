@@ -66,7 +66,7 @@ class Seat:
         self._began = self._released = self._asked = time.perf_counter()
         self._first_token, self._stalled = 0.0, 0.0
         self._first_ledger: LatencyBreakdown | None = None
-        self._hold_tokens = not begin.live
+        self._hold_tokens = not begin.live and begin.params.logprobs is None
         self._held: list[Token] = []  # one behind the other
 
     def wait_for(self, wanted: WaitFor, layer_seconds: float, others: int) -> None:

@@ -46,7 +46,7 @@ SEEDS, TRIES = 40, 2000
 STATE = torch.linspace(-1, 1, 8).view(1, 1, 8)
 ENTRIES = torch.linspace(-1, 1, 16).bfloat16().view(1, 2, 2, 1, 4)
 PARAMS = SamplingParams(
-    16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ("\n\n", "é"), False, 0.05, 1.5, -0.5, (3, 4), num_generated=2
+    16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ("\n\n", "é"), False, 0.05, 1.5, -0.5, (3, 4), num_generated=2, logprobs=3
 )
 BEGIN = Begin(-1, 1, [5, 6, 7], PARAMS, True, True, [8, 9])
 MESSAGES: tuple[Message, ...] = (
@@ -57,6 +57,7 @@ MESSAGES: tuple[Message, ...] = (
     HeadStart(1, 1, 5, (17, 18), STATE.expand(1, 2, 8), [], 12.5),
     Token(0, 1, 5, 17, 1),
     Token(0, 1, 5, 17, 1, STATE.half()),
+    Token(0, 1, 5, 17, 1, None, (-0.5, -0.25, -1.5), (17, 18)),
     Entries(1, 1, 5, ENTRIES, 12.75),
     End(0, 1),
     Cancel(-1, 2),

@@ -21,6 +21,7 @@ from benchmarks import (
     passes,
     pipeline,
     planner,
+    serve,
     siblings,
     stages,
     startup,
@@ -39,7 +40,7 @@ from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 from ppd_runtime.transport.unix import UnixEndpoint
 
-MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, siblings, stages, startup, tracing)
+MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, serve, siblings, stages, startup, tracing)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

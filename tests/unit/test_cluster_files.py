@@ -112,6 +112,22 @@ def test_ray_jobs_are_what_kuberay_and_kubernetes_take(kind: str) -> None:
     assert ("nvidia.com/gpu" in workers) == (kind == "gpu") == ("--device cuda" in job["spec"]["entrypoint"])
 
 
+def test_the_server_on_kubernetes_is_what_kuberay_and_kubernetes_take() -> None:
+    claim, service, job = yaml.safe_load_all((CLUSTER / "kuberay" / "rayjob-serve-cpu.yaml").read_text())
+    jsonschema.validate(job, RAY_JOB)
+    for resource in (claim, service, *pods(job["spec"])):
+        kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+    spec = job["spec"]["rayClusterSpec"]
+    head = spec["headGroupSpec"]["template"]
+    words = job["spec"]["entrypoint"].split()
+    assert words[:4] == ["python", "-m", "cluster.job", "serve"]
+    assert head["metadata"]["labels"] == service["spec"]["selector"]
+    assert words[words.index("--port") + 1] == str(service["spec"]["ports"][0]["targetPort"])
+    assert spec["workerGroupSpecs"][0]["replicas"] == int(words[words.index("--stages") + 1])
+    assert "PPD_API_KEY" in [variable["name"] for variable in head["spec"]["containers"][0]["env"]]
+    assert (spec["rayVersion"], spec["authOptions"]) == (ray_version(), {"mode": "token"})
+
+
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_ray_jobs_have_room_for_their_workers(kind: str) -> None:
     *_, job = yaml.safe_load_all((CLUSTER / "kuberay" / f"rayjob-{kind}.yaml").read_text())
@@ -139,7 +155,7 @@ def test_autoscaler_files_are_what_ray_takes(kind: str) -> None:
 def test_nothing_is_pinned_to_latest() -> None:
     files = [CLUSTER / "Dockerfile", *CLUSTER.glob("*/*.yaml")]
     images = [image for file in files for image in re.findall(r"(?:image: .*?|BASE=)(\S+/\S+:\S+)", file.read_text())]
-    assert len(images) == 6
+    assert len(images) == 7
     assert not [image for image in images if image.endswith(":latest")]
     assert f"rayproject/ray:{ray_version()}-py312-cpu" in images
 

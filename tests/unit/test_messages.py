@@ -118,6 +118,7 @@ sampling = st.builds(
     frequency_penalty=st.floats(-2, 2),
     stop_token_ids=st.lists(whole(2**31 - 1), max_size=20).map(tuple),
     num_generated=whole(2**31 - 1),
+    logprobs=st.none() | whole(20),
 )
 STRATEGIES = {
     bool: st.booleans(),
@@ -136,8 +137,9 @@ def within(base: object, bounds: Within) -> st.SearchStrategy[object]:
         return path_stats
     if base is bytes:
         return st.binary(max_size=50)
-    if base is float:
-        return st.floats(bounds.low, bounds.high)
+    if base in (float, tuple[float, ...]):
+        floats = st.floats(bounds.low, bounds.high)
+        return floats if base is float else st.lists(floats, max_size=20).map(tuple)
     numbers = st.integers(int(bounds.low), int(bounds.high)) | st.sampled_from([int(bounds.low), int(bounds.high)])
     if base is int:
         return numbers
@@ -253,6 +255,8 @@ def begin_header(**changes: object) -> bytes:
         "frequency_penalty": 0.0,
         "stop_token_ids": [],
         "num_generated": 0,
+        "logprobs": None,
+        "prompt_logprobs": False,
     }
     params |= {name: value for name, value in changes.items() if name in params}
     fields = {
@@ -295,18 +299,22 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         bytes: b"ab",
         list[int]: [1, -1] if kind is Spans else [1, 2],
         tuple[int, ...]: (3, 4),
+        tuple[float, ...]: (-0.5, -2.0),
         list[str]: ["b", "c"],
         Tensor: torch.ones(2),
         Tensor | None: torch.ones(2),
-        SamplingParams: SamplingParams(7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), num_generated=6),
+        SamplingParams: SamplingParams(
+            7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), None, (), 6, 3, True
+        ),
         PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, BREAKDOWN, BREAKDOWN),
     }
     in_header = values | {
         list[int]: array("q", values[list[int]]).tobytes(),
         tuple[int, ...]: b"\3\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0",
+        tuple[float, ...]: array("d", (-0.5, -2.0)).tobytes(),
         Tensor: described(0, 2),
         Tensor | None: described(0, 2),
-        SamplingParams: [7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, [8], 6],
+        SamplingParams: [7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, [8], 6, 3, True],
         PathStats: [1.5, 0.5, 0.25, 12, 3, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]],
     }
     types = [base_type(hint) for hint in field_types(kind)]
@@ -674,9 +682,13 @@ def test_damaged_messages_are_messages_or_wire_errors(message: Message, data: st
         value = getattr(arrived, field.name)
         assert isinstance(
             value,
-            {float: (int, float), list[int]: list, tuple[int, ...]: tuple, list[str]: list}.get(
-                base_type(wanted), base_type(wanted)
-            ),
+            {
+                float: (int, float),
+                list[int]: list,
+                tuple[int, ...]: tuple,
+                tuple[float, ...]: tuple,
+                list[str]: list,
+            }.get(base_type(wanted), base_type(wanted)),
         )
 
 
@@ -689,3 +701,10 @@ def test_a_prompt_of_a_million_tokens_travels() -> None:
     prompt = list(range(10**6))
     begin = Begin(-1, 1, prompt, SamplingParams(3), True)
     assert decode(on_the_wire(begin)).prompt_ids == prompt
+
+
+@pytest.mark.parametrize("number", [math.nan, 0.5, -10_001.0, math.inf])
+def test_log_probabilities_out_of_range_are_refused(number: float) -> None:
+    frames = on_the_wire(Token(0, 1, 5, 7, 1, None, (-0.5, number)))
+    with pytest.raises(WireError, match="logprobs"):
+        decode(frames)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -83,6 +84,7 @@ class MainProcess:
         self._heard_of = False  # whether any sub-process has said something since the last token
         self._missing: dict[int, int] = {}  # the first position that a sub-process lacks, by rank
         self._cancelled = False
+        self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
         """Decode to the end, sending each token to the sub-processes and the client as soon as it is certain."""
@@ -126,7 +128,10 @@ class MainProcess:
         first_layer, asked = 0, False
         while True:
             hidden = self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
+            if len(self.history) == len(self.begin.prompt_ids):
+                sampler.note_prompt(self.stage.logits, hidden, self.history)
             token = sampler.choose(self.stage.logits(hidden), self.history)
+            self._logprobs = sampler.take_logprobs()
             self.history.append(token)
             self.finish_reason = stop.finish_reason(token) or ""
             if self.finish_reason:
@@ -160,8 +165,9 @@ class MainProcess:
         return self.stage.run(first_layer, self.stage.num_layers, inputs, start)
 
     def _tell_client(self, token: int, winner: int) -> None:
-        self.told.append(Token(MAIN, self.begin.request, len(self.history) - 1, token, winner))
-        self.send((CLIENT,), self.told[-1])
+        certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, winner, None, *packed(self._logprobs))
+        self.told.append(certain)
+        self.send((CLIENT,), certain)
 
     def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
         """Tell the sub-processes the newest token; after a rest, all that they have missed."""

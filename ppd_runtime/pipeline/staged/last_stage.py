@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -62,9 +63,11 @@ class LastStage:
         self._delivered = len(begin.delivered)
         self._cancelled = self._again = False
         self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
+        self._sampler = Sampler(begin.params)
         self._finished_pass = 0
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
+        self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
         self._losses = 0  # of patience, one behind the other
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
@@ -85,6 +88,7 @@ class LastStage:
 
     def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[WaitFor, Message | None, int | None]:
         """Decode to the end; the last token, which nobody has been told; None where the request was cancelled."""
+        self._sampler = sampler
         self._begin_attempt()
         while True:
             hidden = yield from self._newest_state()
@@ -92,6 +96,7 @@ class LastStage:
                 self.finish_reason = "cancelled"
                 return None
             token = sampler.choose(self.stage.logits(hidden), self.history)
+            self._logprobs = sampler.take_logprobs()
             self.history.append(token)
             self.finish_reason = stop.finish_reason(token) or ""
             if self.finish_reason:
@@ -103,6 +108,9 @@ class LastStage:
             self._tree.settle()
 
     def _tell_client(self, token: Token) -> None:
+        if self._logprobs:
+            logprobs, top_ids = packed(self._logprobs)
+            token = replace(token, logprobs=logprobs, top_ids=top_ids)
         self.told.append(token)
         self.send((CLIENT,), token)
 
@@ -142,8 +150,10 @@ class LastStage:
 
     def _advance(self) -> bool:
         """Run what waits, the certain first; whether anything did."""
-        if self._prompt.next_position is not None:
+        if (position := self._prompt.next_position) is not None:
             states = self._prompt.run_next()
+            if len(self.history) == len(self.begin.prompt_ids):
+                self._sampler.note_prompt(self.stage.logits, states, self.history, position)
             self._tree.prompt.hidden = states[:, -1:] if self._prompt.has_run else None
             return True
         nodes = self._arrivals.next_pass() if self._prompt.has_run else []

@@ -1,0 +1,200 @@
+"""`AsyncPPDRuntime`: a runtime for programs with an event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ppd_runtime.config import UNSET, RuntimeConfig
+from ppd_runtime.methods.base import Generation, TextGenerator
+from ppd_runtime.methods.chat import Messages
+from ppd_runtime.methods.prompts import Prompt, Prompts
+from ppd_runtime.methods.several import exhaust
+from ppd_runtime.results import GenerationResult, TokenEvent
+from ppd_runtime.runtime import PPDRuntime
+from ppd_runtime.sampling_params import SamplingParams, sampling_from
+from ppd_runtime.settings import takes_settings
+
+Decoder = TypeVar("Decoder", bound=TextGenerator)
+
+
+class AsyncDecoding(Generic[Decoder]):
+    """Any way of decoding for an event loop: its requests run in threads, as many at once as it takes.
+
+    A request whose task is cancelled ends within a token; one that still waits for its turn never begins.
+    """
+
+    def __init__(self, generator: Decoder) -> None:
+        self.generator = generator
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.generator.max_requests, "ppd-request")
+
+    async def generate(
+        self,
+        prompt: Prompt | Prompts,
+        params: SamplingParams | None = None,
+        *,
+        n: int | None = None,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> Any:
+        """As `PPDRuntime.generate`: one result, or a list of them for `n` and for several prompts."""
+        requests, alone = self.generator.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
+        results = await together([self.finish(request) for request in requests])
+        return results[0] if alone else results
+
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        **settings: Any,
+    ) -> Any:
+        """As `PPDRuntime.chat`."""
+        prompt = self.generator.chat_prompt(messages, chat_template)
+        return await self.generate(prompt, params, add_special_tokens=False, **settings)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **settings: Any,
+    ) -> "AsyncGeneration":
+        """As `PPDRuntime.stream`, for `async for`; the request is sent, or waits for its turn, from now on."""
+        wanted = sampling_from(params, settings)
+        return self.follow(self.generator.request(prompt, wanted, add_special_tokens=add_special_tokens))
+
+    def follow(self, generation: Generation, on_start: Callable[[], None] | None = None) -> "AsyncGeneration":
+        """Run a request, and give its events; `on_start` is called, in its thread, when its turn has come."""
+        return AsyncGeneration(generation, self._threads, on_start)
+
+    async def finish(self, generation: Generation, on_start: Callable[[], None] | None = None) -> GenerationResult:
+        """Run a request to its end; `on_start` as `follow` has it."""
+
+        def run() -> None:
+            if on_start:
+                on_start()
+            exhaust(generation)
+
+        try:
+            await asyncio.wrap_future(self._threads.submit(run))
+        except asyncio.CancelledError:
+            generation.cancel()
+            raise
+        return generation.result
+
+    async def close(self) -> None:
+        """Stop what runs, and close the generator; a second call does nothing."""
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+
+    def _close(self) -> None:
+        self.generator.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def together(works: Sequence[Coroutine[Any, Any, GenerationResult]]) -> list[GenerationResult]:
+    """The results of all; where one fails or this is cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+class AsyncGeneration(AsyncIterator[TokenEvent]):
+    """A generation in progress: `async for` over its events, then read `result`."""
+
+    def __init__(
+        self, generation: Generation, threads: ThreadPoolExecutor, on_start: Callable[[], None] | None = None
+    ) -> None:
+        self._generation, self._on_start = generation, on_start
+        self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
+        self._over = False
+        self._work = threads.submit(self._run)
+
+    def _run(self) -> None:
+        """In a thread: hand each event to the loop; where that is closed, nobody waits for more."""
+        try:
+            end: BaseException | None = None
+            try:
+                if self._on_start:
+                    self._on_start()
+                for event in self._generation:
+                    self._tell(event)
+            except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
+                end = error
+            self._tell(end)
+        except RuntimeError:
+            self._generation.cancel()
+        finally:
+            self._generation.close()
+
+    def _tell(self, item: TokenEvent | BaseException | None) -> None:
+        self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
+
+    async def __anext__(self) -> TokenEvent:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            item = await self._arrived.get()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if isinstance(item, TokenEvent):
+            return item
+        self._over = True
+        if item is not None:
+            raise item
+        raise StopAsyncIteration
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished generation; raises RuntimeError while events are left."""
+        return self._generation.result
+
+    def cancel(self) -> None:
+        """Have it end within a token; its events go on up to there."""
+        if self._work.cancel():  # its turn had not come
+            self._arrived.put_nowait(None)
+        self._generation.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel it, if it has not finished, and wait until it has ended."""
+        self.cancel()
+        async for _ in self:
+            pass
+
+
+@takes_settings(RuntimeConfig)
+class AsyncPPDRuntime(AsyncDecoding[PPDRuntime]):
+    """`PPDRuntime` for programs with an event loop: `await generate(…)`, `async for event in stream(…)`.
+
+    Args:
+        settings: those of `RuntimeConfig` by name.
+        config: the same as one object, in place of them.
+    """
+
+    def __init__(self, model: str | Path = UNSET, *, config: RuntimeConfig | None = None, **settings: Any) -> None:
+        super().__init__(PPDRuntime(model, config=config, **settings))
+
+    async def start(self) -> None:
+        """Start the workers and wait until they have loaded their layers; a second call does nothing."""
+        await asyncio.get_running_loop().run_in_executor(None, self.generator.start)
+
+    async def __aenter__(self) -> "AsyncPPDRuntime":
+        await self.start()
+        return self

@@ -1,0 +1,62 @@
+"""`ppd serve`: an OpenAI-compatible server."""
+
+import importlib.util
+import sys
+from typing import Annotated
+
+import typer
+
+from ppd_runtime.cli import options
+from ppd_runtime.cli.drafting import DRAFTING, SWIFT
+from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.generate import LAYOUT, Method, show_progress
+from ppd_runtime.cli.options import Settings, takes
+from ppd_runtime.imports import quick_imports
+from ppd_runtime.server.settings import ServerSettings
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@takes(
+    server=options.group(ServerSettings),
+    layout=LAYOUT,
+    drafting=DRAFTING,
+    swift=SWIFT,
+    place=options.COMPILED,
+)
+def serve(
+    model: options.Model = "demo",
+    method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
+    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")] = None,
+    *,
+    server: Settings,
+    layout: Settings,
+    drafting: Settings,
+    swift: Settings,
+    place: Settings,
+) -> None:
+    """Answer OpenAI's clients; each text is the one that its request gets alone."""
+    own = {**({} if exit_layer is None else {"exit_layer": exit_layer}), **layout, **drafting, **swift}
+    with one_line_errors(serve):
+        check_installed()
+        with quick_imports():
+            from ppd_runtime.methods.registry import open_method
+            from ppd_runtime.server.run import Prepared, serve_prepared
+
+        prepared = Prepared(ServerSettings(**server))
+        if method is Method.ppd:
+            own["progress"] = show_progress
+        with open_method(model, method.value, **own, **place) as generator:
+            show_progress("")
+            serve_prepared(generator, prepared, lambda: _tell(prepared.url, generator.info.name))
+
+
+def check_installed() -> None:
+    """Raise ValueError where what the server needs is not installed."""
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{', '.join(missing)} not installed: run pip install 'ppd-runtime[server]'")
+
+
+def _tell(url: str, model: str) -> None:
+    sys.stderr.write(f"{model} at {url}\n")
+    sys.stderr.flush()

@@ -1,0 +1,57 @@
+"""Log-probabilities of tokens, where a request asks for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEAST = -9999.0
+"""Stands for lower ones, minus infinity among them, which JSON lacks; as in vLLM."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """A token's, natural logarithms of the model's own probabilities.
+
+    They are the log-softmax of the float32 logits as the model gives them, as in OpenAI's and vLLM's answers:
+    temperature, penalties and filters, which decide what is sampled, have no part in them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens at this place and theirs, likeliest first; the token itself may be among them."""
+
+
+def token_logprobs(logits: "Tensor", token_id: int, most: int) -> TokenLogprobs:
+    """Of a token and of the `most` likeliest ones, from the whole model's `[vocab_size]` logits."""
+    found = logits.float().log_softmax(-1).nan_to_num(LEAST, LEAST, LEAST).clamp(LEAST, 0)
+    best = found.topk(min(most, len(found)))
+    return TokenLogprobs(
+        token_id, float(found[token_id]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    )
+
+
+def packed(noted: Sequence[TokenLogprobs]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """As messages hold them: each token's number and those of its likeliest, then all the likeliest tokens' ids."""
+    numbers = tuple(number for one in noted for number in (one.logprob, *(logprob for _, logprob in one.top)))
+    return numbers, tuple(token for one in noted for token, _ in one.top)
+
+
+def unpacked(numbers: Sequence[float], top_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """What `packed` made them from; of each token there are as many.
+
+    Raises:
+        ValueError: where the numbers are not of these tokens.
+    """
+    if len(numbers) != len(token_ids) + len(top_ids) or (token_ids and len(top_ids) % len(token_ids)):
+        raise ValueError(f"{len(numbers)} log-probabilities and {len(top_ids)} ids for {len(token_ids)} tokens")
+    most = len(top_ids) // max(len(token_ids), 1)
+    noted = []
+    for place, token in enumerate(token_ids):
+        own, *others = numbers[place * (1 + most) : (place + 1) * (1 + most)]
+        top = tuple(zip(top_ids[place * most : (place + 1) * most], others, strict=True))
+        noted.append(TokenLogprobs(token, own, top))
+    return tuple(noted)

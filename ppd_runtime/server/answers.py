@@ -1,0 +1,138 @@
+"""Answers in OpenAI's forms, whole and in pieces; each choice has a `ppd` object besides."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ppd_runtime.client.ending import CANCELLED, TIMEOUT
+from ppd_runtime.logprobs import TokenLogprobs
+from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs
+
+_REASONS = {"length": "length", TIMEOUT: "length", CANCELLED: "length"}
+"""OpenAI's words for why a text ended; all others are "stop"."""
+
+
+class Asked(NamedTuple):
+    """What the form of an answer depends on."""
+
+    chat: bool
+    model: str
+    echoes: Sequence[str]
+    """The prompt's text before each choice's; empty ones where that is not wanted."""
+    n: int
+    """Choices for each prompt."""
+    include_usage: bool
+    most_tokens: int | None
+    """New tokens that are part of the answer; 0: a token was made, and none is wanted."""
+    logprobs: bool
+
+
+class Answer:
+    """One request's answer."""
+
+    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._asked, self._tokenizer = asked, tokenizer
+        kind, self._object = ("chatcmpl", "chat.completion") if asked.chat else ("cmpl", "text_completion")
+        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": asked.model}
+
+    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The answer of a request without streaming."""
+        choices = [self._choice(number, result) for number, result in enumerate(results)]
+        return {**self._head, "object": self._object, "choices": choices, "usage": self._usage(results)}
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        """What a choice's stream begins with."""
+        if self._asked.chat:
+            return [self._chunk(number, {"delta": {"role": "assistant", "content": ""}})]
+        echo = self._asked.echoes[number]
+        return [self._chunk(number, {"text": echo})] if echo else []
+
+    def piece(self, number: int, event: TokenEvent) -> dict[str, Any]:
+        """A token, as soon as it is certain."""
+        told: dict[str, Any] = {} if event.hit is None else {"ppd": {"hit": event.hit}}
+        if event.logprobs is not None:
+            told["logprobs"] = self._logprobs([event.logprobs])
+        return self._chunk(number, {**self._text(event.text, "delta"), **told})
+
+    def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
+        """Why a choice ended, and what it came to."""
+        text: dict[str, Any] = {"delta": {}} if self._asked.chat else {"text": ""}
+        return self._chunk(number, {**text, "ppd": ppd_of(result)}, _reason(result))
+
+    def usage_chunk(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The last piece, where the usage is wanted."""
+        return {**self._head, "object": self._chunks, "choices": [], "usage": self._usage(results)}
+
+    @property
+    def _chunks(self) -> str:
+        return "chat.completion.chunk" if self._asked.chat else "text_completion"
+
+    def _chunk(self, number: int, choice: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choices = [{"index": number, "logprobs": None, "finish_reason": reason, **choice}]
+        usage = {"usage": None} if self._asked.include_usage else {}
+        return {**self._head, "object": self._chunks, "choices": choices, **usage}
+
+    def _choice(self, number: int, result: GenerationResult) -> dict[str, Any]:
+        text = self._asked.echoes[number] + ("" if self._asked.most_tokens == 0 else result.text)
+        return {
+            "index": number,
+            **self._text(text, "message"),
+            "logprobs": self._all_logprobs(result) if self._asked.logprobs else None,
+            "finish_reason": _reason(result),
+            "ppd": ppd_of(result),
+        }
+
+    def _all_logprobs(self, result: GenerationResult) -> dict[str, Any]:
+        """The text's, and with `echo` the prompt's before them, whose first token has none."""
+        noted: list[TokenLogprobs | None] = list(result.logprobs or ()) if self._asked.most_tokens != 0 else []
+        if result.prompt_logprobs is None:
+            return self._logprobs(noted)
+        return self._logprobs([None, *result.prompt_logprobs, *noted], result.prompt_ids[0])
+
+    def _logprobs(self, noted: "Sequence[TokenLogprobs | None]", first: int = 0) -> dict[str, Any]:
+        """`first` is the token of an entry that has no log-probability."""
+        if self._asked.chat:
+            return chat_logprobs([one for one in noted if one], self._tokenizer)
+        token_ids = [first if one is None else one.token_id for one in noted]
+        return old_logprobs(noted, token_ids, self._tokenizer)
+
+    def _text(self, text: str, member: str) -> dict[str, Any]:
+        if not self._asked.chat:
+            return {"text": text}
+        return {member: {"role": "assistant", "content": text} if member == "message" else {"content": text}}
+
+    def _usage(self, results: Sequence[GenerationResult]) -> dict[str, int]:
+        new = 0 if self._asked.most_tokens == 0 else sum(len(result.token_ids) for result in results)
+        prompt = sum(len(result.prompt_ids) for result in results[:: self._asked.n])
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def ppd_of(result: GenerationResult) -> dict[str, Any]:
+    """How a choice was decoded; times in seconds."""
+    stats = result.stats
+    return {
+        "finish_reason": result.finish_reason,
+        "layout": _layout(stats),
+        "hits": stats.hits,
+        "misses": stats.misses,
+        "first_boundary": list(stats.first_boundary),
+        "predicted_ratio": stats.predicted_ratio,
+        "predicted_ordinary_s": stats.latency_s / stats.predicted_ratio if stats.predicted_ratio else None,
+        "latency_s": stats.latency_s,
+        "time_to_first_token_s": stats.time_to_first_token_s,
+        "tokens_per_second": stats.tokens_per_second,
+    }
+
+
+def _layout(stats: Stats) -> dict[str, Any] | None:
+    layout = stats.layout
+    return None if layout is None else {"cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}
+
+
+def _reason(result: GenerationResult) -> str:
+    return _REASONS.get(result.finish_reason, "stop")

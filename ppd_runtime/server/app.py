@@ -1,0 +1,195 @@
+"""The application: every path that the server answers."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ppd_runtime import __version__
+from ppd_runtime.async_runtime import AsyncDecoding
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.chat import template_of
+from ppd_runtime.server.admission import Admission
+from ppd_runtime.server.completions import Completions
+from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused
+from ppd_runtime.server.gate import Gate
+from ppd_runtime.server.jobs import Jobs
+from ppd_runtime.server.metrics import Metrics
+from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ppd_runtime.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_ANSWERS: Mapping[int | str, dict[str, Any]] = {
+    status: {"description": "Refused, with OpenAI's error object."} for status in (400, 401, 404, 413, 415, 429, 503)
+}
+
+
+class Service:
+    """What the paths share: the generator, and who is in."""
+
+    def __init__(self, generator: TextGenerator, settings: ServerSettings) -> None:
+        self.generator = generator
+        self.decoding = AsyncDecoding(generator)
+        self.model = settings.served_model_name or generator.info.name
+        self.metrics = Metrics(self.model)
+        self.admission = Admission(generator.max_requests, settings.max_waiting)
+        self.chat_template = template_of(settings.chat_template)
+        self.jobs = Jobs(self.decoding, self.admission, self.metrics)
+        self.completions = Completions(
+            generator,
+            self.admission,
+            self.jobs,
+            self.model,
+            self.chat_template,
+            settings.request_timeout_s,
+        )
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served."""
+        if name not in (None, self.model):
+            message = f"model={name!r:.200}: this server has {self.model!r}, ask for that"
+            raise ApiError(404, message, "model", "model_not_found")
+
+
+def application(service: Service, settings: ServerSettings, key: bytes | None) -> ASGIApp:
+    """The ASGI application of a server."""
+    app = FastAPI(title="ppd_runtime", version=__version__, docs_url=None, redoc_url=None, responses=dict(_ANSWERS))
+    _add_errors(app)
+    _add_openai(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    if settings.page:
+        app.add_api_route("/", _page, include_in_schema=False)
+    gated: ASGIApp = Gate(app, settings, key, service.metrics.note_refused)
+    if settings.cors_origin:
+        headers = ["authorization", "content-type", "x-request-id"]
+        gated = CORSMiddleware(
+            gated, settings.cors_origin, ("GET", "POST"), headers, expose_headers=["x-request-id", "retry-after"]
+        )
+    return gated
+
+
+async def _page() -> Response:
+    headers = {
+        "content-security-policy": _PAGE_POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return invalid(error.errors()).response()
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        told = {404: f"{request.url.path:.200}: there is no such path", 405: f"{request.method}: not for this path"}
+        answer = ApiError(error.status_code, told.get(error.status_code, str(error.detail))).response()
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def failure(request: Request, error: Exception) -> Response:
+        logger.error("request %s failed", request.state.request_id, exc_info=error)
+        return ApiError(500, f"the server failed: {type(error).__name__}; its log says more").response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RuntimeError, failure)
+    app.add_exception_handler(Exception, failure)
+
+
+def _add_openai(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        service.check_model(asked.model)
+        return await service.completions.complete(asked, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+        service.check_model(asked.model)
+        return await service.completions.chat(asked, request)
+
+    def model_card() -> dict[str, Any]:
+        most = service.generator.info.max_positions
+        return {"id": service.model, "object": "model", "created": 0, "owned_by": "ppd_runtime", "max_model_len": most}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [model_card()]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        service.check_model(model)
+        return JsonResponse(model_card())
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    generator = service.generator
+
+    @app.post("/tokenize")
+    async def tokenize(asked: TokenizeRequest) -> Response:
+        service.check_model(asked.model)
+        try:
+            if asked.messages is not None:
+                text = generator.chat_prompt([message.as_dict() for message in asked.messages], service.chat_template)
+                tokens = generator.prompt_ids(text, False)
+            else:
+                tokens = generator.prompt_ids(asked.prompt, asked.add_special_tokens) if asked.prompt else []
+        except ValueError as error:
+            raise refused(error) from error
+        return JsonResponse({"count": len(tokens), "max_model_len": generator.info.max_positions, "tokens": tokens})
+
+    @app.post("/detokenize")
+    async def detokenize(asked: DetokenizeRequest) -> Response:
+        service.check_model(asked.model)
+        try:
+            tokens = generator.prompt_ids(asked.tokens) if asked.tokens else []
+        except ValueError as error:
+            raise refused(error) from error
+        return JsonResponse({"prompt": generator.tokenizer.decode(tokens)})
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    admission = service.admission
+
+    @app.get("/health")
+    async def health() -> Response:
+        unwell = await asyncio.to_thread(service.generator.unwell)
+        if unwell:
+            return JsonResponse({"status": "unwell", "lost": unwell}, 503)
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if admission.draining or admission.unwell or admission.taken >= admission.most:
+            return JsonResponse({"status": "not ready"}, 503, {"retry-after": "1"})
+        return JsonResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JsonResponse({"version": __version__})

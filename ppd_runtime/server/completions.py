@@ -1,0 +1,149 @@
+"""`/v1/completions` and `/v1/chat/completions`: from a request to its answer."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ppd_runtime.methods.base import Generation, TextGenerator
+from ppd_runtime.methods.several import with_seeds
+from ppd_runtime.results import GenerationResult
+from ppd_runtime.server.admission import Admission, Ticket
+from ppd_runtime.server.answers import Answer, Asked
+from ppd_runtime.server.errors import ApiError, JsonResponse, as_json, refused
+from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
+from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling
+
+_MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Answers requests for text."""
+
+    generator: TextGenerator
+    admission: Admission
+    jobs: Jobs
+    model: str
+    chat_template: str | None
+    timeout_s: float
+
+    async def complete(self, asked: CompletionRequest, request: Request) -> Response:
+        """Continue one prompt or several."""
+        try:
+            prompts = asked.prompts()
+        except ValueError as error:
+            raise refused(error) from error
+        self.admission.check_number(len(prompts) * asked.n, "prompt" if asked.n == 1 else "n")  # before any is encoded
+        return await self._answer(asked, request, prompts, asked.add_special_tokens is not False, asked.echo)
+
+    async def chat(self, asked: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        messages = [message.as_dict() for message in asked.messages]
+        try:
+            prompt = self.generator.chat_prompt(messages, self.chat_template)
+        except ValueError as error:
+            raise refused(error) from error
+        return await self._answer(asked, request, [prompt], bool(asked.add_special_tokens), False)
+
+    async def _answer(
+        self,
+        asked: Sampling,
+        request: Request,
+        prompts: "Sequence[str | list[int]]",
+        special_tokens: bool,
+        echo: bool,
+    ) -> Response:
+        try:
+            generations = await asyncio.to_thread(self._generations, asked, prompts, special_tokens)
+        except ValueError as error:
+            raise refused(error, "prompt") from error
+        echoes = [self._text_of(prompt) if echo else "" for prompt in prompts for _ in range(asked.n)]
+        usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        wanted = asked.logprobs_wanted is not None
+        form = Asked(isinstance(asked, ChatRequest), self.model, echoes, asked.n, usage, asked.most_tokens, wanted)
+        answer = Answer(form, self.generator.tokenizer)
+        ticket = self.admission.enter(len(generations))
+        if asked.stream:
+            return EventStream(self.jobs, generations, answer, form, ticket)
+        try:
+            results = await while_connected(request.receive, self.jobs.finish_all(generations))
+        except ClientGone:
+            return Response(status_code=499)
+        finally:
+            ticket.close()
+        return JsonResponse(answer.whole(results))
+
+    def _generations(
+        self, asked: Sampling, prompts: "Sequence[str | list[int]]", special_tokens: bool
+    ) -> list[Generation]:
+        """A request for each choice; a long text takes a while to encode."""
+        generations = []
+        for prompt in prompts:
+            ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
+            params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s)
+            choices = with_seeds(params, asked.n)
+            generations += [self.generator.request(ids, seeded, live=asked.stream) for seeded in choices]
+        return generations
+
+    def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:
+        if asked.most_tokens is not None:
+            return max(asked.most_tokens, 1)
+        positions = self.generator.info.max_positions
+        return _MOST_NEW_TOKENS if positions is None else max(positions - prompt_size, 1)
+
+    def _text_of(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else str(self.generator.tokenizer.decode(prompt))
+
+
+class EventStream(Response):
+    """An answer as server-sent events, each as soon as it is known; it ends where the client goes away."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, jobs: Jobs, generations: Sequence[Generation], answer: Answer, form: Asked, ticket: Ticket
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._jobs, self._generations, self._answer, self._form = jobs, generations, answer, form
+        self._ticket = ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await while_connected(receive, self._send_events(send))
+        except (ClientGone, OSError):
+            return
+        finally:
+            self._ticket.close()
+
+    async def _send_events(self, send: Send) -> None:
+        async def tell(chunk: Any) -> None:
+            await send({"type": "http.response.body", "body": b"data: " + as_json(chunk) + b"\n\n", "more_body": True})
+
+        answer, results = self._answer, dict[int, GenerationResult]()
+        try:
+            for number in range(len(self._generations)):
+                for chunk in answer.opening(number):
+                    await tell(chunk)
+            async with aclosing(self._jobs.events(self._generations)) as events:
+                async for number, event in events:
+                    if isinstance(event, GenerationResult):
+                        results[number] = event
+                        await tell(answer.closing(number, event))
+                    elif self._form.most_tokens != 0:
+                        await tell(answer.piece(number, event))
+            if self._form.include_usage:
+                await tell(answer.usage_chunk([results[number] for number in range(len(results))]))
+        except ApiError as error:  # the status is told already
+            await tell(error.body)
+        except RuntimeError as error:
+            await tell(ApiError(500, str(error)).body)
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -1,0 +1,95 @@
+"""What a client is told that asks for what cannot be: OpenAI's error object, with field, value and way out."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+"""OpenAI's types by status; all others are "invalid_request_error"."""
+_FIELDS = {"max_new_tokens": "max_tokens", "chat_template": "messages"}
+"""What requests call the library's settings."""
+
+
+class ApiError(Exception):
+    """A request that is refused.
+
+    Args:
+        status: HTTP's.
+        message: what was wrong, and the way out.
+        param: the field.
+        code: OpenAI's word for it, where there is one.
+        retry_after_s: when to come again.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {"retry-after": str(retry_after_s)} if retry_after_s else {}
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """As an answer."""
+        return JsonResponse(self.body, self.status, self.headers)
+
+
+class JsonResponse(Response):
+    """JSON; what is no Unicode character, as half of a pair, becomes a question mark."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The bytes of a JSON value."""
+        return as_json(content)
+
+
+def as_json(content: Any) -> bytes:
+    """A JSON value in UTF-8, in one line."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def refused(error: ValueError | str, field: str | None = None) -> ApiError:
+    """What a library's `ValueError` says, in the words of a request; of `field` where it names none."""
+    message = str(error)
+    for name, asked in _FIELDS.items():
+        message = re.sub(rf"\b{name}\b(?=[=:])", asked, message)
+    found = re.match(r"([a-z_]+)[=:]", message)
+    if " positions:" in message:
+        return ApiError(400, message, "prompt", "context_length_exceeded")
+    return ApiError(400, message, found.group(1) if found else field)
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Of pydantic's errors the first, which names the field."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    field = ".".join(place)
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}; send an object")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{field}: this server does not support it, leave it out", field, "unsupported_parameter")
+    what = first["msg"].removeprefix("Value error, ")
+    if not field and first["type"] == "value_error":
+        return refused(what)
+    if not field:
+        return ApiError(400, "the body is missing or is no object: send a JSON object")
+    given = f"={first['input']!r:.100}" if first["type"] != "missing" else ""
+    return ApiError(400, f"{field}{given}: {what[:1].lower()}{what[1:]}", place[0])

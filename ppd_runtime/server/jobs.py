@@ -1,0 +1,137 @@
+"""A request at work: its choices run in the generator, and end where the client goes away."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ppd_runtime.async_runtime import AsyncDecoding, AsyncGeneration, together
+from ppd_runtime.methods.base import Generation, TextGenerator
+from ppd_runtime.results import GenerationResult, TokenEvent
+from ppd_runtime.server.admission import Admission
+from ppd_runtime.server.metrics import Metrics
+
+Done = TypeVar("Done")
+Receive = Callable[[], Awaitable[Any]]
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass
+class Timed:
+    """When a choice came, and when its turn did."""
+
+    came: float
+    began: float | None = None
+
+
+class Jobs:
+    """Runs choices and counts them."""
+
+    def __init__(self, decoding: AsyncDecoding[TextGenerator], admission: Admission, metrics: Metrics) -> None:
+        self._decoding, self._admission, self._metrics = decoding, admission, metrics
+        self._live = set[Generation]()
+
+    def cancel_all(self) -> None:
+        """Have what runs end within a token, with what there is."""
+        for generation in self._live:
+            generation.cancel()
+
+    async def finish_all(self, generations: Sequence[Generation]) -> list[GenerationResult]:
+        """All choices' results, in order."""
+        return await together([self._finish(generation) for generation in generations])
+
+    async def _finish(self, generation: Generation) -> GenerationResult:
+        timed = self._arrive(generation)
+        try:
+            result = await self._decoding.finish(generation, lambda: self._begin(generation, timed))
+        finally:
+            self._leave(generation, timed)
+        self._note(result, timed)
+        return result
+
+    async def events(
+        self, generations: Sequence[Generation]
+    ) -> AsyncGenerator[tuple[int, TokenEvent | GenerationResult], None]:
+        """Each choice's number with its events as they come, and with its result behind them."""
+        arrived: asyncio.Queue[tuple[int, TokenEvent | GenerationResult | BaseException]] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._follow(number, generation, arrived))
+            for number, generation in enumerate(generations)
+        ]
+        left = len(tasks)
+        try:
+            while left:
+                number, item = await arrived.get()
+                if isinstance(item, BaseException):
+                    raise item
+                left -= isinstance(item, GenerationResult)
+                yield number, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, number: int, generation: Generation, arrived: "asyncio.Queue[Any]") -> None:
+        timed = self._arrive(generation)
+        followed: AsyncGeneration = self._decoding.follow(generation, lambda: self._begin(generation, timed))
+        try:
+            async for event in followed:
+                arrived.put_nowait((number, event))
+            self._note(followed.result, timed)
+            arrived.put_nowait((number, followed.result))
+        except Exception as error:  # noqa: BLE001 (whoever reads the events gets it)
+            arrived.put_nowait((number, error))
+        finally:
+            followed.cancel()
+            self._leave(generation, timed)
+
+    def _arrive(self, generation: Generation) -> Timed:
+        self._live.add(generation)
+        self._metrics.waiting.inc()
+        return Timed(time.monotonic())
+
+    def _begin(self, generation: Generation, timed: Timed) -> None:
+        """In the choice's own thread, when its turn has come; its client may have gone by then."""
+        if generation not in self._live:
+            return
+        self._admission.check_open()
+        timed.began = time.monotonic()
+        self._metrics.waiting.dec()
+        self._metrics.running.inc()
+
+    def _leave(self, generation: Generation, timed: Timed) -> None:
+        self._live.discard(generation)
+        (self._metrics.waiting if timed.began is None else self._metrics.running).dec()
+
+    def _note(self, result: GenerationResult, timed: Timed) -> None:
+        ended, began = time.monotonic(), timed.began or timed.came
+        self._metrics.note(result, began - timed.came, ended - timed.came)
+        self._admission.note_time(ended - began)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Done]) -> Done:
+    """What `work` gives; it is cancelled where the client goes away meanwhile.
+
+    Raises:
+        ClientGone: it has.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client goes away; the request's body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,243 @@
+"""What clients may ask for: OpenAI's fields, and vLLM's besides. What is not here is refused by name."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+from ppd_runtime.sampling_params import MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
+
+_LARGEST_SEED = 2**63 - 1
+_MOST_IDS = 2**21
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "parallel_tool_calls": (True, False),
+}
+"""Fields that are not supported, with values that ask for nothing."""
+
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+Prompts = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS, "minItems": 1}]}
+    ),
+]
+
+
+class Body(BaseModel):
+    """A JSON object of known fields; null is as if a field was not there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_harmless(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and not any(value is ok or value == ok for ok in _HARMLESS.get(name, ()))
+        }
+
+
+class StreamOptions(Body):
+    """What a stream tells besides."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Sampling(Body):
+    """What both kinds of completion take."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=2**31 - 1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=_LARGEST_SEED)
+    stop: str | list[str] | None = Field(None, max_length=MOST_STOPS)
+    stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
+    ignore_eos: bool = False
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+
+    usual_max_tokens: ClassVar[int | None] = 16
+
+    @model_validator(mode="after")
+    def _options_with_stream(self) -> "Sampling":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is for stream=true, leave it out")
+        return self
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """Likeliest tokens whose log-probabilities are wanted, beside the chosen one's; None: none at all."""
+        return None
+
+    @property
+    def prompt_logprobs_wanted(self) -> bool:
+        """Whether the prompt's tokens' are wanted too."""
+        return False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """New tokens at the most; None: as many as the model has positions for."""
+        return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
+
+    def sampling(self, most_tokens: int, timeout_s: float) -> SamplingParams:
+        """As the library has it; without a seed, one by chance.
+
+        Raises:
+            ValueError: for what cannot work.
+        """
+        seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
+        named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
+        penalties = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids")
+        settings = {name: getattr(self, name) for name in (*named, *penalties)}
+        return sampling_from(
+            None,
+            {
+                **settings,
+                "max_new_tokens": most_tokens,
+                "seed": seed,
+                "timeout_s": timeout_s,
+                "logprobs": self.logprobs_wanted,
+                "prompt_logprobs": self.prompt_logprobs_wanted,
+            },
+        )
+
+
+class CompletionRequest(Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """As `Sampling` has it."""
+        return self.logprobs
+
+    @property
+    def prompt_logprobs_wanted(self) -> bool:
+        """As `Sampling` has it."""
+        return self.echo and self.logprobs is not None
+
+    @model_validator(mode="after")
+    def _can_stream(self) -> "CompletionRequest":
+        if self.stream and self.prompt_logprobs_wanted:
+            raise ValueError("echo: with logprobs it is not streamed, leave echo or stream out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0: gives nothing without echo, ask for 1 or more")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, a text or token ids.
+
+        Raises:
+            ValueError: for what is none.
+        """
+        given = self.prompt
+        if isinstance(given, str) or _are_ids(given):
+            return [given]
+        if isinstance(given, list) and given and all(isinstance(one, str) or _are_ids(one) for one in given):
+            return given
+        raise ValueError(f"prompt={given!r:.100}: give a text, a list of token ids, or a list of either")
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """As templates read it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        named = {"name": self.name} if self.name is not None else {}
+        return {"role": "system" if self.role == "developer" else self.role, "content": content, **named}
+
+
+class ChatRequest(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    usual_max_tokens: ClassVar[int | None] = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs}: needs logprobs=true, give it too")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError(f"max_tokens={self.max_tokens}: max_completion_tokens is given as well, leave one out")
+        return self
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """As `Sampling` has it."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """As `Sampling` has it."""
+        return self.max_completion_tokens or super().most_tokens
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=10_000)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _either(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give one of prompt and messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int] = Field(max_length=_MOST_IDS)
+
+
+def _are_ids(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)

@@ -1,0 +1,164 @@
+"""`ppd serve` as a user runs it: a process of its own over two stages, its page in a browser, and its end."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+from ppd_runtime import OrdinaryDecoding
+
+PPD = [sys.executable, "-m", "ppd_runtime.cli.main", "serve"]
+DEADLINE_S = 120.0
+PROMPT = "import os\n"
+
+
+class Served:
+    """A `ppd serve` that listens; its log is in `log`."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.log = log
+        with log.open("w") as written:
+            self.process = subprocess.Popen([*PPD, "--port", "0", *options], stderr=written)
+        self._wait(lambda: " at http" in log.read_text())
+        url = log.read_text().rpartition(" at ")[2].split()[0]
+        self.client = httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False)
+        self.url = url
+
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+    def complete(self, **settings: Any) -> dict[str, Any]:
+        """One completion."""
+        asked = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, **settings}
+        return self.client.post("/v1/completions", json=asked).json()
+
+    def wait_until(self, holds: Any) -> None:
+        """Wait for something, while the server runs."""
+        self._wait(holds)
+
+    def _wait(self, holds: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with Served(tmp_path_factory.mktemp("serve") / "log", "--stages", "2", "--log-format", "json") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    with OrdinaryDecoding("demo") as ordinary:
+        return ordinary.generate(PROMPT, max_new_tokens=16).text
+
+
+def test_a_completion_of_two_stages_is_ordinary_decodings(served: Served, expected: str) -> None:
+    answer = served.complete(logprobs=1)
+    (choice,) = answer["choices"]
+    assert choice["text"] == expected
+    assert choice["ppd"]["layout"]["cuts"]
+    assert sum(choice["ppd"]["first_boundary"]) == 15
+    assert len(choice["logprobs"]["token_logprobs"]) == 16
+    row = json.loads(served.log.read_text().splitlines()[-1])
+    assert (row["path"], row["status"]) == ("/v1/completions", 200)
+
+
+def test_a_lost_worker_is_replaced_while_nobody_asks(served: Served, expected: str) -> None:
+    workers = [child for child in psutil.Process(served.process.pid).children(recursive=True) if not child.children()]
+    workers[-1].kill()
+    served.wait_until(lambda: served.client.get("/health").status_code == 503 or "is lost" in served.log.read_text())
+    served.wait_until(lambda: served.client.get("/health").status_code == 200)
+    assert served.complete()["choices"][0]["text"] == expected
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for switch in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}"):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    running = webdriver.Chrome(options=options, service=Service(driver))
+    yield running
+    running.quit()
+
+
+def test_the_page_shows_tokens_by_keyboard(served: Served, expected: str, browser: webdriver.Chrome) -> None:
+    browser.get(served.url)
+    tokens = browser.find_element(By.ID, "tokens")
+    tokens.clear()
+    tokens.send_keys("16")
+    browser.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+    figures = browser.find_element(By.ID, "figures")
+    WebDriverWait(browser, DEADLINE_S).until(lambda _: "tokens/s" in figures.text)
+    shown = "".join(piece.get_property("textContent") for piece in browser.find_elements(By.CSS_SELECTOR, "#text span"))
+    assert shown == PROMPT + expected
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#clock rect")) == 17  # the tokens, and ordinary decoding
+    assert "boundary 1" in browser.find_element(By.ID, "boundaries").text
+    browser.find_element(By.ID, "tokens").send_keys("00000")
+    browser.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+    problem = browser.find_element(By.ID, "problem")
+    WebDriverWait(browser, DEADLINE_S).until(lambda _: "positions" in problem.text)
+    assert all("favicon" in row["message"] or "400" in row["message"] for row in browser.get_log("browser"))
+
+
+def test_sigterm_finishes_what_runs_and_a_second_one_does_not(tmp_path: Path) -> None:
+    for again in (False, True):
+        with Served(tmp_path / "log", "--method", "autoregressive") as served:
+            asked = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
+            with served.client.stream("POST", "/v1/completions", json=asked) as answer:
+                lines = answer.iter_lines()
+                assert next(lines).startswith("data:")
+                served.process.send_signal(signal.SIGTERM)
+                if again:
+                    served.wait_until(lambda s=served: "shutting down" in s.log.read_text())
+                    served.process.send_signal(signal.SIGTERM)
+                    with pytest.raises(httpx.HTTPError):
+                        list(lines)
+                else:
+                    assert "data: [DONE]" in list(lines)
+            assert served.process.wait(DEADLINE_S) == 143
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0"),
+        (["--chat-template", "none.jinja"], "--chat-template none.jinja"),
+        (["--port", "70000"], "--port"),
+        (["--stages", "1"], "--stages"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(options: list[str], words: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PPD_API_KEY"}
+    ended = subprocess.run([*PPD, *options], capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    assert words in ended.stderr

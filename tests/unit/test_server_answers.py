@@ -1,0 +1,230 @@
+"""The server's answers, asked for by OpenAI's own client over a socket."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from servers import DEADLINE_S, TEMPLATE, Running, running
+
+from ppd_runtime import OrdinaryDecoding
+
+PROMPT = "import os and then"
+
+
+@pytest.fixture(scope="module")
+def ordinary(model_folder) -> OrdinaryDecoding:
+    return OrdinaryDecoding(model_folder("llama", num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def server(ordinary: OrdinaryDecoding, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    template = tmp_path_factory.mktemp("templates") / "chat.jinja"
+    template.write_text(TEMPLATE)
+    with running(ordinary, chat_template=template, served_model_name="tiny") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as found:
+        yield found
+
+
+def complete(client: openai.OpenAI, **settings):
+    settings = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **settings}
+    return client.completions.create(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1, "seed": 5, "top_p": 0.9}])
+def test_a_completion_is_the_generators_text(client, ordinary, settings) -> None:
+    expected = ordinary.generate(PROMPT, max_new_tokens=12, **settings)
+    answer = complete(client, **settings)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (expected.text, "length")
+    assert answer.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
+        "prompt_tokens": len(expected.prompt_ids),
+        "completion_tokens": 12,
+        "total_tokens": len(expected.prompt_ids) + 12,
+    }
+    assert choice.ppd["layout"] is None
+    assert choice.ppd["latency_s"] > 0
+
+
+def test_a_stream_is_the_same_text_with_its_usage(client) -> None:
+    whole = complete(client, temperature=1, seed=3)
+    chunks = list(complete(client, temperature=1, seed=3, stream=True, stream_options={"include_usage": True}))
+    *pieces, last = chunks
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    assert [piece.choices[0].finish_reason for piece in pieces] == [None] * 12 + ["length"]
+    assert all(piece.usage is None for piece in pieces)
+    assert (last.choices, last.usage.total_tokens) == ([], whole.usage.total_tokens)
+
+
+def test_prompts_and_choices_come_in_order(client, ordinary) -> None:
+    ids = ordinary.prompt_ids(PROMPT)
+    answer = complete(client, prompt=[PROMPT, "another"], n=2, temperature=1, seed=7)
+    expected = [
+        ordinary.generate(prompt, max_new_tokens=12, temperature=1, seed=seed).text
+        for prompt in (PROMPT, "another")
+        for seed in (7, 8)
+    ]
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
+    by_ids = complete(client, prompt=[ids, ids], temperature=1, seed=7)
+    assert [choice.text for choice in by_ids.choices] == [expected[0]] * 2
+    streamed = [""] * 4
+    for chunk in complete(client, prompt=[PROMPT, "another"], n=2, temperature=1, seed=7, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == expected
+
+
+def test_without_a_seed_texts_differ(client) -> None:
+    assert len({complete(client, temperature=1, max_tokens=20).choices[0].text for _ in range(3)}) > 1
+
+
+def test_echo_gives_the_prompts_log_probabilities_as_lm_eval_reads_them(client, ordinary) -> None:
+    expected = ordinary.generate(PROMPT, max_new_tokens=1, logprobs=1, prompt_logprobs=True)
+    answer = complete(client, echo=True, logprobs=1, max_tokens=1).choices[0]
+    told = answer.logprobs
+    assert answer.text == PROMPT + expected.text
+    assert told.tokens == [ordinary.tokenizer.decode([t]) for t in (*expected.prompt_ids, *expected.token_ids)]
+    noted = [*expected.prompt_logprobs, *expected.logprobs]
+    assert told.token_logprobs == [None, *(one.logprob for one in noted)]
+    assert told.top_logprobs[0] is None
+    assert all(max(top.values()) == one.top[0][1] for top, one in zip(told.top_logprobs[1:], noted, strict=True))
+    assert told.text_offset == [sum(map(len, told.tokens[:place])) for place in range(len(told.tokens))]
+    scored = complete(client, echo=True, logprobs=1, max_tokens=0)
+    assert (scored.choices[0].text, scored.usage.completion_tokens) == (PROMPT, 0)
+    assert scored.choices[0].logprobs.token_logprobs == told.token_logprobs[:-1]
+
+
+def test_a_chat_is_its_template_continued(client, ordinary) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    expected = ordinary.generate("system: s\nuser: hi\n", max_new_tokens=8, add_special_tokens=False)
+    asked = {"model": "tiny", "messages": messages, "max_completion_tokens": 8, "temperature": 0}
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0]
+    assert (answer.message.role, answer.message.content) == ("assistant", expected.text)
+    told = answer.logprobs.content
+    assert len(told) == 8
+    assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob >= one.logprob for one in told)
+    assert all(math.isclose(one.logprob, one.top_logprobs[0].logprob) for one in told)  # greedy
+    stream = list(client.chat.completions.create(**asked, stream=True))
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected.text
+
+
+def test_stops_end_a_text(client, ordinary) -> None:
+    text = ordinary.generate(PROMPT, max_new_tokens=12).text
+    stop = text[4:7]
+    answer = complete(client, stop=stop).choices[0]
+    assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_the_async_client_gets_many_at_once(server, ordinary) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S) as client:
+            asked = [
+                client.completions.create(model="tiny", prompt=f"text {i}", max_tokens=5, temperature=0)
+                for i in range(9)
+            ]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    assert asyncio.run(ask()) == [ordinary.generate(f"text {i}", max_new_tokens=5).text for i in range(9)]
+
+
+def test_models_and_tokens(client, server, ordinary) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    ids = ordinary.prompt_ids(PROMPT)
+    assert server.post("/tokenize", prompt=PROMPT).json()["tokens"] == ids
+    assert server.post("/tokenize", messages=[{"role": "user", "content": "hi"}]).json()["count"] > 1
+    assert server.post("/detokenize", tokens=ids).json() == {"prompt": ordinary.tokenizer.decode(ids)}
+
+
+def test_metrics_count_by_vllms_names(client, server) -> None:
+    def tokens() -> float:
+        with server.client() as raw:
+            lines = raw.get("/metrics").text.splitlines()
+        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    before = tokens()
+    complete(client)
+    assert tokens() - before == 12
+
+
+def test_errors_are_the_clients_own(client) -> None:
+    with pytest.raises(openai.NotFoundError, match="'other'") as found:
+        complete(client, model="other")
+    assert (found.value.code, found.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="positions") as found:
+        complete(client, max_tokens=10**6)
+    assert found.value.code == "context_length_exceeded"
+
+
+BAD = {
+    "an unknown field": ({"logit_bias": {"1": 2}}, "logit_bias"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools"),
+    "a temperature below 0": ({"temperature": -1}, "temperature"),
+    "a temperature as text": ({"temperature": "1"}, "temperature"),
+    "a temperature near 0": ({"temperature": 1e-9}, "temperature"),
+    "no top_p": ({"top_p": 0}, "top_p"),
+    "too many choices": ({"n": 100}, "n"),
+    "no choice": ({"n": 0}, "n"),
+    "too many log-probabilities": ({"logprobs": 21}, "logprobs"),
+    "an empty prompt": ({"prompt": ""}, "prompt"),
+    "no prompt": ({"prompt": None}, "prompt"),
+    "an empty list": ({"prompt": []}, "prompt"),
+    "texts and ids": ({"prompt": ["a", 1]}, "prompt"),
+    "a token that there is not": ({"prompt": [10**8]}, "prompt"),
+    "a truth as token": ({"prompt": [True]}, "prompt"),
+    "an empty stop": ({"stop": ""}, "stop"),
+    "a stop token that there is not": ({"stop_token_ids": [10**8]}, "stop_token_ids"),
+    "no token": ({"max_tokens": 0}, "max_tokens"),
+    "options of a stream without one": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "a stream of prompt log-probabilities": ({"stream": True, "echo": True, "logprobs": 1}, "echo"),
+    "a seed beyond 64 bits": ({"seed": 2**70}, "seed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_told_with_its_field(server: Running, name: str) -> None:
+    wrong, param = BAD[name]
+    answer = server.post("/v1/completions", **{"prompt": "a", "max_tokens": 4, **wrong})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hi",
+        [{"role": "robot", "content": "a"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+    ],
+)
+def test_bad_messages_are_refused(server: Running, messages: object) -> None:
+    answer = server.post("/v1/chat/completions", messages=messages)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_without_a_template_chats_are_refused(ordinary: OrdinaryDecoding) -> None:
+    with running(ordinary) as server:
+        answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+    assert answer.status_code == 400
+    assert "no chat template" in answer.json()["error"]["message"]
+
+
+def test_what_asks_for_nothing_is_no_mistake(server: Running) -> None:
+    harmless = {"best_of": 1, "logit_bias": {}, "tools": [], "suffix": None, "response_format": {"type": "text"}}
+    assert server.post("/v1/completions", prompt="a", max_tokens=1, **harmless).status_code == 200
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    page = Path(__file__).parents[2] / "ppd_runtime/server/page.html"
+    text = page.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text.replace("http-equiv", "")

@@ -1,0 +1,266 @@
+"""Who gets into the server and how they leave: keys, sizes, room, going away and shutting down, over real sockets."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from servers import DEADLINE_S, Running, Stepwise, running
+
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.server.gate import logger
+from ppd_runtime.server.run import Prepared
+from ppd_runtime.server.settings import ServerSettings
+
+KEY = "sk-Secret.1"
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder) -> Path:
+    return model_folder("llama", num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def locked(folder: Path) -> Iterator[Running]:
+    """A server with a key and small limits."""
+    with running(OrdinaryDecoding(folder), key=KEY, max_body_mib=1, cors_origin=("https://example.org",)) as found:
+        yield found
+
+
+@pytest.fixture
+def stepwise(folder: Path) -> Stepwise:
+    return Stepwise(folder)
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, b"Bearer", b"Bearer wrong", b"Basic " + KEY.encode(), "Bearer schlüssel".encode(), b"Bearer \xff\xfe"],
+)
+def test_only_the_key_opens(locked: Running, given: bytes | None) -> None:
+    with locked.client() as client:
+        client.headers = {} if given is None else [(b"authorization", given)]
+        answer = client.get("/v1/models")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+        assert client.get("/metrics").status_code == 401
+    stranger = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    assert locked.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+def test_keys_and_prompts_are_not_logged(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            answer = locked.post("/v1/completions", prompt="confidential", max_tokens=1)
+            wait_until(lambda: answer.headers["x-request-id"] in caplog.text)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "/v1/completions" in caplog.text
+    assert KEY not in caplog.text
+    assert "confidential" not in caplog.text
+
+
+def test_an_answer_has_its_requests_id(locked: Running) -> None:
+    with locked.client() as client:
+        assert client.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        first, second = (client.get("/nowhere", headers={"x-request-id": "a b"}).headers["x-request-id"] for _ in "ab")
+    assert len({first, second, "a b"}) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"[]", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b'{"prompt": "\\ud800"}', "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b'{"temperature": NaN, "prompt": "a"}', "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b'{"seed": ' + b"9" * 5000 + b"}", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415),
+        ({"content": b"{}"}, 415),
+        ({"content": b" " * (2**20 + 1), "headers": {"content-type": "application/json"}}, 413),
+        ({"content": iter([b" " * 2**19] * 3), "headers": {"content-type": "application/json"}}, 413),
+        ({"content": b"{}", "headers": {f"x-{n}": "1" for n in range(200)}}, 431),
+    ],
+)
+def test_what_is_no_request_gets_one_answer(locked: Running, settings: dict, status: int) -> None:
+    with locked.client() as client:
+        answer = client.post("/v1/completions", **settings)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_other_paths_and_methods(locked: Running) -> None:
+    with locked.client() as client:
+        assert client.get("/v1/nothing").status_code == 404
+        assert client.get("/v1/completions").status_code == 405
+        assert client.get("/v1/completions").json()["error"]["message"].startswith("GET")
+
+
+def test_other_origins_are_let_in_by_name_only(locked: Running) -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with locked.client() as client:
+        own = client.options("/v1/completions", headers={"origin": "https://example.org", **asked})
+        other = client.options("/v1/completions", headers={"origin": "https://example.com", **asked})
+    assert own.headers["access-control-allow-origin"] == "https://example.org"
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_without_a_key_other_host_names_are_refused(folder: Path) -> None:
+    with running(OrdinaryDecoding(folder)) as server, server.client() as client:
+        assert client.get("/v1/models", headers={"host": "attacker.example"}).status_code == 421
+        assert client.get("/v1/models", headers={"host": "localhost:1"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_place(stepwise: Stepwise, stream: bool) -> None:
+    with running(stepwise) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        body = json.dumps({"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": stream}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
+            connection.sendall(head.encode() + body)
+            wait_until(lambda: stepwise._ending is not None)
+            if stream:
+                assert b"data:" in receive_until(connection, b"data:")
+            assert server.taken == 1
+        wait_until(lambda: server.taken == 0 and stepwise._ending is None)  # no token was allowed meanwhile
+        stepwise.allow(10)
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+
+
+def receive_until(connection: socket.socket, wanted: bytes) -> bytes:
+    found = b""
+    while wanted not in found:
+        found += (part := connection.recv(4096))
+        assert part
+    return found
+
+
+def test_beyond_its_room_the_server_asks_to_come_again(stepwise: Stepwise) -> None:
+    with running(stepwise, max_waiting=1) as server, contextlib.ExitStack() as stack:
+        answers: list[int] = []
+
+        def ask() -> None:
+            answers.append(server.post("/v1/completions", prompt="a", max_tokens=4).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join, DEADLINE_S)
+        wait_until(lambda: server.taken == 2)
+        refused = server.post("/v1/completions", prompt="a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+        with server.client() as client:
+            assert client.get("/ready").status_code == 503
+            assert client.get("/health").status_code == 200
+        never = server.post("/v1/completions", prompt="a", n=3)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=5) as patient:
+            stepwise.allow(100)
+            assert patient.completions.create(model=server.server.service.model, prompt="a", max_tokens=2).choices
+    assert answers == [200, 200]
+
+
+def test_shutting_down_finishes_what_runs_and_refuses_the_rest(stepwise: Stepwise) -> None:
+    with running(stepwise) as server:
+        answers: dict[str, int] = {}
+
+        def ask(name: str) -> None:
+            answers[name] = server.post("/v1/completions", prompt="a", max_tokens=4).status_code
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("runs", "waits")]
+        for name, thread in zip(("runs", "waits"), threads, strict=True):
+            thread.start()
+            wait_until(lambda n=name: server.taken == 1 + (n == "waits"))
+        drained = asyncio.run_coroutine_threadsafe(server.server.drain(), server.server.loop)
+        wait_until(lambda: server.server.service.admission.draining)
+        assert server.post("/v1/completions", prompt="a").status_code == 503
+        with server.client() as client:
+            assert client.get("/ready").status_code == 503
+        stepwise.allow(100)
+        drained.result(DEADLINE_S)
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert answers == {"runs": 200, "waits": 503}
+
+
+def test_what_does_not_finish_in_time_ends_with_what_there_is(stepwise: Stepwise) -> None:
+    with running(stepwise, shutdown_timeout_s=0.1) as server:
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", prompt="a")))
+        asking.start()
+        wait_until(lambda: server.taken == 1 and stepwise._ending is not None)
+        asyncio.run_coroutine_threadsafe(server.server.drain(), server.server.loop).result(DEADLINE_S)
+        asking.join(DEADLINE_S)
+        assert [answer.json()["choices"][0]["ppd"]["finish_reason"] for answer in answers] == ["cancelled"]
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_key_comes_from_where_others_cannot_read_it(tmp_path: Path) -> None:
+    assert ServerSettings(api_key_file=key_file(tmp_path, f"{KEY}\n")).key({}) == KEY.encode()
+    assert ServerSettings().key({"PPD_API_KEY": KEY}) == KEY.encode()
+    assert ServerSettings().key({}) is None
+    key_file(tmp_path, KEY, 0o640)
+    with pytest.raises(ValueError, match="chmod 600"):
+        ServerSettings(api_key_file=tmp_path / "key").key({})
+    with pytest.raises(ValueError, match="api_key_file"):
+        ServerSettings(api_key_file=tmp_path / "none").key({})
+    for wrong in ("", "a b", "schlüssel", "x" * 5000):
+        with pytest.raises(ValueError, match="API key"):
+            ServerSettings(api_key=wrong).key({})
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_other_interfaces_want_a_key(host: str) -> None:
+    with pytest.raises(ValueError, match="need a key"):
+        ServerSettings(host=host).key({})
+    assert ServerSettings(host=host, api_key=KEY).key({}) == KEY.encode()
+
+
+def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="in use"):
+        Prepared(ServerSettings(port=taken.getsockname()[1]))
+    with pytest.raises(ValueError, match=r"host='192\.0\.2\.1'|at 192\.0\.2\.1"):
+        Prepared(ServerSettings(host="192.0.2.1", api_key=KEY))
+    with pytest.raises(ValueError, match="chat_template"):
+        Prepared(ServerSettings(chat_template=tmp_path / "none.jinja"))
+    (tmp_path / "broken.jinja").write_text("{% for")
+    with pytest.raises(ValueError, match="no Jinja template"):
+        Prepared(ServerSettings(chat_template=tmp_path / "broken.jinja"))
+    (tmp_path / "cert.pem").write_text("none")
+    with pytest.raises(ValueError, match="ssl_certfile"):
+        Prepared(ServerSettings(ssl_certfile=tmp_path / "cert.pem", ssl_keyfile=tmp_path / "cert.pem"))
+    for wrong in ({"port": 70000}, {"max_waiting": -1}, {"cors_origin": ("*",)}, {"ssl_certfile": Path("a")}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ServerSettings(**wrong)
