@@ -63,7 +63,9 @@ def on_the_host(tensor: Tensor) -> Tensor:
     """A copy in one piece on the CPU; of a GPU's in pinned memory, which it writes to itself and PyTorch uses again."""
     if not tensor.is_cuda:
         return tensor.cpu().contiguous()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor)
+    return pinned
 
 
 @lru_cache(_MOST_SHAPES)
