@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from ppd_runtime import OrdinaryDecoding, SamplingParams
+from ppd_runtime.client.ending import Ending
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.server.run import Prepared, Server
@@ -25,12 +26,19 @@ class Stepwise(OrdinaryDecoding):
         super().__init__(folder)
         self.permits = threading.Semaphore(0)
 
-    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: bool) -> Generator[Step | Totals, None, None]:
-        for step in super()._steps(prompt_ids, params, live):
+    def _steps(
+        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
+        for step in super()._steps(prompt_ids, params, live, ending):
             yield step
             while not self.permits.acquire(timeout=0.01):
-                if self._ending is None or self._ending.reason():
+                if ending.reason():
                     break
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request has its turn."""
+        return bool(self._endings)
 
     def allow(self, tokens: int) -> None:
         """Let so many tokens follow."""

@@ -93,7 +93,7 @@ def test_a_cancelled_task_ends_its_request_and_no_other(folder: Path) -> None:
     async def run() -> int:
         decoding = AsyncDecoding(stepwise)
         running = asyncio.create_task(decoding.generate("a", max_new_tokens=500, ignore_eos=True))
-        while stepwise._ending is None:
+        while not stepwise.is_busy:
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(decoding.generate("b", max_new_tokens=500))
         last = asyncio.create_task(decoding.generate("c", max_new_tokens=2, ignore_eos=True))

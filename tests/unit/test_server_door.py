@@ -142,11 +142,11 @@ def test_a_client_that_goes_away_frees_its_place(stepwise: Stepwise, stream: boo
         head += f"content-length: {len(body)}\r\n\r\n"
         with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
             connection.sendall(head.encode() + body)
-            wait_until(lambda: stepwise._ending is not None)
+            wait_until(lambda: stepwise.is_busy)
             if stream:
                 assert b"data:" in receive_until(connection, b"data:")
             assert server.taken == 1
-        wait_until(lambda: server.taken == 0 and stepwise._ending is None)  # no token was allowed meanwhile
+        wait_until(lambda: server.taken == 0 and not stepwise.is_busy)  # no token was allowed meanwhile
         stepwise.allow(10)
         assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
 
@@ -213,7 +213,7 @@ def test_what_does_not_finish_in_time_ends_with_what_there_is(stepwise: Stepwise
         answers = []
         asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", prompt="a")))
         asking.start()
-        wait_until(lambda: server.taken == 1 and stepwise._ending is not None)
+        wait_until(lambda: server.taken == 1 and stepwise.is_busy)
         asyncio.run_coroutine_threadsafe(server.server.drain(), server.server.loop).result(DEADLINE_S)
         asking.join(DEADLINE_S)
         assert [answer.json()["choices"][0]["ppd"]["finish_reason"] for answer in answers] == ["cancelled"]
