@@ -81,7 +81,9 @@ def test_several_prompts_in_the_order_given(folder: str, ordinary: OrdinaryDecod
             runtime.generate([[1, 2], []], **settings)
 
 
-def test_nobody_waits_for_more_turns_than_there_are_others(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_more_turns_than_there_are_others(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a long prompt is read, too."""
     passed_over: Counter[tuple[Worker, int]] = Counter()
     longest = 0
@@ -101,6 +103,7 @@ def test_nobody_waits_for_more_turns_than_there_are_others(folder: str, monkeypa
         self._step(gone[0], None)
 
     monkeypatch.setattr(Worker, "_give_turn", counted)
+    folder = str(model_folder("llama", num_layers=4, max_position_embeddings=2048))
     with PPDRuntime(folder, stages=2, transport="local", dtype="float32", max_requests=3) as runtime:
         prompts = [[7] * 1500, [8] * 1500, PROMPT]
         runtime.generate(prompts, max_new_tokens=40, ignore_eos=True)
