@@ -124,10 +124,10 @@ class Worker:
             message = self._receive(self._time_left)
             if isinstance(message, Shutdown):
                 return
-            if message is None:
-                self._give_turn()
-            else:
+            if message is not None:
                 self._dispatch(message)
+            elif self._seats:
+                self._give_turn()
 
     def _receive(self, time_left: Callable[[], float | None]) -> Message | None:
         """The next message that fits this worker, in so many seconds; where peers are is the endpoint's business."""
@@ -207,7 +207,8 @@ class Worker:
     def _begin(self, begin: Begin) -> None:
         self._unknown = 0
         due = [message for message in self._early if message.request == begin.request]
-        self._early = deque((m for m in self._early if m.request in self._requests and m not in due), _MOST_EARLY)
+        others = (message for message in self._early if message.request != begin.request)
+        self._early = deque((message for message in others if message.request in self._requests), _MOST_EARLY)
         self._past.pop(begin.request, None)
         seat = self._seats[begin.request] = Seat(self._endpoint, self.spec.rank, begin, not self.spec.cuts)
         seat.last_turn = self._turns

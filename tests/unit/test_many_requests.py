@@ -81,7 +81,9 @@ def test_several_prompts_in_the_order_given(folder: str, ordinary: OrdinaryDecod
             runtime.generate([[1, 2], []], **settings)
 
 
-def test_nobody_waits_for_more_turns_than_there_are_others(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_more_turns_than_there_are_others(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a long prompt is read, too."""
     passed_over: Counter[tuple[Worker, int]] = Counter()
     longest = 0
@@ -89,21 +91,21 @@ def test_nobody_waits_for_more_turns_than_there_are_others(folder: str, monkeypa
 
     def counted(self: Worker) -> None:
         nonlocal longest
-        ready = [seat for seat in self._seats.values() if seat.wanted.patience == 0]
-        needed = [seat for seat in ready if seat.wanted.work() == Work.NEEDED]
+        works = {seat: seat.wanted.work() for seat in self._seats.values() if seat.wanted.patience == 0}
         gone: list[Seat] = []
         with monkeypatch.context() as patch:
             patch.setattr(self, "_step", lambda seat, reply: gone.append(seat))
             choose(self)
-        for seat in needed:
+        for seat in (seat for seat, work in works.items() if work == Work.NEEDED):
             key = self, seat.begin.request
-            passed_over[key] = 0 if gone == [seat] else passed_over[key] + (gone[0] in needed)
+            passed_over[key] = 0 if gone == [seat] else passed_over[key] + bool(works.get(gone[0]))
             longest = max(longest, passed_over[key])
         self._step(gone[0], None)
 
     monkeypatch.setattr(Worker, "_give_turn", counted)
+    folder = str(model_folder("llama", num_layers=4, max_position_embeddings=2048))
     with PPDRuntime(folder, stages=2, transport="local", dtype="float32", max_requests=3) as runtime:
-        prompts = [[7] * 1500, PROMPT, PROMPT[:2]]
+        prompts = [[7] * 1500, [8] * 1500, PROMPT]
         runtime.generate(prompts, max_new_tokens=40, ignore_eos=True)
     assert 0 < longest <= 2
 
