@@ -26,7 +26,8 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
     for line in lines:
         parts.append(f"## {line['stage']}, {line['seconds']:.0f} s")
         parts += [f"FAILED: {line['error']}"] * bool(line["error"])
-        parts += [_NOTES[line["stage"]]] * (line["stage"] in _NOTES)
+        if line["stage"] in _NOTES:
+            parts.append(_NOTES[line["stage"]])
         parts += _tables(line["rows"])
     return "\n\n".join(parts) + "\n"
 
