@@ -34,6 +34,7 @@ nightly: .venv/test.stamp
 	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 -m nightly tests/processes/test_endings.py -k "kill-3 or interrupt-2"
 	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly tests/processes/test_benchmark_runs.py -k endurance
 	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
+	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/unit/test_server_schema.py
 	for target in decoding stream round_trip; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \
 	done
