@@ -14,7 +14,8 @@ from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
 
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+"""What the extra `server` installs."""
 
 
 @takes(
@@ -53,7 +54,7 @@ def serve(
 
 def check_installed() -> None:
     """Raise ValueError where what the server needs is not installed."""
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"{', '.join(missing)} not installed: run pip install 'ppd-runtime[server]'")
 
 

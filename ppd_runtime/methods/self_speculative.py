@@ -69,9 +69,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         size = len(prompt_ids)
         sampler = self._sampler = Sampler(params, size)
         rule = acceptance_rule(self._acceptance, sampler, size, self.method.steered_by)
-        return speculate(
-            self.method, self.stage, sampler, rule, prompt_ids, params.max_new_tokens, stop, self._progress
-        )
+        return speculate(self.method, self.stage, rule, prompt_ids, params.max_new_tokens, stop, self._progress)
 
     def _counted(self, totals: Totals) -> Totals:
         found = self._progress.outcome(self.method.draft_cost)

@@ -13,7 +13,6 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Speculation
-from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
@@ -110,7 +109,6 @@ class SpeculationCounts:
 def speculate(
     method: SpeculativeMethod,
     stage: Stage,
-    sampler: Sampler,
     rule: AcceptanceRule,
     prompt_ids: Sequence[int],
     most_tokens: int,
@@ -125,7 +123,7 @@ def speculate(
     propose = Propose(rule, recorder)
     method.begin(len(history) + most_tokens)
     states = method.read(history)
-    sampler.note_prompt(stage.logits, states, history)
+    rule.sampler.note_prompt(stage.logits, states, history)
     logits = stage.logits(states)
     began = time.perf_counter()
     token = rule.choose(logits, history)

@@ -30,6 +30,9 @@ class Verdict:
 class AcceptanceRule(Protocol):
     """Draws the tokens of drafts and judges them, for one request."""
 
+    sampler: Sampler
+    """The request's."""
+
     @property
     def takes_highest_logit(self) -> bool:
         """Whether it always takes the highest logit: to choose, and to propose one, its softmax the confidence."""
@@ -65,28 +68,28 @@ class SharedNoise:
     """Keeps what ordinary decoding chooses: equality, with draft and model adding the same noise (docs/design.md)."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self.takes_highest_logit = sampler.plain and sampler.params.logprobs is None
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """Ordinary decoding's token."""
-        return self._sampler.choose(logits, history)
+        return self.sampler.choose(logits, history)
 
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
         """What ordinary decoding would be likeliest to choose if the model ended where the draft did."""
-        scores = self._sampler.noisy_scores(logits, history)
+        scores = self.sampler.noisy_scores(logits, history)
         if most == 1:
-            return [Proposal(*self._sampler.likeliest(scores))]
-        return _likeliest(self._sampler.chances(scores), most)
+            return [Proposal(*self.sampler.likeliest(scores))]
+        return _likeliest(self.sampler.chances(scores), most)
 
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
         """Goes down while a node has a child that is the whole model's choice."""
-        choices = self._sampler.choices(logits)
+        choices = self.sampler.choices(logits)
         if choices is not None:
             return equal_to(choices, draft)
         path, text = [0], list(history)
         while True:
-            token = self._sampler.choose(logits[path[-1]], text)
+            token = self.sampler.choose(logits[path[-1]], text)
             child = draft.child_with(path[-1], token)
             if child is None:
                 return Verdict(tuple(path), token)
@@ -111,19 +114,19 @@ class RejectionSampling:
     """
 
     def __init__(self, sampler: Sampler, draws: Draws) -> None:
-        self._sampler, self._draws = sampler, draws
+        self.sampler, self._draws = sampler, draws
         self.takes_highest_logit = False
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """A draw from p."""
-        token = self._draws.token(self._sampler.distribution(logits, history))
-        self._sampler.note(logits, token)
+        token = self._draws.token(self.sampler.distribution(logits, history))
+        self.sampler.note(logits, token)
         return token
 
     @torch.inference_mode()
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
         """A draw from q; where several are asked for, or q is no distribution, the likeliest, named outright."""
-        chances = self._sampler.distribution(logits, history)
+        chances = self.sampler.distribution(logits, history)
         if most > 1 or chances[0].isnan():
             return _likeliest(chances, most)
         token = self._draws.token(chances)
@@ -134,9 +137,9 @@ class RejectionSampling:
         """Goes down while a child stays."""
         path, text = [0], list(history)
         while True:
-            chances = self._sampler.distribution(logits[path[-1]], text)
+            chances = self.sampler.distribution(logits[path[-1]], text)
             child, token = self._decide(draft, path[-1], chances)
-            self._sampler.note(logits[path[-1]], token)
+            self.sampler.note(logits[path[-1]], token)
             if child is None:
                 return Verdict(tuple(path), token)
             path.append(child)

@@ -57,7 +57,6 @@ MESSAGES: tuple[Message, ...] = (
     HeadStart(1, 1, 5, (17, 18), STATE.expand(1, 2, 8), [], 12.5),
     Token(0, 1, 5, 17, 1),
     Token(0, 1, 5, 17, 1, STATE.half()),
-    Token(0, 1, 5, 17, 1, None, (-0.5, -0.25, -1.5), (17, 18)),
     Entries(1, 1, 5, ENTRIES, 12.75),
     End(0, 1),
     Cancel(-1, 2),
@@ -76,6 +75,7 @@ MESSAGES: tuple[Message, ...] = (
     PromptStates(1, 1, 2, 256, STATE),
     Rows(1, 1, 2, 7, (12, 13), (11, 11), (5, 5), (17, 18), STATE.expand(1, 2, 8), 12.5),
     Guesses(1, 1, 2, 7, (12,), (17, 18), (500_000, 250_000)),
+    Token(0, 1, 5, 17, 1, None, (-0.5, -0.25, -1.5), (17, 18)),
 )
 
 

@@ -16,6 +16,7 @@ import pytest
 from servers import DEADLINE_S, Running, Stepwise, running
 
 from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.cli.serve import check_installed
 from ppd_runtime.server.gate import logger
 from ppd_runtime.server.run import Prepared
 from ppd_runtime.server.settings import ServerSettings
@@ -264,3 +265,9 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
     for wrong in ({"port": 70000}, {"max_waiting": -1}, {"cors_origin": ("*",)}, {"ssl_certfile": Path("a")}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerSettings(**wrong)
+
+
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppd_runtime.cli.serve.NEEDED", ("json", "no_such_package"))
+    with pytest.raises(ValueError, match=r"^no_such_package not installed: run pip install 'ppd-runtime\[server\]'$"):
+        check_installed()

@@ -12,7 +12,7 @@ from servers import DEADLINE_S, Running, running
 
 from ppd_runtime import OrdinaryDecoding
 
-_EXAMPLES = int(os.environ.get("PPD_REQUESTS", "15"))
+_EXAMPLES = int(os.environ.get("PPD_REQUESTS", "8"))
 """Of each path; hundreds in the night."""
 _PATHS = (
     "/v1/completions",
@@ -30,7 +30,7 @@ _PATHS = (
 
 @pytest.fixture(scope="module")
 def server(model_folder) -> Iterator[Running]:
-    with running(OrdinaryDecoding(model_folder("llama", num_layers=2)), request_timeout_s=0.2) as found:
+    with running(OrdinaryDecoding(model_folder("llama", num_layers=2)), request_timeout_s=0.02, max_waiting=3) as found:
         yield found
 
 
