@@ -64,6 +64,7 @@ READ_BY_PRODUCTS = "read_by_products"
 """What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
 _GROUPED_ATTENTION, _FEW_TOKENS_ATTENTION = "ppd_grouped_sdpa", "ppd_few_tokens"
 _MOST_ROWS = 2**24
+_ALIGNED = 8  # PyTorch's attention on GPUs takes masks of rows that it knows to be a multiple of this
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
 _NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
 _INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
@@ -254,7 +255,7 @@ def _example(
         return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
     own_rows = torch.zeros(tokens, dtype=torch.int64)
     keys, values = _example_rows(piece, weights, index, hidden)
-    rows = {0: ATTENDED_ROWS * torch.export.Dim("blocks", min=1, max=_MOST_ROWS // ATTENDED_ROWS)}
+    rows = {0: _ALIGNED * torch.export.Dim("blocks", min=ATTENDED_ROWS // _ALIGNED, max=_MOST_ROWS // _ALIGNED)}
     inputs = (hidden, own_rows, keys, values)
     if tokens == 1:
         return OneTokenLayer(piece, index, window), (*inputs, weights), (None, None, rows, rows, of_weights)
@@ -290,14 +291,17 @@ def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -
 
 
 def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the shapes that the layer writes."""
+    """Rows of the shapes that the layer writes, in memory of their own: of a cache's, a compiler that wonders whether
+    keys and values overlap would find the most rows at which they do not.
+    """
     cache = PreallocatedLayer(2 * ATTENDED_ROWS, None)
     feed = {"inputs_embeds": hidden, "past_key_values": SomeLayersCache([cache], [index]), "use_cache": True}
     torch.func.functional_call(piece, weights, (), feed)
     cache.length = ATTENDED_ROWS
     for module in piece.modules():  # long-RoPE's second table is made in a pass, and is not to be this pass' own
         vars(module).pop("long_inv_freq", None)
-    return cache.next_rows()
+    keys, values = cache.next_rows()
+    return torch.empty_like(keys), torch.empty_like(values)
 
 
 def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
