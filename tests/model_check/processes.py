@@ -220,7 +220,7 @@ class SharedExchange(exchange.MessageExchange):
         caller = getcurrent()
         if not self._inboxes[request]:
             caller.timeout = timeout
-            caller.parent.switch()
+            caller.parent.switch(None)
         return self._inboxes[request].popleft() if self._inboxes[request] else None
 
     def run(self, callers: list[Caller], process: Process) -> None:

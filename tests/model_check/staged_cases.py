@@ -43,11 +43,16 @@ TWO_CANDIDATES = Case("two stages, two candidates", stages(3, 2, 2, 1, k=2))
 REFINED = Case("three stages, a fault, a deviation", stages(2, 3, 1, boundaries=_REFINED), 1, Bounds(deviations=1))
 MENDED = Case("two stages, what is sent again", mendable(stages(3, 2, 1, 0)), 1, Bounds(deviations=2))
 MISSED = Case("two stages, a wrong guess, a fault, two deviations", stages(3, 2, 0, 1), 1, Bounds(deviations=2))
-TWO_AT_ONCE = Case("two stages, two requests at once, a deviation", at_once(stages(2, 2, 1)), 0, Bounds(deviations=1))
+TWO_AT_ONCE = Case("two stages, two requests at once, a fault, a deviation", at_once(stages(2, 2, 1)), 1, Bounds(1))
 STAGED_QUICK = (
     TWO_AT_ONCE,
-    Case("two stages, two requests at once, a fault", at_once(stages(2, 2, 1)), 1, Bounds(deviations=0)),
-    Case("three stages, two requests at once", at_once(stages(2, 3, 1, boundaries=_REFINED)), 0, Bounds(0)),
+    Case("two stages, two requests at once, eight deviations", at_once(stages(2, 2, 1)), 0, Bounds(8)),
+    Case(
+        "three stages, two requests at once, two deviations",
+        at_once(stages(2, 3, 1, boundaries=_REFINED)),
+        0,
+        Bounds(2),
+    ),
     TWO_STAGES,
     TWO_CANDIDATES,
     REFINED,
@@ -70,7 +75,8 @@ STAGED_QUICK = (
 
 _MOST = 1_000_000
 STAGED_DEEP = (
-    Case("two stages, two requests at once, a fault, a deviation", at_once(stages(2, 2, 1, 0)), 1, Bounds(1)),
+    Case("two stages, two requests at once, a fault, three deviations", at_once(stages(2, 2, 1, 0)), 1, Bounds(3)),
+    Case("three stages, two requests at once, a fault", at_once(stages(2, 3, 1, boundaries=_REFINED)), 1, Bounds(1)),
     Case("two stages, a fault, four tokens", stages(4, 2, 1, 0), 1, Bounds(most_states=_MOST)),
     Case("two stages, two faults, all turns", stages(2, 2, 1), 2, Bounds(most_states=_MOST)),
     Case("two stages, two candidates, a fault, three deviations", stages(3, 2, 2, 1, k=2), 1, Bounds(3)),

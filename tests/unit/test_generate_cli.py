@@ -43,6 +43,9 @@ WITHOUT_OPTION = {
     "trace": "--trace FILE and --timeline FILE ask for it, and say where it goes",
     "logits_processors": "functions are not typed on a command line",
     "num_generated": "goes on with an earlier request, which a command has not",
+    "max_requests": "a command has one request; `ppd serve` has an option for it",
+    "logprobs": "numbers for programs: Python and `ppd serve` give them",
+    "prompt_logprobs": "numbers for programs, too",
 }
 JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - {"placement_timeout_s", "gpus_per_worker"} | {
     "launcher",  # a job's is Ray

@@ -214,7 +214,7 @@ def test_a_tokenizers_encoding_is_the_texts_prompt(ordinary: OrdinaryDecoding) -
         (torch.zeros(1, 0, dtype=torch.int64), "the prompt is empty"),
         (BatchEncoding({"attention_mask": [1]}), "has no input_ids"),
         (BatchEncoding({"input_ids": [0, 5], "attention_mask": [0, 1]}), "without padding"),
-        (["a text", "another"], "token id 'a text'"),
+        (["a text", 5], "prompt 2 of 2 is 5: give a list of texts, or one prompt"),
         (b"bytes", "give a text or a list of token ids"),
         (None, "give a text or a list of token ids"),
         (5, "give a text or a list of token ids"),
