@@ -49,6 +49,7 @@ _RUNTIME = (
     "placement_timeout_s",
     "gpus_per_worker",
     "max_restarts",
+    "max_requests",
     "dtype",
     "device",
     "threads_per_worker",
@@ -157,12 +158,13 @@ def _answer(
     _say(f"{len(results.done)} of {len(requests)} prompts are done in {results.path}")
     if not left:
         return
+    from ppd_runtime.methods.several import as_they_end
+
     _connect()
     with runtime:
         pace = _Pace()
-        for index in left:
-            for _ in requests[index]:
-                pass
+        for number in as_they_end([requests[index] for index in left], runtime.max_requests):
+            index = left[number]
             result = requests[index].result
             results.append(index, {"prompt": prompts[index], **_row(result)})
             _say(

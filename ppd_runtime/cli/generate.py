@@ -61,7 +61,8 @@ class Outputs:
         return self.trace is not None or self.timeline is not None
 
 
-_LAYOUT = (
+LAYOUT_PANEL = "Pipelined decoding"
+LAYOUT_SETTINGS = (
     "k",
     "stages",
     "cuts",
@@ -79,7 +80,7 @@ _LAYOUT = (
     "run_ahead",
     "max_restarts",
 )
-LAYOUT = options.group(RuntimeConfig, _LAYOUT, panel="Pipelined decoding", given_only=True)
+LAYOUT = options.group(RuntimeConfig, LAYOUT_SETTINGS, panel=LAYOUT_PANEL, given_only=True)
 """The options of pipelined decoding."""
 
 

@@ -9,8 +9,9 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.generate import LAYOUT, Method, show_progress
+from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, Method, show_progress
 from ppd_runtime.cli.options import Settings, takes
+from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
 
@@ -20,7 +21,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @takes(
     server=options.group(ServerSettings),
-    layout=LAYOUT,
+    layout=options.group(RuntimeConfig, (*LAYOUT_SETTINGS, "max_requests"), panel=LAYOUT_PANEL, given_only=True),
     drafting=DRAFTING,
     swift=SWIFT,
     place=options.COMPILED,

@@ -1,7 +1,7 @@
 """Several requests of one call: lists of prompts, and several texts for one prompt."""
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -58,15 +58,27 @@ def with_seeds(params: SamplingParams, n: int | None) -> list[SamplingParams]:
 
 
 def exhaust_all(requests: Sequence[Cancellable], at_once: int) -> None:
-    """Run every request to its end, `at_once` at a time; where one fails, or Ctrl-C comes, the others are cancelled."""
+    """Run every request to its end, as `as_they_end` does."""
+    for _ in as_they_end(requests, at_once):
+        pass
+
+
+def as_they_end(requests: Sequence[Cancellable], at_once: int) -> Iterator[int]:
+    """Run every request, `at_once` at a time, and give each one's number when it has ended.
+
+    Where one fails, or Ctrl-C comes, the others are cancelled.
+    """
     if at_once == 1 or len(requests) == 1:
-        for request in requests:
+        for number, request in enumerate(requests):
             exhaust(request)
+            yield number
         return
     with ThreadPoolExecutor(min(at_once, len(requests)), "ppd-request") as pool:
+        numbers = {pool.submit(exhaust, request): number for number, request in enumerate(requests)}
         try:
-            for _ in pool.map(exhaust, requests):
-                pass
+            for ended in as_completed(numbers):
+                ended.result()
+                yield numbers[ended]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for request in requests:

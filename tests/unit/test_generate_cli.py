@@ -47,7 +47,7 @@ WITHOUT_OPTION = {
     "logprobs": "numbers for programs: Python and `ppd serve` give them",
     "prompt_logprobs": "numbers for programs, too",
 }
-JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - {"placement_timeout_s", "gpus_per_worker"} | {
+JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - {"placement_timeout_s", "gpus_per_worker", "max_requests"} | {
     "launcher",  # a job's is Ray
     "ray_address",  # of the cluster that it runs on
     "run_ahead",
