@@ -94,9 +94,13 @@ class AsyncDecoding(Generic[Decoder]):
         """Stop what runs, and close the generator; a second call does nothing."""
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
+    def end_threads(self) -> None:
+        """Take no further requests; the generator stays open."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _close(self) -> None:
         self.generator.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.end_threads()
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

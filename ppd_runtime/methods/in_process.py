@@ -1,6 +1,5 @@
 """What ways of decoding share that run in this process: threads, the clock, the ledger and the trace of a request."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 
@@ -90,12 +89,10 @@ class OneProcessDecoding(TextGenerator):
         tokens = self._tokens(prompt_ids, params, stop)
         recorder.begin(self.config.trace)
         while reason is None:
-            began = time.perf_counter()
-            recorder.resume()
+            began = recorder.resume()
             token, right, reason = next(tokens)
-            recorder.pause()
+            spent += recorder.pause() - began  # the caller's own time between two tokens does not count
             reason = reason or ending.reason()
-            spent += time.perf_counter() - began  # the caller's own time between two tokens does not count
             first, first_ledger = first or spent, first_ledger or recorder.ledger()
             yield Step(token, right, reason is not None, self._sampler.take_logprobs())
         totals = Totals(

@@ -96,6 +96,11 @@ class Server(uvicorn.Server):
         self._keep(self._look_after_workers())
         self._on_started()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more, and leave no thread."""
+        await super().shutdown(sockets)
+        self.service.decoding.end_threads()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal refuses new requests and lets the others finish, a second one ends everything."""
         at_once = bool(self._captured_signals) or not self.started

@@ -29,22 +29,25 @@ class Recorder:
         self._num_spans = 0
         self._spent = [0.0] * len(Kind)
         self._between = 0.0
-        self._last = time.perf_counter()
+        self.began = self._last = time.perf_counter()
+        """When the request began, by this clock."""
 
     @property
     def traced(self) -> bool:
         """Whether single spans are kept."""
         return self._spans is not None
 
-    def pause(self) -> None:
-        """Stop the clock: what follows, up to `resume`, is not the request's."""
+    def pause(self) -> float:
+        """Stop the clock, and say when: what follows, up to `resume`, is not the request's."""
         now = time.perf_counter()
         self._between += now - self._last
         self._last = now
+        return now
 
-    def resume(self) -> None:
-        """Start the clock again."""
+    def resume(self) -> float:
+        """Start the clock again, and say when."""
         self._last = time.perf_counter()
+        return self._last
 
     def note(
         self,

@@ -63,7 +63,7 @@ class Seat:
         self.last_turn = 0
         """The worker's turn that it got last."""
         self.finished: Finished | None = None
-        self._began = self._released = self._asked = time.perf_counter()
+        self._released = self._asked = self.recorder.began
         self._first_token, self._stalled = 0.0, 0.0
         self._first_ledger: LatencyBreakdown | None = None
         self._hold_tokens = not begin.live and begin.params.logprobs is None
@@ -106,15 +106,14 @@ class Seat:
     def finish(self, main: Decider) -> None:
         """The main process' end: tell the client all that it has not been told."""
         self.release_tokens()
-        self.recorder.pause()
-        ledger = self.recorder.ledger()
+        ended, ledger = self.recorder.pause(), self.recorder.ledger()
         self.finished = Finished(
             sender=self._rank,
             request=self.begin.request,
             reason=main.finish_reason,
             num_tokens=len(main.history) - len(self.begin.prompt_ids),
             path=PathStats(
-                latency_s=time.perf_counter() - self._began,
+                latency_s=ended - self.recorder.began,
                 time_to_first_token_s=self._first_token,
                 stall_s=self._stalled,
                 main_layer_passes=main.layer_passes,
@@ -146,7 +145,7 @@ class Seat:
 
     def _note_token(self, addresses: Sequence[int], message: Token) -> None:
         if not self._first_token:
-            self._first_token = time.perf_counter() - self._began
+            self._first_token = self.recorder.pause() - self.recorder.began
             self._first_ledger = self.recorder.ledger()
         if CLIENT in addresses and message.winner != NOT_ASKED and self._notes_verdicts:
             self.recorder.note_verdict(message.position, message.token_id, message.winner)

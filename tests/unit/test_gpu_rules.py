@@ -23,7 +23,6 @@ from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.pipeline.messages import MAIN, ExitState
 from ppd_runtime.pipeline.wire import encode
@@ -136,7 +135,7 @@ def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, m
     make = lambda: export.layer_for(export._model(config, dtype), 0, passes)  # noqa: E731
     program = export._export(make, 0, None, dtype, torch.device("cpu"), passes)
     rows = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][2].shape[0]
-    assert rows.node.expr.as_coeff_Mul()[0] == ATTENDED_ROWS
+    assert rows.node.expr.as_coeff_Mul()[0] == 8
 
 
 def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
