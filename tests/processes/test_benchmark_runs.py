@@ -113,6 +113,7 @@ def test_stages_beside_other_ways_of_using_two_cores():
     assert found["contention"]["match_rate"] == found["first_boundary"][0] / 5
 
 
+@nightly
 def test_startup():
     rows = figures(startup, "--rounds 1 --layouts threads-1")["rows"]
     assert [row["state"] for row in rows] == ["cold", "warm"]
@@ -166,6 +167,7 @@ def test_contention():
     assert found["bounds"]["theorem"] == pytest.approx(2 / 3)
 
 
+@nightly
 @needs_compiler
 def test_passes():
     found = figures(passes, "--model random:64x2 --tokens 1,3 --position 70 --rounds 1")

@@ -54,7 +54,7 @@ def others(monkeypatch):
     [
         ({"k": 1, "launcher": "processes"}, ("the main process", "sub-process 1")),
         ({"stages": 2, "launcher": "processes"}, ("stage 2", "stage 1")),
-        ({"k": 1, "launcher": "ray"}, ("the main process", "sub-process 1")),
+        pytest.param({"k": 1, "launcher": "ray"}, ("the main process", "sub-process 1"), marks=nightly),
     ],
     ids=str,
 )

@@ -69,13 +69,8 @@ def test_stop_texts_statistics_and_traces_span_the_border(folder: str) -> None:
         assert timed_out.finish_reason == "timeout"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama, longrope",
-        *(pytest.param(name, marks=nightly) for name in ("llama, overlooked layer kinds", "granite, multipliers")),
-    ],
-)
+@nightly
+@pytest.mark.parametrize("name", ["llama, longrope", "llama, overlooked layer kinds", "granite, multipliers"])
 def test_compiled(name: str, tmp_path: Path) -> None:
     """Compiled code keeps to the same borders, windows and multipliers, drafts and verifications too."""
     folder = saved(name, tmp_path)

@@ -66,6 +66,7 @@ def test_json_holds_the_oracles_tokens(folder, method):
     assert sum(output["stats"]["ledger"].values()) == pytest.approx(output["stats"]["latency_s"], rel=0.03)
 
 
+@nightly
 def test_streams_prompt_and_text_over_ray(folder, tmp_path):
     expected = OrdinaryDecoding(folder).generate("The quick", max_new_tokens=8)
     file = tmp_path / "prompt.txt"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding
 
@@ -147,6 +148,7 @@ def check_results(out: Path, folder: str, prompts: list[str], compared: set[int]
         assert rows[index]["finish_reason"] == expected.finish_reason
 
 
+@nightly
 def test_a_killed_job_goes_on_where_it_was(cluster, folder, arguments, tmp_path):
     """Nothing is lost or done twice; meanwhile a lost sub-process comes back and the node exports what it was."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"

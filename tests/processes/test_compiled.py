@@ -94,7 +94,7 @@ def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, kept: Path, dt
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=nightly)])
 def test_compiled_layers_compute_what_the_librarys_do(model_folder: ModelFolder, kept: Path, family: str) -> None:
     """In float32, with windows that roll and without; the rounding differs, so does how far it grows from here."""
     stage = load_eager(model_folder(family))
@@ -125,7 +125,7 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["mistral", pytest.param("gemma2", marks=nightly)])
 def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFolder, kept: Path, family: str) -> None:
     """By code for so many or for several; with windows that roll, on both sides of a step of the attended rows."""
     stage = load_eager(model_folder(family))
@@ -148,7 +148,7 @@ def test_a_compiled_chain_is_what_the_library_makes_of_it(model_folder: ModelFol
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", pytest.param("qwen3", marks=nightly)])
 def test_a_chains_bits_are_those_of_its_tokens_alone(family: str, model_folder: ModelFolder, kept: Path) -> None:
     """So one pass over drafts says what ordinary decoding would, to the last bit; windows roll here, too."""
     model = load_eager(model_folder(family)).model
@@ -193,6 +193,7 @@ def test_compiled_trees_and_sparse_layers_are_the_librarys(model_folder: ModelFo
                 assert not torch.equal(ours, theirs), "the library's code ran"
 
 
+@nightly
 @needs_compiler
 def test_a_compiled_adapter_is_the_librarys(model_folder: ModelFolder, kept: Path) -> None:
     """Over one state and over several, behind a prompt."""

@@ -49,6 +49,7 @@ def test_threads(model_folder, dtype, monkeypatch):
         check(ordinary, k=k, exit_layer=exit_layer, transport="local")
 
 
+@nightly
 def test_threads_with_fewer_workers_than_candidates(model_folder):
     ordinary = OrdinaryDecoding(str(model_folder("llama", num_layers=5)), dtype="float32", compile=True)
     check(ordinary, k=3, workers=1, exit_layer=3, transport="local")

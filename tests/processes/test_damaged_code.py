@@ -64,6 +64,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
+@nightly
 @pytest.mark.parametrize("damage", [flip, clear, cut])
 def test_libraries_of_layers(
     damage: Callable[[Path], None], model: str, made: tuple, cache: Path, caplog: pytest.LogCaptureFixture

@@ -161,6 +161,7 @@ def test_two_runtimes_in_one_program(folder, expected, tmp_path, launcher):
         assert lines[4] == "False", "Ray is not started again behind the program's back"
 
 
+@nightly
 def test_the_programs_own_ray(folder, expected, tmp_path):
     lines, _ = run(tmp_path, BEGIN + OWN_RAY, folder=folder)
     assert lines[0] == f"processes {expected} False"

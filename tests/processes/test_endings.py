@@ -35,7 +35,7 @@ def workers(program):
     [
         ("processes", "kill"),
         ("processes", "interrupt"),
-        ("ray", "terminate"),
+        pytest.param("ray", "terminate", marks=nightly),
         pytest.param("processes", "exception", marks=nightly),
         pytest.param("processes", "terminate", marks=nightly),
         pytest.param("ray", "exception", marks=nightly),

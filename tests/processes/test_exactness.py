@@ -93,7 +93,6 @@ def test_threads_in_every_layout(model_folder, family, dtype):
     ("family", "dtype", "k", "exit_layer", "lengths"),
     [
         ("mistral", "bfloat16", 1, 3, BY_DAY),
-        ("gemma2", "float32", 3, 4, BY_DAY),
         *(
             pytest.param(*pair, *LAYOUTS[number % len(LAYOUTS)], LENGTHS, marks=nightly)
             for number, pair in enumerate(itertools.product(FAMILIES, DTYPES))

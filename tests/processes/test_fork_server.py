@@ -5,6 +5,7 @@ import time
 
 import psutil
 import pytest
+from grids import nightly
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -55,6 +56,7 @@ def test_runtimes_of_one_program_share_it(folder, expected, monkeypatch):
         assert not forking()
 
 
+@nightly
 def test_a_killed_server_takes_nobody_with_it_and_has_a_successor(folder, expected, caplog):
     with PPDRuntime(folder, k=1, launcher="processes") as runtime:
         stream = runtime.stream(PROMPT, **SETTINGS)

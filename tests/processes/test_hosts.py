@@ -235,7 +235,8 @@ def test_tokens_on_two_hosts(two_hosts, ordinary, transport, run_ahead):
         is_linked_or_not(hosts, transport)
 
 
-@pytest.mark.parametrize("transport", [pytest.param("collective", marks=nightly), "zeromq"])
+@nightly
+@pytest.mark.parametrize("transport", ["collective", "zeromq"])
 def test_stages_on_two_hosts(two_hosts, ordinary, transport):
     with runtime_on(two_hosts, ordinary, transport, stages=2, k=2, rows=2) as (hosts, _, ask, text):
         assert tuple(ask({"max_new_tokens": NUM_TOKENS})["tokens"]) == text

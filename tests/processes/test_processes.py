@@ -169,6 +169,7 @@ def test_a_worker_that_is_stopped_is_replaced(folder, rehearsed_at_length, monke
     assert not worker_processes()
 
 
+@nightly
 def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
     """The whole machine was asleep: the answer is late, and comes in a moment."""
     monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 0.5)
@@ -188,6 +189,7 @@ def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
         assert "has not answered" in reason
 
 
+@nightly
 def test_who_is_stopped_while_it_starts_has_failed(folder, monkeypatch):
     monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 1.0)
     stopper = threading.Thread(target=lambda: _until_there("sub-1").send_signal(signal.SIGSTOP))

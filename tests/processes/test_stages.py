@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
@@ -41,7 +42,7 @@ def test_texts_are_ordinary_decodings(ordinary, settings, way):
             assert sum(result.stats.first_boundary) == result.stats.new_tokens - 1
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=nightly), 4])
 def test_compiled(ordinary, rows):
     compiled = OrdinaryDecoding("demo", dtype="float32", compile=True)
     with PPDRuntime("demo", stages=2, rows=rows, dtype="float32", compile=True, launcher="processes") as runtime:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding, decode, open_method
 from ppd_runtime.cost_model.theory import drafting_ratio
@@ -21,7 +22,7 @@ from ppd_runtime.models.trained.probe import Probe, ProbeInfo, save_probe
 from ppd_runtime.tracing.spans import Kind
 
 ModelFolder = Callable[..., Path]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+FAMILIES = ["llama", "gemma2", *(pytest.param(name, marks=nightly) for name in ("mistral", "qwen2", "qwen3"))]
 NUM_LAYERS, EXIT_LAYER = 5, 2
 PROMPTS = ([5], [40, 7, 291, 65, 133, 9, 12, 250], list(range(20, 44)))
 GREEDY = {}
