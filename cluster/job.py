@@ -50,6 +50,7 @@ _RUNTIME = (
     "gpus_per_worker",
     "max_restarts",
     "max_requests",
+    "max_cache_tokens",
     "dtype",
     "device",
     "threads_per_worker",

@@ -48,13 +48,15 @@ SHARED = "shared"
 USUAL_K = 3
 """Candidates, where nothing says how many."""
 _MOST_ROWS = 64
-_USUAL_REQUESTS, _MOST_REQUESTS = 8, 256  # at once
+_USUAL_REQUESTS = 8  # at once
+_NUMBERS = (("rows", 1, _MOST_ROWS), ("max_requests", 1, 256), ("max_cache_tokens", 2, None))  # least and most
 _FOR_STAGES: Mapping[str, object] = {
     "rows": None,
     "repetitions": True,
     "guess_vocab": None,
     "guess_counts": None,
     "max_requests": None,
+    "max_cache_tokens": None,
 }
 """Settings of the staged layout alone, with what they are where they are not given."""
 
@@ -91,6 +93,9 @@ class RuntimeConfig:
     """A JSON file of token ids and counts, by which `guess_vocab` chooses; default: the tokenizer's order."""
     max_requests: int | None = None
     """With `stages`, requests that are decoded at once, 8 by default; further calls wait for their turn."""
+    max_cache_tokens: int | None = None
+    """With `stages`, tokens of all requests at once, prompts' and new ones: further calls wait until there is room.
+    Default: `max_requests` alone bounds what stages keep."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -174,10 +179,9 @@ class RuntimeConfig:
         self._check_network()
 
     def _check_stages(self) -> None:
-        if self.rows is not None:
-            check_int("rows", self.rows, 1, _MOST_ROWS)
-        if self.max_requests is not None:
-            check_int("max_requests", self.max_requests, 1, _MOST_REQUESTS)
+        for name, least, most in _NUMBERS:
+            if (number := getattr(self, name)) is not None:
+                check_int(name, number, least, most)
         if isinstance(self.cuts, str):
             object.__setattr__(self, "cuts", _parsed_cuts(self.cuts))
         if self.cuts is not None:

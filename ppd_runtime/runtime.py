@@ -26,6 +26,7 @@ from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transp
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
@@ -86,7 +87,7 @@ class PPDRuntime(TextGenerator):
         if isinstance(heads, dict) and not self.config.stages:
             for head in heads.values():
                 head.check_layers([self.exit_layer])
-        super().__init__(info, load_tokenizer(info), self.config.requests_at_once)
+        super().__init__(info, load_tokenizer(info), Turns(self.config.requests_at_once, self.config.max_cache_tokens))
         self._specs = _worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
         self._share = self._place_workers()
         self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]

@@ -15,13 +15,14 @@ from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
 
+_LAYOUT = (*LAYOUT_SETTINGS, "max_requests", "max_cache_tokens")
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 """What the extra `server` installs."""
 
 
 @takes(
     server=options.group(ServerSettings),
-    layout=options.group(RuntimeConfig, (*LAYOUT_SETTINGS, "max_requests"), panel=LAYOUT_PANEL, given_only=True),
+    layout=options.group(RuntimeConfig, _LAYOUT, panel=LAYOUT_PANEL, given_only=True),
     drafting=DRAFTING,
     swift=SWIFT,
     place=options.COMPILED,

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class TextGenerator(ABC):
-    """Something that continues a prompt; `most_at_once` calls of several threads at a time, the others wait."""
+    """Something that continues a prompt; calls of several threads have `turns`, by default one after the other."""
 
-    def __init__(self, info: ModelInfo, tokenizer: PreTrainedTokenizerBase, most_at_once: int = 1) -> None:
+    def __init__(self, info: ModelInfo, tokenizer: PreTrainedTokenizerBase, turns: Turns | None = None) -> None:
         self.info, self.tokenizer = info, tokenizer
-        self._turns = Turns(most_at_once)
+        self._turns = turns or Turns(1)
         self._endings: list[Ending] = []
         """Of the requests whose turn it is."""
 
@@ -114,7 +114,7 @@ class TextGenerator(ABC):
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
         requests, alone = self.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
-        self._turns.check_own()
+        self._turns.check_own(max(request.most_tokens for request in requests))
         exhaust_all(requests, self.max_requests)
         return requests[0].result if alone else [request.result for request in requests]
 
@@ -203,23 +203,25 @@ class TextGenerator(ABC):
                 raise ValueError(f"stop_token_ids={token}: is outside the vocabulary, choose 0 to {last}")
         if params.num_generated > prompt_size:
             raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
-        most, wanted = self.info.max_positions, prompt_size + params.max_new_tokens
-        if most is not None and wanted > most:
-            raise ValueError(
-                f"{prompt_size} prompt tokens and max_new_tokens={params.max_new_tokens} make {wanted}, more than "
-                f"the model's {most} positions: shorten the prompt or ask for fewer tokens"
-            )
+        wanted = prompt_size + params.max_new_tokens
+        bounds = (self.info.max_positions, "the model's {} positions"), (self._turns.most_tokens, "max_cache_tokens={}")
+        for most, bound in bounds:
+            if most is not None and wanted > most:
+                raise ValueError(
+                    f"{prompt_size} prompt tokens and max_new_tokens={params.max_new_tokens} make {wanted}, more than "
+                    f"{bound.format(most)}: shorten the prompt or ask for fewer tokens"
+                )
 
     @contextmanager
-    def _turn(self, ending: Ending) -> Iterator[None]:
-        """A request's turn."""
-        holder = self._turns.take()
+    def _turn(self, ending: Ending, tokens: int) -> Iterator[None]:
+        """The turn of a request of so many tokens, those that it may get among them."""
+        turn = self._turns.take(tokens)
         self._endings.append(ending)
         try:
             yield
         finally:
             self._endings.remove(ending)
-            self._turns.give_back(holder)
+            self._turns.give_back(turn)
 
 
 class Generation(Iterator[TokenEvent]):
@@ -228,6 +230,8 @@ class Generation(Iterator[TokenEvent]):
     def __init__(
         self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
     ) -> None:
+        self.most_tokens = len(prompt_ids) + params.max_new_tokens
+        """Of the prompt, and those that it may get."""
         self._outcome: list[GenerationResult] = []
         self._ending = Ending(params.timeout_s)
         # The running generator knows nothing of this object: dropped in the middle, it ends at once.
@@ -264,7 +268,7 @@ class _Request:
     def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""
         with (
-            self._generator._turn(self._ending),
+            self._generator._turn(self._ending, len(self._prompt_ids) + self._params.max_new_tokens),
             closing(in_parts(self._generator, self._prompt_ids, self._params, self._live, self._ending)) as steps,
         ):
             text = TextStream(self._generator.tokenizer, self._params.stop)

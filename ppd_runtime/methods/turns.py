@@ -1,56 +1,71 @@
-"""Whose request is served: so many at once, first come, first served."""
+"""Whose request is served: so many at once, and so many tokens of theirs; first come, first served."""
 
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 
 _TURN_DEADLINE_S = 3600.0
 MOST_WAITING = 1024
 """Calls that wait for their turn."""
 
 
-class Turns:
-    """Room for `most` requests at once."""
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A request's, which a thread has taken."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    thread: int
+    tokens: int
+    """Of its prompt, and those that it may get."""
+
+
+class Turns:
+    """Room for `most` requests at once, and for `most_tokens` of theirs in all; None: for any number of tokens."""
+
+    def __init__(self, most: int, most_tokens: int | None = None) -> None:
+        self.most, self.most_tokens = most, most_tokens
         self._changed = threading.Condition()
-        self._holders: list[int] = []
+        self._taken: list[Turn] = []
         self._queue: deque[object] = deque()
 
-    def check_own(self) -> None:
-        """Raise RuntimeError where all turns are this thread's own: it would wait for itself."""
-        if self._holders.count(threading.get_ident()) == self.most:
-            others = "another stream" if self.most == 1 else f"{self.most} other streams"
-            is_open = "is" if self.most == 1 else "are"
-            raise RuntimeError(f"{others} of this runtime {is_open} open in this thread: exhaust or close one first")
+    def check_own(self, tokens: int = 0) -> None:
+        """Raise RuntimeError where this thread's own turns leave no room for a request: it would wait for itself."""
+        own = [turn for turn in self._taken if turn.thread == threading.get_ident()]
+        if own and not self._fits(own, tokens):
+            others = "another stream" if len(own) == 1 else f"{len(own)} other streams"
+            are = "is" if len(own) == 1 else "are"
+            raise RuntimeError(f"{others} of this runtime {are} open in this thread: exhaust or close one first")
 
-    def take(self) -> int:
-        """Wait for a turn; gives what `give_back` takes.
+    def take(self, tokens: int = 0) -> Turn:
+        """Wait for a turn for a request of so many tokens, `most_tokens` at the most; `give_back` takes what it gives.
 
         Raises:
-            RuntimeError: all turns are this thread's own, or too many wait.
-            TimeoutError: others have held them for too long.
+            RuntimeError: this thread would wait for itself, or too many wait.
+            TimeoutError: others have held theirs for too long.
         """
-        deadline, ticket, thread = time.monotonic() + _TURN_DEADLINE_S, object(), threading.get_ident()
-        self.check_own()
+        deadline, turn = time.monotonic() + _TURN_DEADLINE_S, Turn(threading.get_ident(), tokens)
+        self.check_own(tokens)
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
                 raise RuntimeError(f"{MOST_WAITING} calls wait for this runtime: try again later")
-            self._queue.append(ticket)
+            self._queue.append(turn)
             try:
-                while self._queue[0] is not ticket or len(self._holders) == self.most:
+                while self._queue[0] is not turn or not self._fits(self._taken, tokens):
                     if (left := deadline - time.monotonic()) <= 0:
                         raise TimeoutError(f"other calls have held this runtime for {_TURN_DEADLINE_S:.0f} s")
                     self._changed.wait(left)
-                self._holders.append(thread)
+                self._taken.append(turn)
             finally:
-                self._queue.remove(ticket)
+                self._queue.remove(turn)
                 self._changed.notify_all()
-        return thread
+        return turn
 
-    def give_back(self, holder: int) -> None:
+    def give_back(self, turn: Turn) -> None:
         """The turn is over."""
         with self._changed:
-            self._holders.remove(holder)
+            self._taken.remove(turn)
             self._changed.notify_all()
+
+    def _fits(self, beside: list[Turn], tokens: int) -> bool:
+        room = self.most_tokens is None or sum(turn.tokens for turn in beside) + tokens <= self.most_tokens
+        return room and len(beside) < self.most

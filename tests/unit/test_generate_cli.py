@@ -44,10 +44,12 @@ WITHOUT_OPTION = {
     "logits_processors": "functions are not typed on a command line",
     "num_generated": "goes on with an earlier request, which a command has not",
     "max_requests": "a command has one request; `ppd serve` has an option for it",
+    "max_cache_tokens": "the same",
     "logprobs": "numbers for programs: Python and `ppd serve` give them",
     "prompt_logprobs": "numbers for programs, too",
 }
-JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - {"placement_timeout_s", "gpus_per_worker", "max_requests"} | {
+OF_JOBS = {"placement_timeout_s", "gpus_per_worker", "max_requests", "max_cache_tokens"}
+JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
     "launcher",  # a job's is Ray
     "ray_address",  # of the cluster that it runs on
     "run_ahead",

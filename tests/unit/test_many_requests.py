@@ -124,6 +124,38 @@ def test_streams_of_one_thread_go_on_side_by_side(folder: str, ordinary: Ordinar
         assert [event.token_id for event in streams[1]] == list(expected[1:])
 
 
+def test_there_is_room_for_so_many_tokens(folder: Path) -> None:
+    """Whoever comes next waits for room, however small those behind it are; what never fits is refused at once."""
+    room, order = Turns(8, 100), list[str]()
+    first, second = room.take(50), threading.Thread(target=lambda: (room.take(51), order.append("second")))
+    third = threading.Thread(target=lambda: (room.take(49), order.append("third")))
+    for number, thread in enumerate((second, third)):
+        thread.start()
+        while len(room._queue) <= number:
+            time.sleep(0.001)
+    assert not order
+    with pytest.raises(RuntimeError, match="another stream of this runtime is open in this thread"):
+        room.take(51)
+    room.give_back(first)
+    for thread in (second, third):
+        thread.join(10)
+    assert sorted(order) == ["second", "third"]
+    with PPDRuntime(folder, stages=2, transport="local", dtype="float32", max_cache_tokens=20) as runtime:
+        tokens = len(runtime.prompt_ids(PROMPT))
+        with pytest.raises(
+            ValueError, match=f"{tokens} prompt tokens .* make {tokens + 20}, more than max_cache_tokens=20"
+        ):
+            runtime.generate(PROMPT, max_new_tokens=20)
+        asked = {"max_new_tokens": 10, "ignore_eos": True}
+        alone = runtime.generate(PROMPT, **asked)
+        assert runtime.generate([PROMPT] * 3, **asked)[2].token_ids == alone.token_ids
+        stream = runtime.stream(PROMPT, **asked)
+        next(stream)
+        with pytest.raises(RuntimeError, match="another stream of this runtime is open in this thread"):
+            runtime.generate([PROMPT] * 2, **asked)
+        stream.close()
+
+
 def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     room, order = Turns(2), list[int]()
     holders = [room.take()]
@@ -139,7 +171,7 @@ def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError, match="4 calls wait for this runtime: try again later"):
             room.take()
         for number in range(4):
-            room.give_back(holders[0] if number == 0 else room._holders[-1])
+            room.give_back(holders[0] if number == 0 else room._taken[-1])
             waiting[number].join(10)
         assert order == [0, 1, 2, 3]
         full = Turns(1)
