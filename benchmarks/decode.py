@@ -2,9 +2,10 @@
 
     python -m benchmarks.decode --model random:512x12 --json figures.json
 
-The floor is the time of the step's matrix products alone: every linear layer's product with a one-token vector. All
-run in turn, in one process on one core, over the same positions; the first round is dropped. Ratios are medians of the
-rounds' own ratios.
+The floor is the time of the step's matrix products alone: every linear layer's product with a one-token vector. The
+bandwidth floor is the time in which as many bytes as those weights have, in the format in which the way reads them, can
+be read here. All run in turn, in one process on one core, over the same positions; the first round is dropped. Ratios
+are medians of the rounds' own ratios.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.floor import Products
+from benchmarks.floor import Products, Reading
 from benchmarks.models import model_folder
 from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
@@ -25,6 +26,8 @@ from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_dtype
+from ppd_runtime.models.native.library import is_available
+from ppd_runtime.models.native.products import in_half_the_memory
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import TimedSampler
@@ -60,6 +63,14 @@ def floor_time(model: PreTrainedModel, num_tokens: int) -> float:
     return (time.perf_counter() - began) / (num_tokens - 1)
 
 
+def reading_time(reading: Reading, num_tokens: int) -> float:
+    """Seconds for reading one token's weights."""
+    began = time.perf_counter()
+    for _ in range(num_tokens - 1):
+        reading.run()
+    return (time.perf_counter() - began) / (num_tokens - 1)
+
+
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything in turn, on one core; the figures by name."""
     for name, value in (("--tokens", options.tokens), ("--rounds", options.rounds)):
@@ -82,10 +93,14 @@ def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
     start_s = time.perf_counter() - began
     library = AutoModelForCausalLM.from_pretrained(info.folder, dtype=dtype).eval()
     ledgers: dict[str, list[LatencyBreakdown]] = {"eager": [], "compiled": []}
+    read = {"eager": Products(eager.model).num_bytes, "compiled": _compiled_bytes(compiled.model)}
+    readings = {way: Reading(num_bytes) for way, num_bytes in read.items()}
     runs: dict[str, Callable[[], float]] = {
         "floor": lambda: floor_time(eager.model, options.tokens),
         "eager": lambda: stage_time(eager, options.tokens, ledgers["eager"]),
         "compiled": lambda: stage_time(compiled, options.tokens, ledgers["compiled"]),
+        "reading, eager": lambda: reading_time(readings["eager"], options.tokens),
+        "reading, compiled": lambda: reading_time(readings["compiled"], options.tokens),
         "transformers": lambda: transformers_time_per_token(library, _PROMPT, options.tokens),
     }
     rounds = [{name: run() for name, run in runs.items()} for _ in range(options.rounds + 1)][1:]
@@ -100,16 +115,28 @@ def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
     }
 
 
+def _compiled_bytes(model: PreTrainedModel) -> int:
+    """Of the weights as compiled passes read them: in bfloat16 where that changes no number."""
+    weights = Products(model).weights
+    if not is_available(model.device, model.dtype):
+        return sum(weight.nbytes for weight in weights)
+    halves = ((weight, in_half_the_memory(weight)) for weight in weights)
+    return sum(weight.nbytes if half is None else half.nbytes for weight, half in halves)
+
+
 def _figures(rounds: list[dict[str, float]], way: str) -> Figures:
     def median_ms(name: str) -> float:
         return statistics.median(times[name] for times in rounds) * 1000
 
     to_floor = [times[way] / times["floor"] for times in rounds]
+    reading = f"reading, {way}"
     return {
         "step_ms": median_ms(way),
         "floor_ms": median_ms("floor"),
         "ratio_to_floor": statistics.median(to_floor),
         "ratio_quartiles": quartiles(to_floor),
+        "bandwidth_floor_ms": median_ms(reading),
+        "share_of_bandwidth": statistics.median(times[reading] / times[way] for times in rounds),
         "hf_ms": median_ms("transformers"),
         "ratio_to_hf": statistics.median(times[way] / times["transformers"] for times in rounds),
     }
@@ -118,6 +145,7 @@ def _figures(rounds: list[dict[str, float]], way: str) -> Figures:
 def table(figures: Figures) -> str:
     """A row for each way, in Markdown."""
     columns = ["model", "dtype", "way", "ms a token", "floor, ms", "ratio to the floor", "quartiles"]
+    columns += ["bandwidth floor, ms", "share of the bandwidth"]
     columns += ["transformers `generate`, ms", "ratio to it"]
     rows = [
         [
@@ -126,7 +154,7 @@ def table(figures: Figures) -> str:
             way,
             *(figures[way][name] for name in ("step_ms", "floor_ms", "ratio_to_floor")),
             f"{figures[way]['ratio_quartiles'][0]:.3f} to {figures[way]['ratio_quartiles'][2]:.3f}",
-            *(figures[way][name] for name in ("hf_ms", "ratio_to_hf")),
+            *(figures[way][name] for name in ("bandwidth_floor_ms", "share_of_bandwidth", "hf_ms", "ratio_to_hf")),
         ]
         for way in WAYS
     ]

@@ -84,5 +84,5 @@ def test_the_benchmark_of_steps(model_folder):
     found = decode.measure(decode.parser().parse_args(options.split()))
     for way in ("eager", "compiled"):
         assert {"step_ms", "floor_ms", "ratio_to_floor", "hf_ms"} <= set(found[way])
-        assert min(found[way]["step_ms"], found[way]["floor_ms"]) > 0
+        assert min(found[way][name] for name in ("step_ms", "floor_ms", "bandwidth_floor_ms", "share_of_bandwidth")) > 0
         assert f" | {way} | " in decode.table(found)
