@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent
-from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs
+from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs, text_of
 
 _REASONS = {"length": "length", TIMEOUT: "length", CANCELLED: "length"}
 """OpenAI's words for why a text ended; all others are "stop"."""
@@ -36,6 +37,7 @@ class Answer:
 
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         self._asked, self._tokenizer = asked, tokenizer
+        self._told, self._offsets = Counter[int](), Counter[int]()  # characters of each choice's stream, and of tokens
         kind, self._object = ("chatcmpl", "chat.completion") if asked.chat else ("cmpl", "text_completion")
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": asked.model}
@@ -55,14 +57,17 @@ class Answer:
     def piece(self, number: int, event: TokenEvent) -> dict[str, Any]:
         """A token, as soon as it is certain."""
         told: dict[str, Any] = {} if event.hit is None else {"ppd": {"hit": event.hit}}
+        self._told[number] += len(event.text)
         if event.logprobs is not None:
-            told["logprobs"] = self._logprobs([event.logprobs])
+            told["logprobs"] = self._logprobs([event.logprobs], offset=self._offsets[number])
+            self._offsets[number] += len(text_of(event.token_id, self._tokenizer))
         return self._chunk(number, {**self._text(event.text, "delta"), **told})
 
     def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
-        """Why a choice ended, and what it came to."""
-        text: dict[str, Any] = {"delta": {}} if self._asked.chat else {"text": ""}
-        return self._chunk(number, {**text, "ppd": ppd_of(result)}, _reason(result))
+        """Why a choice ended, and what it came to, with the text that was held back for more to come."""
+        rest = self._text_of(result)[self._told[number] :]
+        text = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}
+        return self._chunk(number, {**text, "ppd": ppd_of(result)}, self._reason(result))
 
     def usage_chunk(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The last piece, where the usage is wanted."""
@@ -78,14 +83,19 @@ class Answer:
         return {**self._head, "object": self._chunks, "choices": choices, **usage}
 
     def _choice(self, number: int, result: GenerationResult) -> dict[str, Any]:
-        text = self._asked.echoes[number] + ("" if self._asked.most_tokens == 0 else result.text)
         return {
             "index": number,
-            **self._text(text, "message"),
+            **self._text(self._asked.echoes[number] + self._text_of(result), "message"),
             "logprobs": self._all_logprobs(result) if self._asked.logprobs else None,
-            "finish_reason": _reason(result),
+            "finish_reason": self._reason(result),
             "ppd": ppd_of(result),
         }
+
+    def _text_of(self, result: GenerationResult) -> str:
+        return "" if self._asked.most_tokens == 0 else result.text
+
+    def _reason(self, result: GenerationResult) -> str:
+        return "length" if self._asked.most_tokens == 0 else _REASONS.get(result.finish_reason, "stop")
 
     def _all_logprobs(self, result: GenerationResult) -> dict[str, Any]:
         """The text's, and with `echo` the prompt's before them, whose first token has none."""
@@ -94,12 +104,12 @@ class Answer:
             return self._logprobs(noted)
         return self._logprobs([None, *result.prompt_logprobs, *noted], result.prompt_ids[0])
 
-    def _logprobs(self, noted: "Sequence[TokenLogprobs | None]", first: int = 0) -> dict[str, Any]:
+    def _logprobs(self, noted: "Sequence[TokenLogprobs | None]", first: int = 0, offset: int = 0) -> dict[str, Any]:
         """`first` is the token of an entry that has no log-probability."""
         if self._asked.chat:
             return chat_logprobs([one for one in noted if one], self._tokenizer)
         token_ids = [first if one is None else one.token_id for one in noted]
-        return old_logprobs(noted, token_ids, self._tokenizer)
+        return old_logprobs(noted, token_ids, self._tokenizer, offset)
 
     def _text(self, text: str, member: str) -> dict[str, Any]:
         if not self._asked.chat:
@@ -132,7 +142,3 @@ def ppd_of(result: GenerationResult) -> dict[str, Any]:
 def _layout(stats: Stats) -> dict[str, Any] | None:
     layout = stats.layout
     return None if layout is None else {"cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}
-
-
-def _reason(result: GenerationResult) -> str:
-    return _REASONS.get(result.finish_reason, "stop")

@@ -103,7 +103,11 @@ def _add_errors(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        told = {404: f"{request.url.path:.200}: there is no such path", 405: f"{request.method}: not for this path"}
+        told = {
+            400: "the body is no JSON in UTF-8, or has too many levels or digits: send an object",  # FastAPI's own
+            404: f"{request.url.path:.200}: there is no such path",
+            405: f"{request.method}: not for this path",
+        }
         answer = ApiError(error.status_code, told.get(error.status_code, str(error.detail))).response()
         answer.headers.update(error.headers or {})
         return answer
@@ -147,27 +151,32 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 def _add_tokens(app: FastAPI, service: Service) -> None:
     generator = service.generator
 
+    def encoded(asked: TokenizeRequest) -> list[int]:
+        if asked.messages is None:
+            return generator.prompt_ids(asked.prompt, asked.add_special_tokens) if asked.prompt else []
+        text = generator.chat_prompt([message.as_dict() for message in asked.messages], service.chat_template)
+        return generator.prompt_ids(text, False)
+
+    def decoded(tokens: list[int]) -> str:
+        return str(generator.tokenizer.decode(generator.prompt_ids(tokens) if tokens else []))
+
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            if asked.messages is not None:
-                text = generator.chat_prompt([message.as_dict() for message in asked.messages], service.chat_template)
-                tokens = generator.prompt_ids(text, False)
-            else:
-                tokens = generator.prompt_ids(asked.prompt, asked.add_special_tokens) if asked.prompt else []
+            tokens = await asyncio.to_thread(encoded, asked)
         except ValueError as error:
-            raise refused(error) from error
+            raise refused(error, "prompt") from error
         return JsonResponse({"count": len(tokens), "max_model_len": generator.info.max_positions, "tokens": tokens})
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            tokens = generator.prompt_ids(asked.tokens) if asked.tokens else []
+            text = await asyncio.to_thread(decoded, asked.tokens)
         except ValueError as error:
-            raise refused(error) from error
-        return JsonResponse({"prompt": generator.tokenizer.decode(tokens)})
+            raise refused(error, "tokens") from error
+        return JsonResponse({"prompt": text})
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

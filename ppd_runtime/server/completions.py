@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 from ppd_runtime.methods.base import Generation, TextGenerator
 from ppd_runtime.methods.several import with_seeds
 from ppd_runtime.results import GenerationResult
-from ppd_runtime.server.admission import Admission, Ticket
+from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
-from ppd_runtime.server.errors import ApiError, JsonResponse, as_json, refused
+from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
 from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling
 
@@ -39,14 +39,14 @@ class Completions:
             prompts = asked.prompts()
         except ValueError as error:
             raise refused(error) from error
-        self.admission.check_number(len(prompts) * asked.n, "prompt" if asked.n == 1 else "n")  # before any is encoded
+        self.admission.check_number(len(prompts) * asked.n, "prompt" if asked.n == 1 else "n")
         return await self._answer(asked, request, prompts, asked.add_special_tokens is not False, asked.echo)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         messages = [message.as_dict() for message in asked.messages]
         try:
-            prompt = self.generator.chat_prompt(messages, self.chat_template)
+            prompt = await asyncio.to_thread(self.generator.chat_prompt, messages, self.chat_template)
         except ValueError as error:
             raise refused(error) from error
         return await self._answer(asked, request, [prompt], bool(asked.add_special_tokens), False)
@@ -59,24 +59,24 @@ class Completions:
         special_tokens: bool,
         echo: bool,
     ) -> Response:
-        try:
-            generations = await asyncio.to_thread(self._generations, asked, prompts, special_tokens)
-        except ValueError as error:
-            raise refused(error, "prompt") from error
-        echoes = [self._text_of(prompt) if echo else "" for prompt in prompts for _ in range(asked.n)]
-        usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        wanted = asked.logprobs_wanted is not None
-        form = Asked(isinstance(asked, ChatRequest), self.model, echoes, asked.n, usage, asked.most_tokens, wanted)
-        answer = Answer(form, self.generator.tokenizer)
-        ticket = self.admission.enter(len(generations))
-        if asked.stream:
-            return EventStream(self.jobs, generations, answer, form, ticket)
-        try:
-            results = await while_connected(request.receive, self.jobs.finish_all(generations))
-        except ClientGone:
-            return Response(status_code=499)
-        finally:
-            ticket.close()
+        with ExitStack() as room:
+            room.callback(self.admission.enter(len(prompts) * asked.n).close)
+            try:
+                generations = await asyncio.to_thread(self._generations, asked, prompts, special_tokens)
+            except ValueError as error:
+                raise refused(error, "prompt") from error
+            texts = await asyncio.to_thread(lambda: [self._text_of(prompt) if echo else "" for prompt in prompts])
+            echoes = [text for text in texts for _ in range(asked.n)]
+            usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            wanted = asked.logprobs_wanted is not None
+            form = Asked(isinstance(asked, ChatRequest), self.model, echoes, asked.n, usage, asked.most_tokens, wanted)
+            answer = Answer(form, self.generator.tokenizer)
+            if asked.stream:
+                return EventStream(self.jobs, generations, answer, form, room.pop_all())
+            try:
+                results = await while_connected(request.receive, self.jobs.finish_all(generations))
+            except ClientGone:
+                return Response(status_code=GONE)
         return JsonResponse(answer.whole(results))
 
     def _generations(
@@ -107,12 +107,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, jobs: Jobs, generations: Sequence[Generation], answer: Answer, form: Asked, ticket: Ticket
+        self, jobs: Jobs, generations: Sequence[Generation], answer: Answer, form: Asked, room: ExitStack
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._jobs, self._generations, self._answer, self._form = jobs, generations, answer, form
-        self._ticket = ticket
+        self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -122,7 +122,7 @@ class EventStream(Response):
         except (ClientGone, OSError):
             return
         finally:
-            self._ticket.close()
+            self._room.close()
 
     async def _send_events(self, send: Send) -> None:
         async def tell(chunk: Any) -> None:
@@ -133,7 +133,7 @@ class EventStream(Response):
             for number in range(len(self._generations)):
                 for chunk in answer.opening(number):
                     await tell(chunk)
-            async with aclosing(self._jobs.events(self._generations)) as events:
+            async with aclosing(self._jobs.events(self._generations, self._room.close)) as events:
                 async for number, event in events:
                     if isinstance(event, GenerationResult):
                         results[number] = event

@@ -15,8 +15,12 @@ KINDS: Mapping[int, str] = {
     503: "server_error",
 }
 """OpenAI's types by status; all others are "invalid_request_error"."""
+GONE = 499
+"""The log's status of a request whose client has gone, as nginx has it."""
 _FIELDS = {"max_new_tokens": "max_tokens", "chat_template": "messages"}
 """What requests call the library's settings."""
+_NO_FIELDS = ("body", "str", "list[str]", "list[TextPart]")
+"""In pydantic's paths: the body, and the forms that a field may have."""
 
 
 class ApiError(Exception):
@@ -80,7 +84,7 @@ def refused(error: ValueError | str, field: str | None = None) -> ApiError:
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Of pydantic's errors the first, which names the field."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"] if part not in _NO_FIELDS]
     field = ".".join(place)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}; send an object")

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ppd_runtime.server.errors import ApiError
+from ppd_runtime.server.errors import GONE, ApiError
 from ppd_runtime.server.settings import ServerSettings
 
 logger = logging.getLogger("ppd_runtime.server")
@@ -20,6 +20,7 @@ OPEN_PATHS = ("/", "/health", "/ready")
 """Answered without a key."""
 _BODY_DEADLINE_S = 60.0
 _MOST_HEADERS = 100
+MOST_HEADER_BYTES = 2**16
 _MOST_READ_AWAY = 8  # times what a body may have: who is still sending would not see the answer
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _OWN_NAMES = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
@@ -68,13 +69,15 @@ class Gate:
             if body is not None:
                 await self._app(scope, _replayed(body, receive), answer)
         finally:
-            if status >= 400:
+            if status >= 400 and status != GONE and scope["path"] not in OPEN_PATHS:
                 self._refused(status)
-            self._log(scope, status or 499, time.monotonic() - began)
+            self._log(scope, status or GONE, time.monotonic() - began)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if len(scope["headers"]) > _MOST_HEADERS:
             raise ApiError(431, f"{len(scope['headers'])} headers: send at most {_MOST_HEADERS}")
+        if (size := sum(len(name) + len(value) for name, value in scope["headers"])) > MOST_HEADER_BYTES:
+            raise ApiError(431, f"headers of {size} bytes: send at most {MOST_HEADER_BYTES}")
         if self._only_own_names and not _OWN_NAMES.fullmatch(headers.get(b"host", b"localhost").decode("latin-1")):
             raise ApiError(421, "the Host header names another host: ask 127.0.0.1, or start the server with a key")
         if self._key is not None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":

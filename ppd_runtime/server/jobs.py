@@ -1,6 +1,7 @@
 """A request at work: its choices run in the generator, and end where the client goes away."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Jobs:
     def __init__(self, decoding: AsyncDecoding[TextGenerator], admission: Admission, metrics: Metrics) -> None:
         self._decoding, self._admission, self._metrics = decoding, admission, metrics
         self._live = set[Generation]()
+        self._turn = threading.Lock()
 
     def cancel_all(self) -> None:
         """Have what runs end within a token, with what there is."""
@@ -54,15 +56,20 @@ class Jobs:
         return result
 
     async def events(
-        self, generations: Sequence[Generation]
+        self, generations: Sequence[Generation], ended: Callable[[], None]
     ) -> AsyncGenerator[tuple[int, TokenEvent | GenerationResult], None]:
-        """Each choice's number with its events as they come, and with its result behind them."""
+        """Each choice's number with its events as they come, and with its result behind them.
+
+        `ended` is called when all choices have, however slowly their events are read.
+        """
         arrived: asyncio.Queue[tuple[int, TokenEvent | GenerationResult | BaseException]] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._follow(number, generation, arrived))
             for number, generation in enumerate(generations)
         ]
         left = len(tasks)
+        over = asyncio.gather(*tasks, return_exceptions=True)
+        over.add_done_callback(lambda _: ended())
         try:
             while left:
                 number, item = await arrived.get()
@@ -73,7 +80,7 @@ class Jobs:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await over
 
     async def _follow(self, number: int, generation: Generation, arrived: "asyncio.Queue[Any]") -> None:
         timed = self._arrive(generation)
@@ -96,16 +103,18 @@ class Jobs:
 
     def _begin(self, generation: Generation, timed: Timed) -> None:
         """In the choice's own thread, when its turn has come; its client may have gone by then."""
-        if generation not in self._live:
-            return
-        self._admission.check_open()
-        timed.began = time.monotonic()
-        self._metrics.waiting.dec()
-        self._metrics.running.inc()
+        with self._turn:
+            if generation not in self._live:
+                return
+            self._admission.check_open()
+            timed.began = time.monotonic()
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
 
     def _leave(self, generation: Generation, timed: Timed) -> None:
-        self._live.discard(generation)
-        (self._metrics.waiting if timed.began is None else self._metrics.running).dec()
+        with self._turn:
+            self._live.discard(generation)
+            (self._metrics.waiting if timed.began is None else self._metrics.running).dec()
 
     def _note(self, result: GenerationResult, timed: Timed) -> None:
         ended, began = time.monotonic(), timed.began or timed.came

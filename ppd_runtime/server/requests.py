@@ -73,7 +73,7 @@ class Sampling(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=_LARGEST_SEED)
-    stop: str | list[str] | None = Field(None, max_length=MOST_STOPS)
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=128)
@@ -202,6 +202,8 @@ class ChatRequest(Sampling):
     def _fits(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs}: needs logprobs=true, give it too")
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens=0: gives nothing, ask for 1 or more")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError(f"max_tokens={self.max_tokens}: max_completion_tokens is given as well, leave one out")
         return self

@@ -13,13 +13,13 @@ import uvicorn
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
 from ppd_runtime.server.app import Service, application
+from ppd_runtime.server.gate import MOST_HEADER_BYTES
 from ppd_runtime.server.settings import ServerSettings
 
 logger = logging.getLogger("ppd_runtime.server")
 _LOOK_EVERY_S = 1.0
 _LAST_ANSWERS_S = 5
 _MOST_CONNECTIONS = 4096
-_MOST_HEADER_BYTES = 2**16
 
 
 class Prepared:
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
                 limit_concurrency=_MOST_CONNECTIONS,
-                h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+                h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,  # a little too much gets an error object
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
             )

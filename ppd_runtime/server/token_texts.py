@@ -11,7 +11,7 @@ _INCOMPLETE = "\ufffd"
 
 
 def old_logprobs(
-    noted: Sequence[TokenLogprobs | None], token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, offset: int = 0
+    noted: Sequence[TokenLogprobs | None], token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, offset: int
 ) -> dict[str, Any]:
     """`logprobs` of `/v1/completions`; None stands for a token that has none, as a prompt's first.
 

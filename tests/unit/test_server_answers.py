@@ -63,6 +63,13 @@ def test_a_stream_is_the_same_text_with_its_usage(client) -> None:
     assert (last.choices, last.usage.total_tokens) == ([], whole.usage.total_tokens)
 
 
+def test_a_streams_log_probabilities_are_the_whole_answers(client) -> None:
+    whole = complete(client, logprobs=1).choices[0].logprobs
+    told = [chunk.choices[0].logprobs for chunk in complete(client, logprobs=1, stream=True)][:-1]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for one in told for value in getattr(one, name)] == getattr(whole, name)
+
+
 def test_prompts_and_choices_come_in_order(client, ordinary) -> None:
     ids = ordinary.prompt_ids(PROMPT)
     answer = complete(client, prompt=[PROMPT, "another"], n=2, temperature=1, seed=7)
@@ -180,6 +187,8 @@ BAD = {
     "a token that there is not": ({"prompt": [10**8]}, "prompt"),
     "a truth as token": ({"prompt": [True]}, "prompt"),
     "an empty stop": ({"stop": ""}, "stop"),
+    "a stop that is no text": ({"stop": [1]}, "stop"),
+    "too many stops": ({"stop": ["a"] * 1001}, "stop"),
     "a stop token that there is not": ({"stop_token_ids": [10**8]}, "stop_token_ids"),
     "no token": ({"max_tokens": 0}, "max_tokens"),
     "options of a stream without one": ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -194,7 +203,22 @@ def test_bad_input_is_told_with_its_field(server: Running, name: str) -> None:
     answer = server.post("/v1/completions", **{"prompt": "a", "max_tokens": 4, **wrong})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
-    assert error["message"]
+    assert error["message"].startswith(f"{param}=") or param not in ("stop", "temperature")
+    assert server.taken == 0
+
+
+def test_what_chats_and_tokens_get_wrong_is_told_with_its_field(server: Running) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for path, wrong, param in (
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 0}, "max_tokens"),
+        ("/detokenize", {"tokens": [10**8]}, "tokens"),
+    ):
+        answer = server.post(path, **wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_long_stop_text_is_one(server: Running) -> None:
+    assert server.post("/v1/completions", prompt="a", max_tokens=1, stop="x" * 2000).status_code == 200
 
 
 @pytest.mark.parametrize(

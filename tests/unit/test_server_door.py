@@ -102,6 +102,7 @@ def test_an_answer_has_its_requests_id(locked: Running) -> None:
         ({"content": b" " * (2**20 + 1), "headers": {"content-type": "application/json"}}, 413),
         ({"content": iter([b" " * 2**19] * 3), "headers": {"content-type": "application/json"}}, 413),
         ({"content": b"{}", "headers": {f"x-{n}": "1" for n in range(200)}}, 431),
+        ({"content": b"{}", "headers": {"x-long": "1" * 70_000}}, 431),
     ],
 )
 def test_what_is_no_request_gets_one_answer(locked: Running, settings: dict, status: int) -> None:
@@ -110,6 +111,14 @@ def test_what_is_no_request_gets_one_answer(locked: Running, settings: dict, sta
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
         assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"prompt":' + b"[" * 980 + b"]" * 980 + b"}"])
+def test_what_cannot_be_parsed_is_told_the_way_out(locked: Running, content: bytes) -> None:
+    with locked.client() as client:
+        answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("send an object")
 
 
 def test_other_paths_and_methods(locked: Running) -> None:

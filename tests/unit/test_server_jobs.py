@@ -1,0 +1,152 @@
+"""Requests at work in the server: long prompts, slow readers, texts that are cut short, and what is counted of them."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import DEADLINE_S, TEMPLATE, running
+
+from ppd_runtime import OrdinaryDecoding, SamplingParams
+from ppd_runtime.async_runtime import AsyncDecoding
+from ppd_runtime.client.ending import CANCELLED
+from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.server.admission import Admission
+from ppd_runtime.server.app import Service, application
+from ppd_runtime.server.jobs import Jobs
+from ppd_runtime.server.metrics import Metrics
+from ppd_runtime.server.settings import ServerSettings
+
+PROMPT = "import os and then"
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder) -> Path:
+    return model_folder("llama", num_layers=2)
+
+
+class Encoding(OrdinaryDecoding):
+    """Ordinary decoding whose prompts take until a test lets them go on."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
+
+    def prompt_ids(self, *args: Any) -> list[int]:
+        self.entered.set()
+        self.may_go_on.wait(DEADLINE_S / 4)
+        return super().prompt_ids(*args)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "room"),
+    [
+        ("/tokenize", {"prompt": "a"}, 0),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, 0),
+        ("/detokenize", {"tokens": [5]}, 0),
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "n": 2}, 4),
+    ],
+)
+def test_a_long_prompt_keeps_nobody_waiting_and_has_its_room(
+    folder: Path, tmp_path: Path, path: str, body: dict, room: int
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    encoding = Encoding(folder)
+    with running(encoding, chat_template=template) as server:
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(server.post(path, **body).status_code))
+        asking.start()
+        assert encoding.entered.wait(DEADLINE_S)
+        with server.client() as client:
+            assert client.get("/version", timeout=DEADLINE_S / 8).status_code == 200
+        assert server.taken == room
+        encoding.may_go_on.set()
+        asking.join(DEADLINE_S)
+        assert (answers, server.taken) == ([200], 0)
+
+
+class CutShort(OrdinaryDecoding):
+    """Ordinary decoding that ends as a cancelled request of stages does: no token says that it is the last."""
+
+    def _steps(self, *args: Any) -> Iterator[Step | Totals]:
+        for step in super()._steps(*args):
+            yield replace(step, finish_reason=CANCELLED) if isinstance(step, Totals) else replace(step, last=False)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_that_is_cut_short_has_all_of_its_text(folder: Path, tmp_path: Path, chat: bool) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    expected = OrdinaryDecoding(folder).generate(f"user: {PROMPT}\n", max_new_tokens=3).text
+    given = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": f"user: {PROMPT}\n"}
+    asked = {"max_tokens": 3, "temperature": 0, "stream": True, "stop": f"{expected} and no more", **given}
+    with running(CutShort(folder), chat_template=template) as server:
+        *lines, done = server.post("/v1/chat/completions" if chat else "/v1/completions", **asked).text.split("\n\n")[
+            :-1
+        ]
+    choices = [json.loads(line[6:])["choices"][0] for line in lines]
+    texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
+    assert texts == [""] * (len(texts) - 1) + [expected]
+    assert (choices[-1]["ppd"]["finish_reason"], done) == ("cancelled", "data: [DONE]")
+
+
+def test_who_does_not_read_holds_no_room(folder: Path) -> None:
+    async def ask() -> None:
+        settings = ServerSettings()
+        service = Service(OrdinaryDecoding(folder), settings)
+        reading, writes = asyncio.Event(), asyncio.Event()
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 5, "stream": True}).encode()
+        arriving = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if not arriving:
+                await asyncio.Event().wait()
+            return arriving.pop()
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                writes.set()
+                await reading.wait()
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        place = {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        answering = asyncio.create_task(application(service, settings, None)({"type": "http", **place}, receive, send))
+        await asyncio.wait_for(writes.wait(), DEADLINE_S)
+        await until(lambda: not service.admission.taken)
+        reading.set()
+        await answering
+        service.decoding.end_threads()
+
+    asyncio.run(ask())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S / 4
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def test_a_choice_that_leaves_as_its_turn_comes_is_counted_once(folder: Path) -> None:
+    ordinary, metrics = OrdinaryDecoding(folder), Metrics("tiny")
+
+    class Leaving(Admission):
+        def check_open(self) -> None:
+            leaving.start()
+            leaving.join(0.2)
+
+    jobs = Jobs(AsyncDecoding(ordinary), Leaving(1, 1), metrics)
+    generation = ordinary.request(PROMPT, SamplingParams())
+    timed = jobs._arrive(generation)
+    leaving = threading.Thread(target=jobs._leave, args=(generation, timed))
+    jobs._begin(generation, timed)
+    leaving.join(DEADLINE_S)
+    text = metrics.text().decode()
+    for name in ("running", "waiting"):
+        assert f'vllm:num_requests_{name}{{model_name="tiny"}} 0.0' in text
