@@ -119,11 +119,23 @@ def test_one_stages_recordings_go_without_those_of_another(gpus: TwoGpus) -> Non
 def test_more_recordings_than_are_kept(gpus: TwoGpus) -> None:
     recordings = Recordings()
     for number in range(70):
-        check(recordings, doubling(gpus), 1, f"capacity {number}")
+        for _ in range(6):
+            check(recordings, doubling(gpus), 1, f"capacity {number}")
         if number == 64:
             assert len(recordings._recordings) == 1
             gpus.graphs.clear()
     check(recordings, doubling(gpus), 1, "capacity 0")
+
+
+def test_requests_that_take_turns_do_not_record_each_pass_anew(gpus: TwoGpus) -> None:
+    """More of them than recordings are kept: some of their passes are launched as they are."""
+    recordings, passes = Recordings(), 0
+    for _ in range(20):
+        for request in range(100):
+            hidden = states(1, request)
+            assert torch.equal(recordings.run(request, hidden, 3, doubling(gpus)), 2 * hidden + 3)
+            passes += 1
+    assert len(gpus.graphs) <= 64 + passes / 16
 
 
 def test_threads_capture_one_after_the_other(gpus: TwoGpus, caplog: pytest.LogCaptureFixture) -> None:
