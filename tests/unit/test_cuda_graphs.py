@@ -206,6 +206,43 @@ def test_a_pass_writes_its_caches_when_it_is_replayed(
     assert len(gpus.graphs) == (1 if forgets_to_write else 2)
 
 
+def caches_in(memory: Tensor, length: int) -> list[PreallocatedLayer]:
+    """A request's, in memory `[layers, 2, rows, heads, dim]` with entries of so many tokens."""
+    caches = [PreallocatedLayer(memory.shape[2], None) for _ in memory]
+    for cache, rows in zip(caches, memory, strict=True):
+        cache.rows, cache.length = (rows[0], rows[1]), length
+    return caches
+
+
+def test_requests_in_turn_each_write_and_read_their_own_caches(gpus: TwoGpus) -> None:
+    """A third one, whose caches lie where an ended one's lay, goes on with the recording that is there."""
+    passes, parts = LaunchedPasses(torch.device("cuda", 1)), [attention(gpus, False) for _ in range(2)]
+    first, second, third = torch.randn(3, 2, 2, ATTENDED_ROWS, 1, SIZE, generator=torch.Generator().manual_seed(0))
+    place, plain = torch.empty_like(first), [first.clone(), second.clone(), third.clone()]
+
+    def run(number: int, caches: list[PreallocatedLayer], position: int) -> None:
+        hidden = expected = states(1, position)
+        found = passes.run("it", parts, [0, 1], hidden, caches)
+        for part, rows in zip(parts, plain[number], strict=True):
+            expected = part.code.run([expected, torch.tensor([position]), *rows])[0]
+        assert torch.equal(found, expected)
+        assert all(
+            torch.equal(*pair)
+            for c, rows in zip(caches, plain[number], strict=True)
+            for pair in zip(c.rows, rows, strict=True)
+        )
+
+    of_first, of_second = caches_in(place.copy_(first), 9), caches_in(second, 20)
+    for step in range(3):
+        run(0, of_first, 9 + step)
+        run(1, of_second, 20 + step)
+    of_third = caches_in(place.copy_(third), 31)
+    for step in range(3):
+        run(1, of_second, 23 + step)
+        run(2, of_third, 31 + step)
+    assert len(gpus.graphs) == 2
+
+
 class _Watching:
     """An endpoint that notes which device is current where its worker serves."""
 
