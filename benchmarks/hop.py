@@ -28,7 +28,8 @@ from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import open_endpoint
 
 _RECEIVER, _WARM_UP, _DEADLINE_S = 1, 20, 30.0
-_SETTLE_S = 0.5
+_LOOK_EVERY_S = 0.005
+_SETTLE_S = 25.0  # at the most, for a link to open
 _TRANSPORTS = ("unix", "zeromq", "collective")
 
 
@@ -121,13 +122,15 @@ def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[
 def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
     """Receive a series in this process; the moment of each message, by position."""
     moments: dict[int, float] = {}
+    on_gpu = 0
     torch.set_num_threads(1)
     with on_cores(cores), _met(series, folder, _RECEIVER, MAIN, cores) as endpoint:
-        endpoint.receive(_SETTLE_S if endpoint.location else 0)  # no message comes, but a link opens
+        _settle(endpoint)
         endpoint.send(MAIN, End(_RECEIVER, 1))
         while len(moments) < series.count + _WARM_UP:
             message = endpoint.receive(_DEADLINE_S)
             if isinstance(message, ExitState) and series.device != "cpu":
+                on_gpu += message.hidden.is_cuda
                 message.hidden.to(series.device)
                 _wait_for(series.device)
             now = time.perf_counter()
@@ -135,7 +138,23 @@ def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
                 raise TimeoutError(f"{series}: the sender has said nothing for {_DEADLINE_S:.0f} s")
             moments[message.position] = now
         endpoint.send(MAIN, End(_RECEIVER, 1))
+    check_link(series, on_gpu)
     return [moments[number] for number in sorted(moments)]
+
+
+def check_link(series: Series, on_gpu: int) -> None:
+    """Raise RuntimeError where the collective transport's messages have come in its stead by ZeroMQ, from which the
+    tensors of so few arrive on the GPU.
+    """
+    if series.transport == "collective" and series.device != "cpu" and on_gpu < series.count:
+        raise RuntimeError(f"NCCL has brought {on_gpu} of {series.count} tensors, the others came by ZeroMQ")
+
+
+def _settle(endpoint: Endpoint) -> None:
+    """No message comes, but the collective transport's link opens, or does not."""
+    deadline = time.monotonic() + _SETTLE_S
+    while getattr(endpoint, "is_opening", False) and time.monotonic() < deadline:
+        endpoint.receive(_LOOK_EVERY_S)
 
 
 def _open(series: Series, folder: str, own: int, has_own_core: bool) -> Endpoint:

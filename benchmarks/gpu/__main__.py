@@ -37,7 +37,7 @@ STAGES = {
     "sampler": ("parts", 90),
     "pipelines": ("pipelines", 360),
     "hops": ("pipelines", 120),
-    "nccl": ("pipelines", 60),
+    "nccl": ("pipelines", 150),
     "llama": ("llama", 300),
     "forecast": ("llama", 60),
 }

@@ -10,8 +10,8 @@ from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 
-_MANY_RECORDINGS = 70
-"""More than are kept."""
+_MANY_RECORDINGS, _PASSES_EACH = 70, 16
+"""More than are kept, and as many passes of each as make room for others."""
 
 
 def bits(scene: Scene) -> Rows:
@@ -28,7 +28,8 @@ def bits(scene: Scene) -> Rows:
             same = all(map(torch.equal, whole, _launched(stage, near)))
             yield about | {"checked": "recorded and launched", "equal": same}
             yield about | {"checked": "passes are recorded", "equal": recordings._works}
-        many = [states_at(stage, [40], 64 + number)[0] for number in range(scene.choose(_MANY_RECORDINGS, 3))]
+        at = range(40, 40 + _PASSES_EACH)
+        many = [states_at(stage, at, 64 + number)[0] for number in range(scene.choose(_MANY_RECORDINGS, 3))]
         same = all(torch.equal(many[0], states) for states in many)
         yield about | {"checked": "many recordings", "equal": same}
         other = scene.stage("small", dtype, *scene.choose((PassKind.ONE,), ()))

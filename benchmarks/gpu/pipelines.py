@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import hop
 from benchmarks.gpu.scene import Row, Rows, Scene, llama_config
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -120,12 +122,16 @@ def hops(scene: Scene) -> Rows:
 
 
 def nccl(scene: Scene) -> Rows:
-    """Two processes of one GPU with NCCL, where it is new enough for that; Gloo on a CPU."""
+    """Two processes of one GPU with NCCL, where it is new enough for that, and a group of one; Gloo on a CPU."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    if not importlib.util.find_spec("zmq"):
+    if importlib.util.find_spec("zmq"):
+        yield from _hops(scene, ["collective"], scene.choose([8192, 524288], [8192]))
+    else:
         yield {"transport": "collective", "error": "needs pyzmq"}
-        return
-    yield from _hops(scene, ["collective"], scene.choose([8192, 524288], [8192]))
+    if scene.device.type == "cuda":
+        numbers = torch.ones(4, device=scene.device)
+        torch.cuda.nccl.all_reduce([numbers])
+        yield {"an NCCL group of one": "starts", "equal": numbers.tolist() == [1.0] * 4}
 
 
 def _hops(scene: Scene, transports: list[str], sizes: list[int]) -> Rows:

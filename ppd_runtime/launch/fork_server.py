@@ -20,6 +20,8 @@ from ppd_runtime.workers.fork_server import LONGEST_MESSAGE, NAME
 
 CAN_FORK = hasattr(os, "pidfd_open")
 """Linux. Elsewhere libraries of the system may not survive a fork, and each worker imports for itself."""
+_ASKS_NOBODY_FOR_GPUS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Else a library that asks PyTorch for GPUs while it is imported would start CUDA, which forks cannot use then."""
 _LOOK_EVERY_S = 0.02
 _PATIENCE_S = 0.5
 """For the exit code of a worker that has ended: its server may be stopped, or gone."""
@@ -49,7 +51,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                env=import_environment(),
+                env=import_environment() | _ASKS_NOBODY_FOR_GPUS,
                 start_new_session=True,
             )
         self._lock = threading.Lock()

@@ -65,15 +65,22 @@ def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str,
 def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> list[WorkerSpec]:
     """Make code and weights ready, and choose what stages are to be chosen by measurement.
 
-    Where this process sees no device of the workers' kind there is no code yet: a worker compiles it.
+    Where this process sees no device of the workers' kind, or cannot compile for workers on other hosts, there is no
+    code yet: a worker compiles it.
     """
     if config.compile and _sees_device(specs[MAIN]):
         progress("compiling, unless an earlier run has")
         main = specs[MAIN]
         kinds = sorted(set().union(*(spec.pass_kinds for spec in specs)))
-        code = compile_ahead(main.info, main.dtype, main.device, kinds)
-        shared = {PassKind.HEAD} & set(code)
-        specs = [replace(spec, code={kind: code[kind] for kind in spec.pass_kinds | shared}) for spec in specs]
+        try:
+            code = compile_ahead(main.info, main.dtype, main.device, kinds)
+        except ValueError as error:
+            if config.one_host or launcher != "ray":
+                raise
+            logger.info("not here, but a worker compiles: %s", error)
+        else:
+            shared = {PassKind.HEAD} & set(code)
+            specs = [replace(spec, code={kind: code[kind] for kind in spec.pass_kinds | shared}) for spec in specs]
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)

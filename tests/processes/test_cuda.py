@@ -1,6 +1,7 @@
 """What only a GPU can show, and with two GPUs what only two can: `pytest -m cuda`."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,19 @@ def test_tokens_are_ordinary_decodings(model_folder: ModelFolder, layout: dict, 
     with PPDRuntime(folder, exit_head=head, **layout, **settings) as runtime:
         for _ in range(2):
             assert runtime.generate(PROMPT, **params).token_ids == text
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_requests_at_once_have_ordinary_decodings_tokens(model_folder: ModelFolder, compiled: bool) -> None:
+    """Each with caches of its own, which later ones' lie in the place of."""
+    folder, settings = folder_of(model_folder), SETTINGS | {"compile": compiled}
+    params = {"max_new_tokens": 60, "ignore_eos": True}
+    prompts = [[*PROMPT, number] for number in range(12)]
+    ordinary = OrdinaryDecoding(folder, **settings)
+    texts = [ordinary.generate(prompt, **params).token_ids for prompt in prompts]
+    runtime = PPDRuntime(folder, launcher="processes", stages=2, k=2, max_requests=4, **settings)
+    with runtime, ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(lambda prompt: runtime.generate(prompt, **params).token_ids, prompts)) == texts
 
 
 @pytest.mark.parametrize(("victim", "layout"), [("sub-1", {"k": 1}), ("stage-1", {"stages": 2, "k": 2})])

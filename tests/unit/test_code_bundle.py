@@ -88,3 +88,24 @@ def test_a_program_without_a_gpu_leaves_compiling_to_a_worker(
     config = RuntimeConfig(compile=True, device="cuda", bind_interface="10.0.0.1")
     assert startup.prepare([spec, replace(spec, rank=1)], config, "ray", compiled.append)[MAIN].code == {}
     assert compiled == []
+
+
+@pytest.mark.parametrize("interface", ["10.0.0.1", None])
+def test_a_program_that_lacks_what_compiling_needs_leaves_it_to_workers_on_other_hosts(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, interface: str | None
+) -> None:
+    """A GPU without a toolkit, such as a cluster's head node may have; workers of this host lack it, too."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("compile: no toolkit")
+
+    monkeypatch.setattr(startup, "compile_ahead", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(startup, "share_weights", refuse if interface else lambda *_: None)
+    spec = WorkerSpec(MAIN, 1, 1, describe(str(model_folder("llama"))), 2, torch.bfloat16, "cuda", 1)
+    config = RuntimeConfig(compile=True, device="cuda", bind_interface=interface)
+    if interface is None:
+        with pytest.raises(ValueError, match="no toolkit"):
+            startup.prepare([spec], config, "ray", lambda line: None)
+    else:
+        assert startup.prepare([spec], config, "ray", lambda line: None)[MAIN].code == {}

@@ -119,11 +119,23 @@ def test_one_stages_recordings_go_without_those_of_another(gpus: TwoGpus) -> Non
 def test_more_recordings_than_are_kept(gpus: TwoGpus) -> None:
     recordings = Recordings()
     for number in range(70):
-        check(recordings, doubling(gpus), 1, f"capacity {number}")
+        for _ in range(6):
+            check(recordings, doubling(gpus), 1, f"capacity {number}")
         if number == 64:
             assert len(recordings._recordings) == 1
             gpus.graphs.clear()
     check(recordings, doubling(gpus), 1, "capacity 0")
+
+
+def test_requests_that_take_turns_do_not_record_each_pass_anew(gpus: TwoGpus) -> None:
+    """More of them than recordings are kept: some of their passes are launched as they are."""
+    recordings, passes = Recordings(), 0
+    for _ in range(20):
+        for request in range(100):
+            hidden = states(1, request)
+            assert torch.equal(recordings.run(request, hidden, 3, doubling(gpus)), 2 * hidden + 3)
+            passes += 1
+    assert len(gpus.graphs) <= 64 + passes / 16
 
 
 def test_threads_capture_one_after_the_other(gpus: TwoGpus, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,6 +204,43 @@ def test_a_pass_writes_its_caches_when_it_is_replayed(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     assert len(caplog.records) == forgets_to_write
     assert len(gpus.graphs) == (1 if forgets_to_write else 2)
+
+
+def caches_in(memory: Tensor, length: int) -> list[PreallocatedLayer]:
+    """A request's, in memory `[layers, 2, rows, heads, dim]` with entries of so many tokens."""
+    caches = [PreallocatedLayer(memory.shape[2], None) for _ in memory]
+    for cache, rows in zip(caches, memory, strict=True):
+        cache.rows, cache.length = (rows[0], rows[1]), length
+    return caches
+
+
+def test_requests_in_turn_each_write_and_read_their_own_caches(gpus: TwoGpus) -> None:
+    """A third one, whose caches lie where an ended one's lay, goes on with the recording that is there."""
+    passes, parts = LaunchedPasses(torch.device("cuda", 1)), [attention(gpus, False) for _ in range(2)]
+    first, second, third = torch.randn(3, 2, 2, ATTENDED_ROWS, 1, SIZE, generator=torch.Generator().manual_seed(0))
+    place, plain = torch.empty_like(first), [first.clone(), second.clone(), third.clone()]
+
+    def run(number: int, caches: list[PreallocatedLayer], position: int) -> None:
+        hidden = expected = states(1, position)
+        found = passes.run("it", parts, [0, 1], hidden, caches)
+        for part, rows in zip(parts, plain[number], strict=True):
+            expected = part.code.run([expected, torch.tensor([position]), *rows])[0]
+        assert torch.equal(found, expected)
+        assert all(
+            torch.equal(*pair)
+            for c, rows in zip(caches, plain[number], strict=True)
+            for pair in zip(c.rows, rows, strict=True)
+        )
+
+    of_first, of_second = caches_in(place.copy_(first), 9), caches_in(second, 20)
+    for step in range(3):
+        run(0, of_first, 9 + step)
+        run(1, of_second, 20 + step)
+    of_third = caches_in(place.copy_(third), 31)
+    for step in range(3):
+        run(1, of_second, 23 + step)
+        run(2, of_third, 31 + step)
+    assert len(gpus.graphs) == 2
 
 
 class _Watching:

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from grids import nightly
 
+from benchmarks import hop
 from benchmarks.gpu import __main__ as runner
 from benchmarks.gpu import parts
 from benchmarks.gpu.report import report
@@ -64,6 +66,16 @@ def test_its_models_have_grouped_heads_of_128_numbers(tmp_path: Path) -> None:
     assert {row["sampled with"]: row["equal"] for row in parts.sampler(Scene(True, tmp_path))} == dict.fromkeys(
         SAMPLED, True
     )
+
+
+def test_what_has_come_by_zeromq_is_no_figure_of_nccls() -> None:
+    """Until a link is up, and where it does not open, its tensors go with their messages."""
+    nccl = hop.Series("collective", 8192, 1, count=200, device="cuda:0")
+    hop.check_link(nccl, 200)
+    with pytest.raises(RuntimeError, match=r"^NCCL has brought 3 of 200 tensors, the others came by ZeroMQ$"):
+        hop.check_link(nccl, 3)
+    for transport, device in (("unix", "cuda:0"), ("collective", "cpu")):
+        hop.check_link(replace(nccl, transport=transport, device=device), 0)
 
 
 def test_an_unknown_stage_is_refused(

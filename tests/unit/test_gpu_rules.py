@@ -154,6 +154,23 @@ def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPat
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever compiles may not have a stage on a GPU yet, and has the code's attention chosen."""
+    config, found = build_model("llama", num_layers=2).config, list[bool]()
+    monkeypatch.setattr(export, "check_toolkit", lambda: None)
+    monkeypatch.setattr(export, "_export", lambda *_: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda *_, **__: None)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        for device in ("cpu", "cuda"):
+            torch.backends.cuda.enable_cudnn_sdp(True)
+            make = lambda: export.layer_for(export._model(config, torch.bfloat16), 0, 1)  # noqa: E731
+            export._compile(make, 0, None, torch.bfloat16, torch.device(device), 1, tmp_path / "code.pt2")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert found == [True, False]
+
+
 def test_what_leaves_a_gpu_goes_by_pinned_memory() -> None:
     """In one piece, with the same bytes; what is on the CPU leaves from where it lies."""
     hidden = torch.arange(24.0).view(1, 4, 6)[:, :, :5]

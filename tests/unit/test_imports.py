@@ -1,12 +1,24 @@
-"""Imports that look for no garbage leave the collector as they found it."""
+"""Imports that look for no garbage leave the collector as they found it; what workers import leaves GPUs alone."""
 
+import contextlib
 import gc
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from ppd_runtime.imports import quick_imports
+from ppd_runtime.launch.fork_server import CAN_FORK, open_fork_server
+
+ASKED = """
+import sys, torch
+asked = []
+for name in ("is_available", "device_count", "_lazy_init"):
+    setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
+import ppd_runtime.workers.process
+sys.exit(", ".join(asked) or 0)
+"""
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -27,3 +39,16 @@ def test_a_worker_starts_with_nothing_heavy_imported():
     slow = "{'torch', 'transformers', 'numpy', 'ray', 'zmq'} & set(sys.modules)"
     code = f"import sys, ppd_runtime.workers.entry; sys.exit(bool({slow}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_nothing_that_workers_import_asks_for_gpus():
+    """CUDA would start where all of them are forked from, and fail in each."""
+    run = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="workers are not forked here")
+def test_a_library_that_asks_for_gpus_does_not_start_cuda_where_workers_are_forked():
+    """PyTorch asks NVML instead, where it is told to."""
+    with contextlib.closing(open_fork_server()) as server:
+        assert psutil.Process(server.process.pid).environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"

@@ -57,7 +57,7 @@ class LaunchedPasses:
         return Part(code, list(weights))
 
     def forget(self) -> None:
-        """Nothing is kept of a sequence but recordings, which hold its memory anyway."""
+        """Nothing is kept of a sequence: recordings go by where caches lie, and serve whichever lie there."""
 
     @torch.inference_mode()
     def head(self, part: Part, hidden: Tensor, shape: Sequence[int]) -> Tensor:

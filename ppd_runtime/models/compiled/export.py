@@ -54,7 +54,7 @@ from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import behaviour, caches, slicing
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
-from ppd_runtime.models.stage.shared_heads import SHARED_HEADS
+from ppd_runtime.models.stage.shared_heads import SHARED_HEADS, leave_out_cudnn
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, without
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,7 @@ def _compile(
     native.cpp_compiler()  # or one clear line
     if device.type == "cuda":
         check_toolkit()
+    leave_out_cudnn(device)  # which attention the code has is chosen now
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
     what = "the head" if passes == PassKind.HEAD else f"layer {index}, for passes over {tokens},"
     logger.info("compiling %s", what.rstrip(","))

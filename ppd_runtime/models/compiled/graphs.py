@@ -16,6 +16,9 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 _MOST_RECORDINGS = 64
+_PASSES_EACH = 16
+"""To make a recording takes as long as several launched passes: while there were fewer passes than these for each of
+those that are kept, no further one takes their place. So it is where more requests take turns than can be kept."""
 Launch = Callable[[Tensor, Tensor], Tensor]
 """Runs a pass: hidden states `[1, tokens, hidden_size]` and their position `[1]`, both on the GPU, in; states out."""
 
@@ -51,7 +54,7 @@ class Recordings:
     def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._works = True
+        self._works, self._passes = True, 0
 
     def run(
         self, key: Hashable, hidden: Tensor, position: int, launch: Launch, written: Sequence[Tensor] = ()
@@ -61,10 +64,11 @@ class Recordings:
         `written` are what a pass writes besides its result, such as caches' rows, each contiguous.
         """
         where = torch.full((1,), position, dtype=torch.int64, device=hidden.device)
-        if not self._works:
-            return launch(hidden, where)
+        self._passes += 1
         recording = self._recordings.get(key)
         if recording is None:
+            if not self._works or not self._has_room():
+                return launch(hidden, where)
             try:
                 recording = self._record(key, hidden, where, launch, written)
             except RuntimeError as error:
@@ -77,12 +81,20 @@ class Recordings:
         recording.graph.replay()
         return recording.output.clone()
 
+    def _has_room(self) -> bool:
+        """Whether there may be one more recording; all others go where there are many and have been of use."""
+        if len(self._recordings) < _MOST_RECORDINGS:
+            return True
+        if self._passes < _MOST_RECORDINGS * _PASSES_EACH:
+            return False
+        self._recordings.clear()
+        self._passes = 0
+        return True
+
     def _record(
         self, key: Hashable, hidden: Tensor, position: Tensor, launch: Launch, written: Sequence[Tensor]
     ) -> _Recording:
         """Launch once to warm up, which writes what the replay will write again, then record and try the recording."""
-        if len(self._recordings) >= _MOST_RECORDINGS:
-            self._recordings.clear()
         hidden, position = hidden.clone(), position.clone()
         with self._capturing, _streams_restored(hidden.device):
             stream, current = self._stream(hidden.device), torch.cuda.current_stream(hidden.device)

@@ -23,13 +23,9 @@ SHARED_HEADS = "ppd_shared_heads"
 
 
 def choose_attention(model: PreTrainedModel) -> None:
-    """Have a model on a CPU use this attention, if it uses PyTorch's and its code does not ask which one it is.
-
-    For a GPU cuDNN's is switched off in the whole process, in ordinary decoding as in every worker: it plans anew for
-    each length of a text, which takes tens of milliseconds.
-    """
-    if model.device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    """Have a model on a CPU use this attention, if it uses PyTorch's and its code does not ask which one it is; have
+    one on a GPU do without cuDNN's."""
+    leave_out_cudnn(model.device)
     config: Any = model.config
     if config._attn_implementation != "sdpa" or model.device.type != "cpu":
         return
@@ -37,6 +33,14 @@ def choose_attention(model: PreTrainedModel) -> None:
         AttentionInterface.register(SHARED_HEADS, shared_heads_attention)
         AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
         config._attn_implementation = SHARED_HEADS
+
+
+def leave_out_cudnn(device: torch.device) -> None:
+    """For a GPU switch cuDNN's attention off in the whole process, in ordinary decoding as in every worker, and where
+    code is compiled: it plans anew for each length of a text, which takes tens of milliseconds.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @lru_cache

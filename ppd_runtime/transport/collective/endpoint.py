@@ -45,6 +45,11 @@ class CollectiveEndpoint:
         self._outbox: SimpleQueue[tuple[int, Message]] = SimpleQueue()
         self._last: tuple[Message, bytes, Tensor] | None = None
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether some link is neither up nor given up yet."""
+        return any(link.is_opening for link in self._links.values())
+
     def introduce(self, address: int, location: str) -> None:
         """From now on a peer is there; the link to its last life is closed, and one to this life opens.
 
@@ -144,7 +149,7 @@ class CollectiveEndpoint:
         if any(link.holds for link in self._links.values()):
             return 0.0
         soonest = min((link.rest_left for link in self._links.values()), default=math.inf)
-        if not self._outbox.empty() or any(link.is_opening for link in self._links.values()):
+        if not self._outbox.empty() or self.is_opening:
             soonest = _LOOK_EVERY_S
         left = math.inf if deadline is None else deadline - time.monotonic()
         return None if (patience := min(left, soonest)) == math.inf else max(patience, 0.0)
