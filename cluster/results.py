@@ -1,4 +1,4 @@
-"""The results of a batch of prompts: a JSON line for each, written for good before the next prompt begins."""
+"""The results of a batch of prompts: a JSON line for each, written for good when it has ended, whatever else runs."""
 
 import fcntl
 import hashlib

@@ -137,7 +137,7 @@ def write_prompts(path: Path, number: int) -> list[str]:
 
 def check_results(out: Path, folder: str, prompts: list[str], compared: set[int]) -> None:
     """Every prompt once, those compared with ordinary decoding's tokens."""
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda row: row["index"])
     assert [row["index"] for row in rows] == list(range(len(prompts)))
     ordinary = OrdinaryDecoding(folder, dtype="float32")
     assert [row["prompt"] for row in rows] == list(prompts)
