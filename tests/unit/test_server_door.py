@@ -113,7 +113,7 @@ def test_what_is_no_request_gets_one_answer(locked: Running, settings: dict, sta
         assert client.get("/v1/models").status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"prompt":' + b"[" * 980 + b"]" * 980 + b"}"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
 def test_what_cannot_be_parsed_is_told_the_way_out(locked: Running, content: bytes) -> None:
     with locked.client() as client:
         answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
