@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ppd_runtime.pipeline.machine import Machine, WaitFor
+from ppd_runtime.pipeline.machine import Machine, WaitFor, next_wait
 from ppd_runtime.pipeline.messages import CLIENT, Message
 
 
@@ -78,6 +78,6 @@ class MachineNetwork:
 
     def _step(self, address: int, reply: Message | None) -> None:
         try:
-            self._wishes[address] = self._machines[address].send(reply)
+            self._wishes[address] = next_wait(self._machines[address], reply)
         except StopIteration:
             del self._machines[address], self._wishes[address]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppd_runtime.pipeline.machine import Machine, WaitFor
+from ppd_runtime.pipeline.machine import Machine, WaitFor, next_wait
 from ppd_runtime.pipeline.messages import CLIENT, Message
 from ppd_runtime.sampling import Sampler
 
@@ -148,7 +148,7 @@ class VirtualProcess:
     def resume(self, reply: Message | None) -> None:
         """Run the machine to its next wish."""
         try:
-            self._wish = self._machine.send(reply)
+            self._wish = next_wait(self._machine, reply)
         except StopIteration:
             self.over = True
             return

@@ -1,9 +1,10 @@
 """What both state machines have in common: how they wait, send and compute."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -41,8 +42,26 @@ class WaitFor:
     """What it does where it only looks for a message, and there is none."""
 
 
-Machine = Generator[WaitFor, Message | None, None]
-"""Yields wishes; is sent a message for each, or None where the patience ran out."""
+class Computation(ABC):
+    """A wish for what a machine would have computed; whoever runs several may compute some of theirs at once."""
+
+    @abstractmethod
+    def alone(self) -> Any:
+        """Compute it."""
+
+
+Wish = WaitFor | Computation
+Machine = Generator[Wish, Any, None]
+"""Yields wishes; is sent a message for each that waits, or None where the patience ran out, and what is computed."""
+
+
+def next_wait(machine: Machine, reply: Message | None) -> WaitFor:
+    """Send a message, or None, and compute by itself what the machine asks for, up to its next wish to wait."""
+    wish = machine.send(reply)
+    while isinstance(wish, Computation):
+        wish = machine.send(wish.alone())
+    return wish
+
 
 Send = Callable[[Sequence[int], Message], None]
 """Delivers a message to several addresses; never blocks."""

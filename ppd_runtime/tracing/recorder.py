@@ -114,5 +114,27 @@ class Recorder:
         self._num_spans += 1
 
 
+class JointRecorder(Recorder):
+    """Notes what is done for several requests at once, for each of them."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        super().__init__()
+        self._recorders = recorders
+
+    def note(
+        self,
+        kind: Kind,
+        began: float,
+        ended: float,
+        position: int = -1,
+        token: int = -1,
+        first: int = -1,
+        last: int = -1,
+    ) -> None:
+        """As `Recorder.note`."""
+        for recorder in self._recorders:
+            recorder.note(kind, began, ended, position, token, first, last)
+
+
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)

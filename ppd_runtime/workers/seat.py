@@ -69,6 +69,10 @@ class Seat:
         self._hold_tokens = not begin.live and begin.params.logprobs is None
         self._held: list[Token] = []  # one behind the other
 
+    def ask(self) -> None:
+        """Its machine waits for something to be computed from now on."""
+        self._asked = time.perf_counter()
+
     def wait_for(self, wanted: WaitFor, layer_seconds: float, others: int) -> None:
         """Note a wish, which comes true at a time of this clock; `others` is the patience of all other requests."""
         self._asked, self.wanted = time.perf_counter(), wanted
@@ -90,6 +94,11 @@ class Seat:
             began = sent
         peer = CLIENT if message is None else message.sender
         self.recorder.note_message(Kind.RECEIVE, began, ended, peer, message)
+
+    def note_wait(self, ended: float) -> None:
+        """What it asked to be computed has waited up to now for what others ask for."""
+        self._stalled += ended - self._asked
+        self.recorder.note(Kind.WAIT, self._asked, ended)
 
     def send(self, addresses: Sequence[int], message: Message) -> None:
         """What the machine is given as its `send`."""

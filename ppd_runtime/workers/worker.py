@@ -4,7 +4,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
-from ppd_runtime.pipeline.machine import Machine
+from ppd_runtime.pipeline.machine import Computation, Machine, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -47,6 +48,7 @@ from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.workers.bits import Bits, bits_of
+from ppd_runtime.workers.joint_passes import JointPasses
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.seat import Seat
@@ -93,6 +95,10 @@ class Worker:
         self._backoff = SpeculationBackoff()
         self._row_stage = RowStage(self.stage, MOST_HELD) if spec.cuts else None
         self._calibration = Calibration() if spec.cuts else None
+        self._joint = JointPasses(self.stage, self._row_stage)
+        joins = self._row_stage is not None and (self._row_stage.joins_requests or spec.emulate is not None)
+        self._most_rows = max(spec.rows, self._row_stage.most_together) if self._row_stage and joins else 1
+        """Of several requests in one pass."""
         self._requests = OpenRequests()
         self._seats: dict[int, Seat] = {}
         """Of the requests that are under way, the oldest first."""
@@ -155,24 +161,47 @@ class Worker:
         return None if earliest is None else max(earliest - time.perf_counter(), 0)
 
     def _give_turn(self) -> None:
-        """Nobody has a message: have a machine go on without one."""
+        """Nobody has a message: have a machine go on without one, and others whose rows fit into the same pass."""
         seats = list(self._seats.values())
-        if len(seats) > 1:
-            seats = self._next_in_turn(seats)
+        first = seats[0] if len(seats) == 1 else self._next_in_turn(seats)
+        works = {first: first.wanted.work()}
+        if self._most_rows > 1:
+            works |= {seat: seat.wanted.work() for seat in seats if seat is not first and seat.wanted.patience == 0}
+        others = sorted((seat for seat in works if seat is not first), key=lambda seat: (works[seat], seat.last_turn))
+        for place, seat in enumerate([first, *others]):
+            work = works[seat]
+            if place and not (self._joint and (work == Work.LITTLE) == (works[first] == Work.LITTLE)):
+                continue
+            if (room := self._room(work, [works[other] for other in others[place:]])) <= 0 < place:
+                break
+            self._go_on(seat, max(room, 1))
+        self._compute()
+
+    def _room(self, work: Work, later: Sequence[Work]) -> int:
+        """Rows that a machine may have of the next pass, where `later` ones want theirs; certain tokens come first."""
+        taken = self._joint.num_rows
+        if work == Work.SPECULATION:
+            return -(-(self.spec.rows - taken) // (1 + len(later)))
+        return max(self.spec.rows - taken - later.count(Work.NEEDED), min(self._most_rows - taken, 1))
+
+    def _go_on(self, seat: Seat, rows: int) -> None:
         self._turns += 1
-        seats[0].last_turn = self._turns
-        self._step(seats[0], None)
+        seat.last_turn = self._turns
+        if isinstance(seat.machine, FirstStage):
+            seat.machine.rows = rows
+        seat.note_reply(None, was_away=self._active is not seat)
+        self._resume(seat, None)
 
     @staticmethod
-    def _next_in_turn(seats: list[Seat]) -> list[Seat]:
-        """The one whose patience is over, or whose turn it is, alone."""
+    def _next_in_turn(seats: list[Seat]) -> Seat:
+        """The one whose patience is over, or whose turn it is."""
         now = time.perf_counter()
         timed = [seat for seat in seats if seat.wanted.patience and seat.wanted.deadline is not None]
         over = [seat for seat in timed if (seat.wanted.deadline or 0.0) <= now]
         ready = [seat for seat in seats if seat.wanted.patience == 0]
         if over or not ready:
-            return [min(over or timed, key=lambda seat: seat.wanted.deadline or 0.0)]
-        return [min(ready, key=lambda seat: (seat.wanted.work(), seat.last_turn))]
+            return min(over or timed, key=lambda seat: seat.wanted.deadline or 0.0)
+        return min(ready, key=lambda seat: (seat.wanted.work(), seat.last_turn))
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Peers):
@@ -225,13 +254,27 @@ class Worker:
         self._run(seat, reply)
 
     def _run(self, seat: Seat, reply: Message | None) -> None:
-        if self._active is not seat:
-            self._active, self.stage.recorder = seat, seat.recorder
+        self._resume(seat, reply)
+        self._compute()
+
+    def _compute(self) -> None:
+        """Give the machines what they have asked for, until all wait for messages again."""
+        while self._joint:
+            for seat, result in self._joint.results():
+                self._resume(seat, result)
+
+    def _resume(self, seat: Seat, reply: Any) -> None:
+        """Have a machine go on to its next wish."""
+        self._active, self.stage.recorder = seat, seat.recorder
         assert seat.running is not None
         try:
             wanted = seat.running.send(reply)
         except StopIteration:
             self._end(seat)
+            return
+        if isinstance(wanted, Computation):
+            seat.ask()
+            self._joint.add(seat, wanted)
             return
         several = len(self._seats) > 1
         others = sum(other.patience for other in self._seats.values() if other is not seat) if several else 0

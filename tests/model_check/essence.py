@@ -64,6 +64,7 @@ _UNREAD: dict[type, set[str]] = {
     SharedExchange: {"_lock", "_free", "heard_at"},
     Seat: _CLOCKS | {"_first_ledger"},
     RunAheadSubProcess: {"_forks"},
+    FirstStage: {"rows"},
 }
 """What only times and turns depend on, or what is told of elsewhere."""
 _DEAD = {"caller", "message", "reply", "hidden", "now", "nodes", "root", "certain"}

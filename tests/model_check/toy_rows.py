@@ -16,6 +16,7 @@ class ToyRows:
     layer_seconds, cache = ToyStage.layer_seconds, ToyStage.cache
     layer_passes = 0
     most_together = 1
+    joins_requests = False
 
     def __init__(self, model: ToyModel, first: int, last: int) -> None:
         self.model, self.first, self.num_layers = model, first, last - first
@@ -50,6 +51,18 @@ class ToyRows:
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Run nodes, each behind the kept tokens and the nodes before it on its path."""
         return to_tensor([[self._run(*row) for row in zip(self._states(inputs), paths, strict=True)]])
+
+    @staticmethod
+    def run_together(
+        asked: "Sequence[tuple[ToyRows, Sequence[int] | Tensor, Sequence[Sequence[int]]]]",
+    ) -> list[Tensor]:
+        """What each of several requests would have alone."""
+        return [stage.run_rows(inputs, paths) for stage, inputs, paths in asked]
+
+    @staticmethod
+    def logits_together(asked: "Sequence[tuple[ToyRows, Tensor]]") -> list[Tensor]:
+        """The same of the head."""
+        return [stage.logits(hidden) for stage, hidden in asked]
 
     def _states(self, inputs: Sequence[int] | Tensor) -> list[int]:
         return to_numbers(inputs)[0] if isinstance(inputs, Tensor) else [embed(token) for token in inputs]

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ class CountedLayers(CompiledLayers):
     """Notes how many rows each pass is over."""
 
     passes: Counter[int]
+    joined = 0
 
     def run(self, first, last, hidden, caches):
         """A row alone."""
@@ -39,6 +40,11 @@ class CountedLayers(CompiledLayers):
         """Rows together."""
         self.passes[hidden.shape[1]] += 1
         return super().run_tree(first, last, hidden, tree, caches)
+
+    def run_trees(self, first, last, hidden, trees, caches):
+        """Rows of several texts together."""
+        self.joined += 1
+        return super().run_trees(first, last, hidden, trees, caches)
 
 
 def counted_layers(
@@ -57,8 +63,32 @@ def row_stage(model: PreTrainedModel, first: int = 0) -> tuple[RowStage, Counted
     return rows, layers
 
 
+Passes = Generator[tuple[list[int], list[list[int]]], Tensor, dict[int, Tensor]]
+
+
 def followed(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> dict[int, Tensor]:
     """The states of each node of a tree that grows and loses branches at random, the same for any `sizes` of passes."""
+    (states,) = followed_together(rows, [(rows, following(rows, prompt, sizes, seed))])
+    return states
+
+
+def followed_together(rows: RowStage, texts: Sequence[tuple[RowStage, Passes]]) -> list[dict[int, Tensor]]:
+    """The same of several texts, whose rows run together as long as they have any."""
+    found: dict[int, dict[int, Tensor]] = {}
+    asked = {i: next(passes) for i, (_, passes) in enumerate(texts)}
+    while asked:
+        got = rows.run_together([(texts[i][0], *given) for i, given in asked.items()])
+        for i, states in zip(list(asked), got, strict=True):
+            try:
+                asked[i] = texts[i][1].send(states)
+            except StopIteration as stop:
+                found[i] = stop.value
+                del asked[i]
+    return [found[i] for i in range(len(texts))]
+
+
+def following(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> Passes:
+    """Yields what the next pass is over, and is sent the states behind it."""
     rng, sizes_left = random.Random(seed), list(sizes)
     rows.begin(prompt + 60)
     rows.run_prompt([40 + i % 200 for i in range(prompt)], 0)
@@ -72,7 +102,7 @@ def followed(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> di
         while start < new.stop:
             together = range(start, min(new.stop, start + sizes_left[0]))
             sizes_left = [*sizes_left[1:], sizes_left[0]]
-            got = rows.run_rows([node + 5 for node in together], [paths[node] for node in together])
+            got = yield [node + 5 for node in together], [paths[node] for node in together]
             states |= {node: got[0, i].clone() for i, node in enumerate(together)}
             start = together.stop
         kept = rng.choice([path[0] for path in paths.values()])
@@ -106,6 +136,27 @@ def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> No
     if family in ("llama", "mistral", "qwen3"):
         assert rows.most_together == 8
         assert set(layers.passes) == set(range(1, 9))
+        assert rows.joins_requests
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", pytest.param("qwen3", marks=nightly)])
+def test_rows_of_several_requests(family: str, model_folder: ModelFolder) -> None:
+    """Each has the bits that it has alone, whosever rows are beside its own."""
+    rows, layers = row_stage(load_stage(model_folder(family)).model)
+    prompts = (3, 2 * ATTENDED_ROWS + 7, ATTENDED_ROWS - 4, 70)
+    rows.most_together, found = 1, rows.most_together
+    alone = [followed(rows, prompt, [1], seed) for seed, prompt in enumerate(prompts)]
+    rows.most_together = found
+    layers.passes.clear()
+    stages = [rows.another() for _ in prompts]
+    texts = list(enumerate(zip(stages, prompts, strict=True)))
+    for sizes in ([8], [1], [2, 7, 1, 3]):
+        passes = [following(stage, prompt, sizes, seed) for seed, (stage, prompt) in texts]
+        together = followed_together(rows, list(zip(stages, passes, strict=True)))
+        for one, other in zip(together, alone, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[node], other[node]) for node in one)
+    assert layers.joined > 20
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -17,6 +17,7 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead
 from ppd_runtime.models.trained.heads import describe_heads, load_head
 from ppd_runtime.models.trained.shortlist import shortlist
+from ppd_runtime.pipeline.machine import next_wait
 from ppd_runtime.pipeline.messages import MAIN, MISS, Guesses, PromptStates, Rows, Token
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling import Sampler, ShortlistSampler
@@ -142,9 +143,8 @@ def test_states_leave_before_the_head_is_asked(folder):
 
     head = Watched(stage, Sampler(params))
     machine = FirstStage(RowStage(stage, 8), head, 2, 2, 1, send, begin, repetitions=False).serve()
-    next(machine)
-    for reply in (None, Token(MAIN, begin.request, 3, 5, MISS), None, None, None):
-        machine.send(reply)
+    for reply in (None, None, Token(MAIN, begin.request, 3, 5, MISS), None, None, None):
+        next_wait(machine, reply)
     assert sent[:4] == ["PromptStates", "head", "Rows", "head"]
 
 

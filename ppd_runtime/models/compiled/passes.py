@@ -40,7 +40,7 @@ from ppd_runtime.models.native.products import (
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import PreallocatedLayer
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset
-from ppd_runtime.models.stage.trees import TokenTree
+from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 
 class CompiledHead:
@@ -242,6 +242,20 @@ class CompiledLayers:
         """
         kind = hidden.shape[1] if hidden.shape[1] in self._layers else PassKind.SEVERAL
         return self._passes.run(*self._range(first, last, kind), hidden, caches, tree)
+
+    @property
+    def joins_texts(self) -> bool:
+        """Whether there is code for several texts' trees in one pass."""
+        return isinstance(self._passes, NativePasses) and PassKind.SEVERAL in self._layers
+
+    def run_trees(
+        self, first: int, last: int, hidden: Tensor, trees: Sequence[PlacedTree], caches: Sequence[PreallocatedLayer]
+    ) -> Tensor:
+        """Run several texts' trees, one behind the other in `[1, tokens, hidden_size]`, through layers `first` to
+        `last`; their entries go into the caches' rows that the trees name.
+        """
+        assert isinstance(self._passes, NativePasses)
+        return self._passes.run_trees(*self._range(first, last, PassKind.SEVERAL), hidden, caches, trees)
 
 
 def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | LaunchedPasses:

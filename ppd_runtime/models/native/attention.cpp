@@ -2,7 +2,8 @@
 //
 // Every sum runs over the positions of a token's text, or over the numbers of a head, in their order: the bits of a token
 // depend neither on the tokens beside it, nor on the rows in which its text lies, nor on what is behind it. Rows before the
-// first that a token sees are not read.
+// first that a token sees are not read. Tokens of several texts, each of which begins in a row of its own, are attended to
+// text by text.
 
 #include <algorithm>
 
@@ -31,12 +32,13 @@ struct Attention {
   int64_t heads, groups, tokens, dim, value_dim, rows;  // `groups` of heads share keys and values
   const int64_t* places;  // [tokens]: where each stands
   const int64_t* tails;   // [tokens, depth]: the rows of its text at the last positions before `end`
-  int64_t depth;
+  int64_t depth, tail_end;  // the last position of a tail, and one more
+  int64_t first_row;        // of the text: rows count from there on, but in tails
   int64_t begin, shared, end;  // positions that some token sees, from a multiple of WIDTH on: up to `shared` all tokens'
                                // texts lie in the rows of their positions
 
   int64_t row(int64_t token, int64_t position) const {  // behind `shared`
-    return tails[token * depth + position - (end - depth)];
+    return tails[token * depth + position - (tail_end - depth)] - first_row;
   }
 };
 
@@ -195,19 +197,37 @@ bool lies_in_place(const Attention& a, int64_t position) {
   return true;
 }
 
-// False where the tails lead out of the cache.
-bool find_range(Attention& a) {
-  a.end = *std::max_element(a.places, a.places + a.tokens) + 1;
-  a.shared = a.end - a.depth;
-  if (a.shared < 0 || a.end > a.rows) return false;
-  for (int64_t i = 0; i < a.tokens * a.depth; ++i)
-    if (a.tails[i] < 0 || a.tails[i] >= a.rows) return false;
+// Where a token's text begins: in the first row, but where a tail says where all of it lies.
+int64_t first_row_of(const Attention& a, int64_t token) { return a.depth == a.tail_end ? a.tails[token * a.depth] : 0; }
+
+// Tokens `first` and `size - 1` after it, which are of one text.
+Attention of_text(Attention a, int64_t first, int64_t size) {
+  const int64_t row = first_row_of(a, first);
+  a.queries.at += first * a.queries.of_row;
+  a.keys.at += row * a.keys.of_row;
+  a.values.at += row * a.values.of_row;
+  a.mask += first * a.of_mask + row;
+  a.result += first * a.heads * a.value_dim;
+  a.places += first, a.tails += first * a.depth;
+  a.tokens = size, a.rows -= row, a.first_row = row;
+  a.end = *std::max_element(a.places, a.places + size) + 1;
+  a.shared = std::min(a.tail_end - a.depth, a.end);
   while (a.shared < a.end && lies_in_place(a, a.shared)) ++a.shared;
   while (a.begin < std::min(a.shared, a.end - 1) && !is_seen(a, a.begin)) ++a.begin;
+  return a;
+}
+
+// Whether tails and places lie within the cache.
+bool lies_within(const Attention& a) {
+  if (a.tail_end < a.depth || a.tail_end > a.rows) return false;
+  for (int64_t i = 0; i < a.tokens * a.depth; ++i)
+    if (a.tails[i] < 0 || a.tails[i] >= a.rows) return false;
+  for (int64_t token = 0; token < a.tokens; ++token)
+    if (first_row_of(a, token) + a.places[token] >= a.rows) return false;
   return true;
 }
 
-void attend(Attention& a) {
+void attend(Attention a) {
   a.begin -= a.begin % WIDTH;
   const int64_t numbers = (a.end - a.begin) * (a.dim + a.value_dim) * a.groups * a.tokens;
   for_all(a.heads / a.groups, std::max<int64_t>(1, GRAIN / std::max<int64_t>(numbers, 1)), some_heads, &a);
@@ -233,14 +253,18 @@ extern "C" AOTITorchError aoti_torch_cpu_few_tokens_attention(
       {v.floats(), v.strides[1], v.strides[2]}, m.floats(), m.strides[2], nullptr,
       static_cast<float>(scale),
       heads, heads / key_heads, tokens, q.sizes[3], v.sizes[3], rows,
-      p.whole_numbers(), t.whole_numbers(), t.sizes[1], 0, 0, 0};
-  if (!find_range(attention)) return AOTI_TORCH_FAILURE;
+      p.whole_numbers(), t.whole_numbers(), t.sizes[1], 0, 0, 0, 0, 0};
+  attention.tail_end = *std::max_element(attention.places, attention.places + tokens) + 1;
+  if (!lies_within(attention)) return AOTI_TORCH_FAILURE;
   const int64_t sizes[] = {1, tokens, heads, v.sizes[3]};
   const int64_t strides[] = {tokens * heads * v.sizes[3], heads * v.sizes[3], v.sizes[3], 1};
   const AOTITorchError error = aoti_torch_empty_strided(
       4, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
   attention.result = Seen(*result).floats();
-  attend(attention);
+  for (int64_t first = 0, next; first < tokens; first = next) {
+    for (next = first + 1; next < tokens && first_row_of(attention, next) == first_row_of(attention, first);) ++next;
+    attend(of_text(attention, first, next - first));
+  }
   return AOTI_TORCH_SUCCESS;
 }

@@ -58,7 +58,9 @@ struct Shape {  // of a chain: its tree
   explicit Shape(int64_t tokens) : places(tokens) {
     for (int64_t i = 0; i < tokens; ++i) places[i] = i;
   }
-  Tree tree() const { return {places.data(), places.data(), places.data(), static_cast<int64_t>(places.size()), 1}; }
+  Tree at(int64_t position) const {
+    return {places.data(), places.data(), places.data(), static_cast<int64_t>(places.size()), 1, position};
+  }
 };
 
 // `_Chain` in drafts.py has the same members.
@@ -91,7 +93,7 @@ struct Chain {
   int64_t num_drafts, num_verified;  // the second is 0 where nothing was verified
 };
 
-constexpr Tree ONE_TOKEN = {nullptr, nullptr, nullptr, 1, 0};
+constexpr Tree one_token(int64_t position) { return {nullptr, nullptr, nullptr, 1, 0, position}; }
 
 int64_t whole_rows(const Chain& chain, int64_t length) {
   return (length + chain.attended_rows - 1) / chain.attended_rows * chain.attended_rows;
@@ -103,14 +105,14 @@ Handle through_part(const Chain& chain, int64_t drafted, Handle hidden, std::vec
   const int64_t width = chain.width, unread = chain.num_unread, tokens = unread + 1;
   if (drafted || !unread) {
     const int64_t length = chain.part_length + unread + drafted;
-    return run_layers(chain.part, std::move(hidden), ONE_TOKEN, length, whole_rows(chain, length + 1));
+    return run_layers(chain.part, std::move(hidden), one_token(length), whole_rows(chain, length + 1));
   }
   const float* state = numbers_of(hidden, width);
   memory.assign(chain.unread, chain.unread + unread * width);
   memory.insert(memory.end(), state, state + width);
   hidden = of_memory(memory.data(), {1, tokens, width}, floats);
   const int64_t rows = whole_rows(chain, chain.part_length + tokens);
-  hidden = run_layers(chain.part_chain, std::move(hidden), Shape(tokens).tree(), chain.part_length, rows);
+  hidden = run_layers(chain.part_chain, std::move(hidden), Shape(tokens).at(chain.part_length), rows);
   const float* newest = hidden.at ? numbers_of(hidden, tokens * width) : nullptr;
   if (!newest) return Handle();
   memory.assign(newest + unread * width, newest + tokens * width);
@@ -132,7 +134,7 @@ int draft(Chain& chain) {
     times[0] = now();
     const int64_t place = chain.position + drafted;
     Handle hidden = of_memory(chain.embedding + token * width, {1, 1, width}, floats);
-    hidden = run_layers(chain.layers, std::move(hidden), ONE_TOKEN, place, whole_rows(chain, place + 1));
+    hidden = run_layers(chain.layers, std::move(hidden), one_token(place), whole_rows(chain, place + 1));
     const float* state = hidden.at ? numbers_of(hidden, width) : nullptr;
     if (!state) return 1;
     std::memcpy(chain.states + drafted * width, state, width * sizeof(float));
@@ -141,7 +143,7 @@ int draft(Chain& chain) {
     if (chain.part.count) hidden = through_part(chain, drafted, std::move(hidden), memory);
     if (!hidden.at) return 2;
     note(1);
-    hidden = run_layers({&chain.head, nullptr, 1}, std::move(hidden), ONE_TOKEN, 0, 0);
+    hidden = run_layers({&chain.head, nullptr, 1}, std::move(hidden), one_token(0), 0);
     const float* logits = hidden.at ? numbers_of(hidden, chain.vocab) : nullptr;
     if (!logits) return 3;
     note(2);
@@ -167,11 +169,11 @@ int verify(Chain& chain) {
   Handle hidden = of_memory(chain.continues ? chain.states : embedded.data(), {1, tokens, width}, floats);
   const Shape shape(tokens);
   hidden = run_layers(
-      tokens > 1 ? chain.verify_chain : chain.verify, std::move(hidden), tokens > 1 ? shape.tree() : ONE_TOKEN,
-      chain.position, whole_rows(chain, chain.position + tokens));
+      tokens > 1 ? chain.verify_chain : chain.verify, std::move(hidden), tokens > 1 ? shape.at(chain.position) : one_token(chain.position),
+      whole_rows(chain, chain.position + tokens));
   if (!hidden.at) return 4;
   times[1] = now();
-  hidden = run_layers({&chain.verifying_head, nullptr, 1}, std::move(hidden), {nullptr, nullptr, nullptr, tokens, 0}, 0, 0);
+  hidden = run_layers({&chain.verifying_head, nullptr, 1}, std::move(hidden), Tree{nullptr, nullptr, nullptr, tokens, 0, 0}, 0);
   const float* logits = hidden.at ? numbers_of(hidden, tokens * chain.vocab) : nullptr;
   if (!logits) return 5;
   times[2] = now();

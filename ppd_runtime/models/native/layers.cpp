@@ -60,14 +60,13 @@ void* ppd_cache(float* keys, float* values, int64_t heads, int64_t key_dim, int6
 
 void ppd_delete_cache(void* cache) { delete static_cast<Cache*>(cache); }
 
-// Run `tokens` tokens' states through layers; a layer without attention has no cache. Without `rows` it is one token, at
-// `position`; else a tree's, which stands there. Other than 0 where the code fails.
+// Run tokens' states through layers; a layer without attention has no cache. There are as many tokens as in all trees, which
+// are as in `Trees`. Other than 0 where the code fails.
 int ppd_pass(
     void* const* layers, void* const* caches, int64_t count, float* states, int64_t tokens, int64_t width,
-    int64_t position, int64_t attended, const int64_t* rows, const int64_t* depths, const int64_t* tails, int64_t depth,
-    float* result, int64_t result_width) {
+    const void* trees, int64_t num_trees, int64_t attended, float* result, int64_t result_width) {
   Handle hidden = of_memory(states, {1, tokens, width}, aoti_torch_dtype_float32());
-  hidden = run_layers({layers, caches, count}, std::move(hidden), {rows, depths, tails, tokens, depth}, position, attended);
+  hidden = run_layers({layers, caches, count}, std::move(hidden), Trees{static_cast<const Tree*>(trees), num_trees}, attended);
   if (!hidden.at) return -2;
   const float* found = numbers_of(hidden, tokens * result_width);
   if (!found) return -1;

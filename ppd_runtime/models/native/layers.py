@@ -16,7 +16,7 @@ from torch import Tensor
 from ppd_runtime.files.checksummed import find, keep
 from ppd_runtime.models.native.library import load
 from ppd_runtime.models.stage.caches import PreallocatedLayer, whole_rows
-from ppd_runtime.models.stage.trees import TokenTree
+from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -27,11 +27,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_delete_layer": (None, [_P]),
     "ppd_cache": (_P, [_P, _P, _N, _N, _N, _N]),
     "ppd_delete_cache": (None, [_P]),
-    "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _N, _N, _P, _P, _P, _N, _P, _N]),
+    "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _P, _N, _N, _P, _N]),
     "ppd_draft": (ctypes.c_int, [_P]),
 }
 
 
+_NUMBERS_OF_A_TREE = 7
 _DTYPES = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -107,6 +108,20 @@ class NativePasses:
         """
         return self.route("head", [part], [None]).run(hidden, (), None, shape)
 
+    def run_trees(
+        self,
+        key: Hashable,
+        parts: Sequence[Layer],
+        numbers: Sequence[int | None],
+        hidden: Tensor,
+        caches: Sequence[PreallocatedLayer],
+        trees: Sequence[PlacedTree],
+    ) -> Tensor:
+        """As `run`, of several texts' trees, which say where they stand; the caches hold all the texts, and count none
+        of the tokens.
+        """
+        return self.route(key, parts, numbers).run_trees(hidden, caches, trees)
+
     def run(
         self,
         key: Hashable,
@@ -153,7 +168,7 @@ class LayerProgram:
     ) -> Tensor:
         """As `NativePasses.run`; what is after the layers has the shape `shape`."""
         self.over(caches)
-        hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
+        tokens = hidden.shape[1]
         position = attended = 0
         if self.attending:
             position = self.attending[0].length
@@ -162,6 +177,20 @@ class LayerProgram:
             for cache in self.attending:
                 cache.length += tokens
             attended = whole_rows(reach)
+        memory = (0, 0, 0, tokens, 0) if tree is None else tree.memory
+        return self._call(hidden, array("q", [*memory, position, 0]), attended, shape)
+
+    def run_trees(self, hidden: Tensor, caches: Sequence[PreallocatedLayer], trees: Sequence[PlacedTree]) -> Tensor:
+        """As `NativePasses.run_trees`."""
+        self.over(caches)
+        reach = max(placed.reach for placed in trees)
+        self.attending[0].check_room(reach)
+        memory = (number for tree, *place in trees for number in (*tree.memory, *place))
+        return self._call(hidden, array("q", memory), whole_rows(reach), hidden.shape)
+
+    def _call(self, hidden: Tensor, trees: "array[int]", attended: int, shape: Sequence[int]) -> Tensor:
+        """`trees` are as `Tree` in passes.h has them."""
+        hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
         result = torch.empty(shape, dtype=torch.float32, device="cpu")
         if result.numel() != tokens * shape[-1]:
             raise ValueError(f"what is behind {tokens} tokens has another shape than {tuple(shape)}")
@@ -170,14 +199,14 @@ class LayerProgram:
             hidden.data_ptr(),
             tokens,
             size,
-            position,
+            trees.buffer_info()[0],
+            len(trees) // _NUMBERS_OF_A_TREE,
             attended,
-            *((None, None, None, 0) if tree is None else tree.memory),
             result.data_ptr(),
             shape[-1],
         )
         if failed:
-            raise RuntimeError(f"compiled code failed ({failed}) at position {position}, over {tokens} tokens")
+            raise RuntimeError(f"compiled code failed ({failed}) at position {trees[-2]}, over {tokens} tokens")
         return result
 
     @property

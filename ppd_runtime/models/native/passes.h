@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -95,21 +96,59 @@ struct Tree {
   const int64_t* depths;  // [size]: tokens of the tree before it, on its path
   const int64_t* tails;   // [size, depth]: rows of its path at the last `depth` depths of the tree
   int64_t size, depth;
+  int64_t position;       // where it stands
+  int64_t first_row = 0;  // of the text before it
+
+  int64_t deepest() const { return *std::max_element(depths, depths + size); }
 };
 
-// What tokens see of a cache's first rows, where their tree stands at `position`.
-void fill_mask(float* mask, const Tree& tree, int64_t position, int64_t rows, int64_t window) {
+// Trees that are run together, each over a text of its own; or one without `rows`: a single token, or what attends to none.
+struct Trees {
+  const Tree* at;
+  int64_t count;
+  const Tree* end() const { return at + count; }
+};
+
+// What tokens see of a cache's first rows.
+void fill_mask(float* mask, const Trees& trees, int64_t rows, int64_t window) {
   const float hidden = std::numeric_limits<float>::lowest();
-  const int64_t first = *std::max_element(tree.depths, tree.depths + tree.size) + 1 - tree.depth;
-  for (int64_t token = 0; token < tree.size; ++token, mask += rows) {
-    const int64_t depth = tree.depths[token], oldest = window ? depth - window + 1 : -position;  // that is near enough
-    const int64_t in_place = std::min(first, depth + 1);
-    std::fill(mask, mask + rows, hidden);
-    for (int64_t i = std::max(oldest, -position); i < in_place; ++i) mask[position + i] = 0.0f;
-    for (int64_t i = std::max(oldest, first); i <= depth; ++i)
-      mask[position + tree.tails[token * tree.depth + i - first]] = 0.0f;
+  for (const Tree* tree = trees.at; tree < trees.end(); ++tree) {
+    const int64_t start = tree->first_row + tree->position, first = tree->deepest() + 1 - tree->depth;
+    for (int64_t token = 0; token < tree->size; ++token, mask += rows) {
+      const int64_t depth = tree->depths[token], before = -tree->position;
+      const int64_t oldest = window ? std::max(depth - window + 1, before) : before, in_place = std::min(first, depth + 1);
+      std::fill(mask, mask + rows, hidden);
+      for (int64_t i = oldest; i < in_place; ++i) mask[start + i] = 0.0f;
+      for (int64_t i = std::max(oldest, first); i <= depth; ++i)
+        mask[start + tree->tails[token * tree->depth + i - first]] = 0.0f;
+    }
   }
 }
+
+// The tokens' rows, their places, and of each the rows of its text at the last `depth` places of them all.
+struct Numbers {
+  std::vector<int64_t> all;
+  int64_t size = 0, depth;
+
+  explicit Numbers(const Trees& trees) : depth(trees.at->depth) {
+    int64_t end = 0;
+    for (const Tree* tree = trees.at; tree < trees.end(); ++tree)
+      size += tree->size, end = std::max(end, tree->position + tree->deepest() + 1);
+    if (trees.count > 1) depth = end;  // texts begin in rows of their own, so it says where all of each lies
+    all.resize(size * (2 + depth));
+    int64_t *row = all.data(), *place = row + size, *tail = place + size;
+    for (const Tree* tree = trees.at; tree < trees.end(); ++tree) {
+      const int64_t start = tree->first_row + tree->position, deepest = tree->deepest(), first = deepest + 1 - tree->depth;
+      for (int64_t token = 0; token < tree->size; ++token) {
+        *row++ = start + tree->rows[token];
+        *place++ = tree->position + tree->depths[token];
+        const int64_t* const own = tree->tails + token * tree->depth;
+        for (int64_t i = end - depth - tree->position; i < end - tree->position; ++i)
+          *tail++ = i < first ? start + i : i <= deepest ? start + own[i - first] : tree->first_row;
+      }
+    }
+  }
+};
 
 struct Route {  // layers in their order, and a cache for each, null for one without attention
   void* const* layers;
@@ -117,19 +156,22 @@ struct Route {  // layers in their order, and a cache for each, null for one wit
   int64_t count;
 };
 
-// States [1, tokens, width] behind a route's layers, contiguous; null where the code fails. Without `rows` of a tree they are
-// one token's, at `position`; else the tree's, which stands there.
-Handle run_layers(const Route& route, Handle hidden, const Tree& tree, int64_t position, int64_t attended) {
+// States [1, tokens, width] behind a route's layers, contiguous; null where the code fails.
+Handle run_layers(const Route& route, Handle hidden, const Trees& trees, int64_t attended) {
   const int32_t whole_numbers = aoti_torch_dtype_int64(), floats = aoti_torch_dtype_float32();
-  std::vector<int64_t> numbers(1, position);
-  for (int64_t i = 0; tree.rows && i < tree.size; ++i) numbers.push_back(position + tree.rows[i]);
-  for (int64_t i = 0; tree.rows && i < tree.size; ++i) numbers.push_back(position + tree.depths[i]);
-  for (int64_t i = 0; tree.rows && i < tree.size * tree.depth; ++i) numbers.push_back(position + tree.tails[i]);
-  int64_t* const at = numbers.data() + 1;
-  const Handle row = tree.rows ? of_memory(at, {tree.size}, whole_numbers) : of_memory(at - 1, {1}, whole_numbers);
-  Handle place, tail;
-  if (tree.rows) place = of_memory(at + tree.size, {1, tree.size}, whole_numbers);
-  if (tree.rows) tail = of_memory(at + 2 * tree.size, {tree.size, tree.depth}, whole_numbers);
+  const bool one_token = !trees.at->rows;
+  int64_t position = trees.at->position;
+  std::optional<Numbers> numbers;
+  Handle row, place, tail;
+  if (one_token) {
+    row = of_memory(&position, {1}, whole_numbers);
+  } else {
+    numbers.emplace(trees);
+    int64_t *const at = numbers->all.data(), size = numbers->size;
+    row = of_memory(at, {size}, whole_numbers);
+    place = of_memory(at + size, {1, size}, whole_numbers);
+    tail = of_memory(at + 2 * size, {size, numbers->depth}, whole_numbers);
+  }
   struct Mask {
     int64_t window;
     Handle numbers;
@@ -142,12 +184,12 @@ Handle run_layers(const Route& route, Handle hidden, const Tree& tree, int64_t p
     if (Cache* cache = static_cast<Cache*>(route.caches ? route.caches[i] : nullptr)) {
       cache->attend(attended);
       inputs.insert(inputs.end(), {row.another(), cache->rows[0].another(), cache->rows[1].another()});
-      if (tree.rows) {
+      if (!one_token) {
         auto mask = std::find_if(masks.begin(), masks.end(), [&](Mask& m) { return m.window == cache->window; });
         if (mask == masks.end()) {
-          mask = masks.insert(mask, {cache->window, empty({1, 1, tree.size, attended}, floats)});
+          mask = masks.insert(mask, {cache->window, empty({1, 1, numbers->size, attended}, floats)});
           if (!mask->numbers.at) return Handle();
-          fill_mask(Seen(mask->numbers.at).floats(), tree, position, attended, cache->window);
+          fill_mask(Seen(mask->numbers.at).floats(), trees, attended, cache->window);
         }
         inputs.insert(inputs.end(), {place.another(), mask->numbers.another(), tail.another()});
       }
@@ -157,6 +199,10 @@ Handle run_layers(const Route& route, Handle hidden, const Tree& tree, int64_t p
     if (code.run(code.container, inputs.data(), inputs.size(), &hidden.at, 1, nullptr, nullptr)) return Handle();
   }
   return hidden;
+}
+
+Handle run_layers(const Route& route, Handle hidden, const Tree& tree, int64_t attended) {
+  return run_layers(route, std::move(hidden), Trees{&tree, 1}, attended);
 }
 
 // A result's numbers, where they are `count` floats side by side; else null.

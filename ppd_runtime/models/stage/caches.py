@@ -25,10 +25,10 @@ class PreallocatedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self, capacity: int, sliding_window: int | None, memory: "_SharedMemory | None" = None, index: int = 0
+        self, capacity: int, sliding_window: int | None, memory: "LayersMemory | None" = None, index: int = 0
     ) -> None:
         super().__init__()
-        self._memory, self._index = memory or _SharedMemory(index + 1), index
+        self._memory, self._index = memory or LayersMemory(index + 1), index
         self.capacity = capacity
         self.sliding_window = sliding_window
         self.length = 0
@@ -120,7 +120,7 @@ class SomeLayersCache(Cache):
         return self.layers[self._places[layer_idx]].update(key_states, value_states)
 
 
-class _SharedMemory:
+class LayersMemory:
     """One tensor for the entries of all layers, so that a token's are copied at once."""
 
     def __init__(self, num_layers: int) -> None:
@@ -133,11 +133,14 @@ class _SharedMemory:
         """Zeroed rows for a layer whose entries look like `keys` and `values`, `[1, heads, tokens, head_dim]`."""
         shape = (size, keys.shape[1], keys.shape[3])
         if self.whole is None and self._alike and keys.shape == values.shape:
-            self.whole = keys.new_zeros(self._num_layers, 2, *shape)
+            self.whole = self._zeros(keys, (self._num_layers, 2, *shape))
         if self.whole is not None and (self.whole.shape[2:], self.whole.dtype) == (shape, keys.dtype):
             return self.whole[index, 0], self.whole[index, 1]
         self.whole, self._alike = None, False
-        return keys.new_zeros(shape), values.new_zeros(size, values.shape[1], values.shape[3])
+        return self._zeros(keys, shape), self._zeros(values, (size, values.shape[1], values.shape[3]))
+
+    def _zeros(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return like.new_zeros(shape)
 
 
 class StageCache:
@@ -145,11 +148,14 @@ class StageCache:
 
     Args:
         windows: each layer's, those before the stage's `first` layer too, of which nothing is stored.
+        memory: of its rows; None: its own.
     """
 
-    def __init__(self, windows: Sequence[int | None], capacity: int, first: int = 0) -> None:
-        self._memory, self._first = _SharedMemory(len(windows) - first), first
-        self.layers = [PreallocatedLayer(capacity, window, self._memory, i - first) for i, window in enumerate(windows)]
+    def __init__(
+        self, windows: Sequence[int | None], capacity: int, first: int = 0, memory: "LayersMemory | None" = None
+    ) -> None:
+        self.memory, self._first = memory or LayersMemory(len(windows) - first), first
+        self.layers = [PreallocatedLayer(capacity, window, self.memory, i - first) for i, window in enumerate(windows)]
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._views: dict[tuple[int, ...], SomeLayersCache] = {}
         self.capacity = capacity
@@ -161,7 +167,7 @@ class StageCache:
 
         Where they have different sizes, as in latent attention, the largest ones: the others are padded.
         """
-        if (whole := self._memory.whole) is not None:
+        if (whole := self.memory.whole) is not None:
             return tuple(whole.shape[3:])
         if last not in self._shapes and all(layer.rows for layer in self.layers[:last]):
             shapes = [rows.shape[1:] for layer in self.layers[:last] for rows in layer.rows]
@@ -194,7 +200,7 @@ class StageCache:
     @torch.inference_mode()
     def copy_row(self, source: int, target: int) -> None:
         """Copy a token's entries from one row to another, in all of the stage's layers."""
-        if (whole := self._memory.whole) is not None:
+        if (whole := self.memory.whole) is not None:
             whole[:, :, target] = whole[:, :, source]
             return
         for rows in (rows for layer in self.layers for rows in layer.rows):
@@ -205,7 +211,7 @@ class StageCache:
         end = position + len(nodes)
         if nodes[-1] >= len(nodes):
             kept = [position + node for node in nodes]
-            whole = self._memory.whole
+            whole = self.memory.whole
             parts = [rows for layer in self.layers for rows in layer.rows] if whole is None else [whole]
             for rows in parts:
                 rows[..., position:end, :, :] = rows[..., kept, :, :]
@@ -219,7 +225,7 @@ class StageCache:
         if any(layer.length < end for layer in self.layers[:last]):
             held = min(layer.length for layer in self.layers[:last])
             raise RuntimeError(f"entries {first} to {end} of {last} layers are asked for, and {held} tokens are held")
-        if (whole := self._memory.whole) is not None:
+        if (whole := self.memory.whole) is not None:
             return whole[:last, :, first:end].permute(2, 0, 1, 3, 4).contiguous()
         heads, dim = self.entry_shape(last)
         rows = [_padded(rows[first:end], heads, dim) for layer in self.layers[:last] for rows in layer.rows]
@@ -228,7 +234,7 @@ class StageCache:
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append consecutive tokens' entries, each as `export_entries` gives it, to the layers they came from."""
         layers = self.layers[: entries[0].shape[0]]
-        if self._memory.whole is not None and all(layer.is_initialized for layer in layers):
+        if self.memory.whole is not None and all(layer.is_initialized for layer in layers):
             self._import_at_once(layers, entries)
             return
         stacked = torch.stack(list(entries), dim=3)  # [layers, 2, heads, tokens, head_dim]
@@ -245,8 +251,8 @@ class StageCache:
                 raise RuntimeError(f"layers hold {first} and {layer.length} tokens: entries continue all or none")
             layer.check_room(end)
             layer.length = end
-        assert self._memory.whole is not None
-        self._memory.whole[: len(layers), :, first:end] = torch.stack(list(entries), dim=2)
+        assert self.memory.whole is not None
+        self.memory.whole[: len(layers), :, first:end] = torch.stack(list(entries), dim=2)
 
 
 def _padded(rows: Tensor, heads: int, dim: int) -> Tensor:

@@ -19,7 +19,7 @@ from ppd_runtime.checks import check_number
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.stage.trees import Part, TokenTree
+from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree
 
 _SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
 _PR_SET_TIMERSLACK = 29
@@ -73,7 +73,7 @@ class EmulatedStage(Stage):
         inputs: list[int] | Tensor,
         position: int,
         in_prompt: bool = False,
-        tree: TokenTree | None = None,
+        tree: TokenTree | Sequence[PlacedTree] | None = None,
     ) -> Tensor:
         began = time.perf_counter()
         hidden = super()._run(first, last, inputs, position, in_prompt, tree)

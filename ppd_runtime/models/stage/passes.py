@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.caches import PreallocatedLayer
 from ppd_runtime.models.stage.slicing import LayerSubset
-from ppd_runtime.models.stage.trees import TokenTree
+from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 
 class Head(Protocol):
@@ -55,6 +55,15 @@ class CompiledPasses(Protocol):
         self, first: int, last: int, hidden: Tensor, tree: TokenTree, caches: Sequence[PreallocatedLayer]
     ) -> Tensor:
         """A tree's tokens through layers `first` to `last`."""
+
+    @property
+    def joins_texts(self) -> bool:
+        """Whether there is code for several texts' trees in one pass."""
+
+    def run_trees(
+        self, first: int, last: int, hidden: Tensor, trees: Sequence[PlacedTree], caches: Sequence[PreallocatedLayer]
+    ) -> Tensor:
+        """Several texts' trees through layers `first` to `last`, over caches that hold all these texts."""
 
     def chain_drafting(self, layers: int | LayerSubset, behind: Any, embedding: Tensor) -> Any:
         """What drafts greedy chains in one call; None where there is no code for it."""

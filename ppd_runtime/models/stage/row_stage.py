@@ -2,13 +2,17 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ppd_runtime.models.stage.arena import ArenaCache, RowArena
+from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.slots import NodeSlots
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.stage.trees import Part, tree_of
+from ppd_runtime.models.stage.trees import Part, PlacedTree, tree_of
 
 _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
 """The paths of the rows that a stage tries at its start: siblings, and what stands behind them."""
@@ -35,22 +39,35 @@ class RowStage:
         """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
         self.most_together = 1
         """Rows that run together, at the most."""
+        self._arena: RowArena | None = None
+        self._begin(StageCache([], 0))
         if stage.compiles_chains(len(_TRIED)) and stage.most_together(_PROMPT) is None:
-            self.most_together = self._found_most_together()
+            self._find_out_what_runs_together()
         self.begin(0)
+
+    @property
+    def joins_requests(self) -> bool:
+        """Whether rows of several requests run together."""
+        return self._arena is not None
 
     def another(self) -> "RowStage":
         """The same layers over a cache of its own, for another request at the same time."""
         other = copy.copy(self)
         other.layer_passes = self._stage.layer_passes
+        other._begin(StageCache([], 0))
         other.begin(0)
         return other
 
     def begin(self, capacity: int) -> None:
-        """Forget the last sequence and make room for one of at most `capacity` tokens."""
-        self._stage.begin(capacity + self._most_nodes)
-        self._cache = self._stage.cache
-        self._slots = NodeSlots(self._cache, self._most_nodes)
+        """Forget the last sequence and make room for one of at most `capacity` tokens; for none, where that is 0."""
+        if isinstance(self._cache, ArenaCache):
+            self._cache.arena.give_back(self._cache.rows, self._slots.reach)
+        tokens = capacity + self._most_nodes
+        self._stage.begin(tokens, self._arena.take(tokens) if self._arena and capacity else None)
+        self._begin(self._stage.cache)
+
+    def _begin(self, cache: StageCache) -> None:
+        self._cache, self._slots = cache, NodeSlots(cache, self._most_nodes)
 
     def prompt_chunks(self, tokens: int) -> list[range]:
         """The positions of each chunk in which a prompt of so many tokens runs."""
@@ -74,10 +91,32 @@ class RowStage:
         `[1, nodes, hidden_size]`; so are the states behind the layers.
         """
         before = self._stage.layer_passes
-        self._stage.turn_to(self._cache)
-        hidden = self._stage.run_rows(self._parts(inputs, paths), self._slots.kept + len(paths[-1]) - 1)
+        hidden = self._stage.run_rows(self._parts([(self, inputs, paths)]), self._slots.kept + len(paths[-1]) - 1)
         self.layer_passes += self._stage.layer_passes - before
         return hidden
+
+    def run_together(self, asked: Sequence["Asked"]) -> list[Tensor]:
+        """What each of several requests would have from `run_rows`, out of one pass."""
+        if len(asked) == 1:
+            ((stage, inputs, paths),) = asked
+            return [stage.run_rows(inputs, paths)]
+        order = sorted(range(len(asked)), key=lambda place: not asked[place][0]._in_arena)
+        in_order = [asked[place] for place in order]
+        stage, _, paths = in_order[-1]
+        hidden = self._stage.run_rows(self._parts(in_order), stage._slots.kept + len(paths[-1]) - 1)
+        for stage, _, paths in asked:
+            stage.layer_passes += len(paths) * self.num_layers
+        states = hidden.split([len(paths) for _, _, paths in in_order], dim=1)
+        return [states[order.index(place)] for place in range(len(asked))]
+
+    def logits_together(self, asked: Sequence[tuple["RowStage", Tensor]]) -> list[Tensor]:
+        """`logits` of states `[1, 1, hidden_size]` of several requests, at once where that leaves their bits alone."""
+        hidden = [states for _, states in asked]
+        if len(hidden) > 1 and self._joins_heads:
+            starts = range(0, len(hidden), self.most_together)
+            parts = (torch.cat([*hidden[start : start + self.most_together]], dim=1) for start in starts)
+            return [logits for part in parts for logits in self._stage.token_logits(part)]
+        return [stage.logits(states) for stage, states in asked]
 
     def keep(self, node: int) -> None:
         """A node that has run is the next of the certain tokens."""
@@ -91,44 +130,118 @@ class RowStage:
         """`[vocab_size]` float32 logits behind the newest of the hidden states: final norm and head."""
         return self._stage.logits(hidden)
 
-    def _parts(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Iterator[Part]:
-        """What runs together; each part's slots are ready until the next is asked for."""
-        slots = self._slots
-        for start in range(0, len(paths), self.most_together):
-            rows = slice(start, start + self.most_together)
-            given = inputs[:, rows] if isinstance(inputs, Tensor) else list(inputs[rows])
-            if len(paths[rows]) == 1:
-                yield given, slots.place(paths[start]), None
-            else:
-                yield given, slots.kept, tree_of(slots.rows(paths[rows]), self._stage.device)
+    def _parts(self, asked: Sequence["Asked"]) -> Iterator[Part]:
+        """What runs together; each part's slots are ready until the next is asked for. Whose rows are the arena's come
+        first.
+        """
+        in_arena = [one for one in asked if one[0]._in_arena]
+        for group in (in_arena, *([one] for one in asked if not one[0]._in_arena)):
+            for part in _cut(group, self.most_together):
+                yield self._of_several(part) if len(part) > 1 else part[0][0]._part(*part[0][1:])
 
-    def _found_most_together(self) -> int:
-        """How many rows a pass may have for each to keep the bits of a pass of its own.
+    def _part(self, inputs: list[int] | Tensor, paths: Sequence[Sequence[int]]) -> Part:
+        self._stage.turn_to(self._cache)
+        if len(paths) == 1:
+            return inputs, self._slots.place(paths[0]), None
+        return inputs, self._slots.kept, tree_of(self._slots.rows(paths), self._stage.device)
+
+    def _of_several(self, asked: Sequence["Asked"]) -> Part:
+        assert self._arena is not None
+        self._stage.turn_to(self._arena.cache)
+        trees, inputs = [], []
+        for stage, of_stage, paths in asked:
+            assert isinstance(stage._cache, ArenaCache)
+            tree = tree_of(stage._slots.rows(paths), self._stage.device)
+            trees.append(PlacedTree(tree, stage._slots.kept, stage._cache.rows.start))
+            inputs.append(of_stage)
+        states = [of_stage for of_stage in inputs if isinstance(of_stage, Tensor)]
+        tokens = [token for of_stage in inputs if not isinstance(of_stage, Tensor) for token in of_stage]
+        return torch.cat(states, dim=1) if states else tokens, 0, trees
+
+    @property
+    def _in_arena(self) -> bool:
+        return isinstance(self._cache, ArenaCache)
+
+    @cached_property
+    def _joins_heads(self) -> bool:
+        """Whether logits of several rows at once have the bits of each row's own: found out by comparing."""
+        if self.most_together == 1:
+            return False
+        states = self._random_states(len(_TRIED))
+        alone = torch.stack([self._stage.logits(states[:, i : i + 1]) for i in range(len(_TRIED))])
+        sizes = range(2, len(_TRIED) + 1)
+        return all(self._stage.token_logits(states[:, :size]).equal(alone[:size]) for size in sizes)
+
+    def _find_out_what_runs_together(self) -> None:
+        """How many rows a pass may have, of one text and of several, for each to keep the bits of a pass of its own.
 
         That is found out by comparing: products and attention may depend on what is beside a row, or not.
         """
         most = len(_TRIED)
         alone = self._try([1] * most)
         self.most_together = most
-        same = all(self._try([size, most - size]).equal(alone) for size in range(2, most + 1))
-        return most if same else 1
+        if not all(self._try([size, most - size]).equal(alone) for size in range(2, most + 1)):
+            self.most_together = 1
+        elif arena := self._stage.arena():
+            self._arena = arena
+            two, half, states = (self.another(), self.another()), most // 2, [list[Tensor](), list[Tensor]()]
+            for stage in two:
+                stage._prepare_to_try()
+            for rows in (slice(half), slice(half, most)):
+                found = self.run_together([(stage, self._tried(rows), _TRIED[rows]) for stage in two])
+                for of_stage, of_rows in zip(states, found, strict=True):
+                    of_stage.append(of_rows)
+            if not all(torch.cat(of_stage, dim=1).equal(alone) for of_stage in states):
+                self._arena = None
+            for stage in two:
+                stage.begin(0)
 
     def _try(self, sizes: Sequence[int]) -> Tensor:
-        """The states of the tried rows, run so many at a time, behind a text that is longer than short windows are."""
-        generator = torch.Generator().manual_seed(0)
-        config, first = self._stage.model.config, self._stage.first_layer
-        states = torch.randn(1, _PROMPT + len(_TRIED), config.hidden_size, generator=generator, dtype=torch.float32)
-        states = states.to(self._stage.device, self._stage.model.dtype)
+        """The states of the tried rows, run so many at a time."""
+        self._prepare_to_try()
+        starts = accumulate(sizes, initial=0)
+        rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False) if size]
+        return torch.cat([self.run_rows(self._tried(some), _TRIED[some]) for some in rows], dim=1)
+
+    def _prepare_to_try(self) -> None:
+        """Have entries of a text that is longer than short windows are."""
+        first, states = self._stage.first_layer, self._random_states(_PROMPT)
         windows = [layer.sliding_window or 0 for layer in self._stage.cache.layers]
         text = max(_TRIED_TEXT, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW))
         self.begin(text + len(_TRIED))
-        self.run_prompt(states[:, :_PROMPT] if first else list(range(_PROMPT)), 0)
-        self._stage.cache.fill(generator)
+        self.run_prompt(states if first else list(range(_PROMPT)), 0)
+        self._cache.fill(torch.Generator().manual_seed(0))
         self._slots.kept = text
-        found, start = [], 0
-        for size in filter(None, sizes):
-            rows = slice(start, start + size)
-            given = states[:, _PROMPT:][:, rows] if first else list(range(start, start + size))
-            found.append(self.run_rows(given, _TRIED[rows]))
-            start += size
-        return torch.cat(found, dim=1)
+
+    def _tried(self, rows: slice) -> list[int] | Tensor:
+        """What the tried rows enter with."""
+        numbers = range(len(_TRIED))[rows]
+        return self._random_states(len(_TRIED))[:, rows] if self._stage.first_layer else list(numbers)
+
+    def _random_states(self, tokens: int) -> Tensor:
+        size, generator = self._stage.model.config.hidden_size, torch.Generator().manual_seed(0)
+        states = torch.randn(1, tokens, size, generator=generator, dtype=torch.float32)
+        return states.to(self._stage.device, self._stage.model.dtype)
+
+
+Asked = tuple[RowStage, Sequence[int] | Tensor, Sequence[Sequence[int]]]
+"""A request's stage, and what it would run: see `RowStage.run_rows`."""
+
+
+def _cut(
+    asked: Sequence[Asked], most: int
+) -> Iterator[list[tuple[RowStage, list[int] | Tensor, Sequence[Sequence[int]]]]]:
+    """The same rows in the same order, in parts of so many."""
+    part, room = [], most
+    for stage, inputs, paths in asked:
+        done = 0
+        while done < len(paths):
+            rows = slice(done, done + room)
+            given = inputs[:, rows] if isinstance(inputs, Tensor) else list(inputs[rows])
+            part.append((stage, given, paths[rows]))
+            done, room = done + len(paths[rows]), room - len(paths[rows])
+            if not room:
+                yield part
+                part, room = [], most
+    if part:
+        yield part

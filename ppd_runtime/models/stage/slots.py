@@ -47,6 +47,11 @@ class NodeSlots:
         self._cache.set_length(self.kept)
         return tuple(tuple(self._rows[node] - self.kept for node in path) for path in paths)
 
+    @property
+    def reach(self) -> int:
+        """Rows up to the last one that may have been used."""
+        return self.kept + self._most_nodes + 1
+
     def keep(self, node: int) -> None:
         """The node is the next of the certain tokens: it stays, in place."""
         self._put(node, self.kept)

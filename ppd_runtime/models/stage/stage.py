@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppd_runtime.models.stage.arena import RowArena
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
@@ -26,7 +27,7 @@ from ppd_runtime.models.stage.slicing import (
     layer_range,
     with_mask_of,
 )
-from ppd_runtime.models.stage.trees import Part, TokenTree, chain_of, token_tree
+from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -114,9 +115,14 @@ class Stage:
             return None
         return self._compiled.chain_drafting(layers, part, self.model.model.embed_tokens.weight.detach())
 
-    def begin(self, capacity: int) -> None:
-        """Forget the last sequence and make room for one of at most `capacity` tokens."""
-        self.turn_to(StageCache(self._windows, capacity, self.first_layer))
+    def arena(self) -> RowArena | None:
+        """Rows for several sequences whose tokens can run together; None where there is no code for that."""
+        joins = self._compiled is not None and self._compiled.joins_texts
+        return RowArena(self._windows, self.first_layer) if joins else None
+
+    def begin(self, capacity: int, cache: StageCache | None = None) -> None:
+        """Forget the last sequence; make room for one of at most `capacity` tokens, or take the cache of one."""
+        self.turn_to(cache or StageCache(self._windows, capacity, self.first_layer))
         if self._compiled:
             self._compiled.forget()
 
@@ -284,13 +290,15 @@ class Stage:
         inputs: list[int] | Tensor,
         position: int,
         in_prompt: bool = False,
-        tree: TokenTree | None = None,
+        tree: TokenTree | Sequence[PlacedTree] | None = None,
     ) -> Tensor:
-        """A chain, or a `tree`, which there must be compiled code for."""
+        """A chain, or a `tree` or several texts' trees, which there must be compiled code for."""
         self.check_position(first, position)
         tokens = num_tokens(inputs)
         if self._compiled and not in_prompt and (tokens == 1 or self._compiled.runs_tree(tokens)):
             hidden = self._here(inputs) if isinstance(inputs, Tensor) else self._embed(inputs)
+            if isinstance(tree, Sequence):
+                return self._compiled.run_trees(first, last, hidden, tree, self.cache.layers)
             if tokens == 1:
                 return self._compiled.run(first, last, hidden, self.cache.layers)
             tree = tree or chain_of(tokens, self.device)

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ class TokenTree:
         of_tokens = [path[-1] for path in paths], [len(path) - 1 for path in paths]
         self._numbers = array("q", chain(*of_tokens, *self._tails))
         (at, _), step = self._numbers.buffer_info(), self.size * self._numbers.itemsize
-        self.memory = at, at + step, at + 2 * step, deepest - first
-        """Where its rows, depths and tails are, and how long a tail is; `Tree` in native/passes.h explains them."""
+        self.memory = at, at + step, at + 2 * step, self.size, deepest - first
+        """Where rows, depths and tails are, its size, and how long a tail is: as `Tree` in native/passes.h begins."""
         self._ahead: dict[int, Tensor] = {}
         self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
@@ -112,9 +113,25 @@ class TokenTree:
         return self._scales[dtype]
 
 
-Part = tuple[list[int] | Tensor, int, TokenTree | None]
+class PlacedTree(NamedTuple):
+    """A tree behind one of several texts that lie in the rows of one cache, each from a row of its own on."""
+
+    tree: TokenTree
+    position: int
+    """Where it stands: tokens of the text before it."""
+    first_row: int
+    """Of its text."""
+
+    @property
+    def reach(self) -> int:
+        """The rows up to the last one that it sees."""
+        return self.first_row + self.position + self.tree.extent
+
+
+Part = tuple[list[int] | Tensor, int, TokenTree | Sequence[PlacedTree] | None]
 """Tokens that run together in a pass: ids, or hidden states `[1, tokens, hidden_size]`; the length of the text before
-them; and their tree, for which there has to be compiled code, or None for one token."""
+them; and their tree, for which there has to be compiled code, or None for one token. Of several texts, whose trees
+follow each other, the length is 0."""
 
 
 @lru_cache(maxsize=256)

@@ -47,7 +47,10 @@ class SharedHead:
 
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """As full depth's, if it ended here."""
-        logits = self._stage.token_logits(hidden)
+        return self.ranked(self._stage.token_logits(hidden), texts, k)
+
+    def ranked(self, logits: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """The guesses that logits `[texts, vocab_size]` are for."""
         return [self._sampler.guesses(logits[row], text, k) for row, text in enumerate(texts)]
 
 

@@ -6,11 +6,12 @@ next early start waiting. Beyond Algorithm 2 of the paper, whose sub-processes w
 """
 
 from collections.abc import Generator
+from typing import Any
 
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import ExitHead
-from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, Wish, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MAIN,
     Begin,
@@ -102,7 +103,7 @@ class RunAheadSubProcess:
             path = self.chain[self._certain : position]
             self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, (token,), self._state, path))
 
-    def _run(self, position: int) -> Generator[WaitFor, Message | None, int]:
+    def _run(self, position: int) -> Generator[Wish, Any, int]:
         """Run the chain's token at `position` unless another takes its place meanwhile; the layer passes it took."""
         forks, num_layers, step = self._forks, self.stage.num_layers, self.stage.layers_at_once
         inputs: list[int] | Tensor = [self.chain[position]]

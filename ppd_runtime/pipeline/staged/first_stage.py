@@ -4,11 +4,12 @@ import heapq
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Wish, Work
 from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates, Report
 from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
@@ -78,7 +79,7 @@ class FirstStage(FollowerStage):
             if self._ends:
                 return
             if nodes := self._chosen():
-                self._run_chosen(nodes)
+                yield from self._run_chosen(nodes)
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
@@ -93,7 +94,7 @@ class FirstStage(FollowerStage):
             states = self.stage.run_prompt(prompt[chunk.start : chunk.stop], chunk.start)
             self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, chunk.start, states))
         self._prompt_has_run = True
-        self._name([self.tree.prompt], states[:, -1:])
+        yield from self._name([self.tree.prompt], states[:, -1:])
         self._name_repetition(self.tree.prompt)
 
     def _work(self) -> Work:
@@ -107,17 +108,17 @@ class FirstStage(FollowerStage):
     def _ask_stage_before(self) -> None:
         """There is none."""
 
-    def _run_chosen(self, nodes: list[Node]) -> None:
+    def _run_chosen(self, nodes: list[Node]) -> Machine:
         self._pass_number += 1
         self._passes.append((self._pass_number, nodes))
-        hidden = self._run(nodes, [node.token for node in nodes], self._pass_number)
-        self._name(nodes, hidden)
+        hidden = yield from self._run(nodes, [node.token for node in nodes], self._pass_number)
+        yield from self._name(nodes, hidden)
 
-    def _name(self, nodes: Sequence[Node], hidden: Tensor) -> None:
-        for node, guesses in self._guesses(nodes, hidden):
+    def _name(self, nodes: Sequence[Node], hidden: Tensor) -> Machine:
+        for node, guesses in (yield from self._guesses(nodes, hidden)):
             self._successors.setdefault(node.number, Successors()).by_boundary[self.rank] = guesses
 
-    def _keep_step(self) -> Generator[WaitFor, Message | None, bool]:
+    def _keep_step(self) -> Generator[Wish, Any, bool]:
         """Wait, for a moment, for the stages behind to be done with the passes before this one's last; whether it has.
 
         All stages take about as long, so what they are about to say decides what should run next: a guess that comes

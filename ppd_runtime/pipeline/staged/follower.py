@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.machine import Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     MAIN,
     Begin,
@@ -22,7 +22,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.staged.chances import Guess
-from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.machine import Naming, RowsPass, RowStageLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
 _ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost
@@ -185,9 +185,11 @@ class FollowerStage(ABC):
         """There are certain tokens behind the `known` ones."""
         self.tree.settle()
 
-    def _run(self, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, pass_number: int) -> Tensor:
+    def _run(
+        self, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, pass_number: int
+    ) -> Generator[Computation, Tensor, Tensor]:
         """Run nodes as one pass, and send the states behind it on; they are given back, too."""
-        hidden = self.stage.run_rows(inputs, [self.tree.path(node) for node in nodes])
+        hidden = yield RowsPass(self.stage, inputs, [self.tree.path(node) for node in nodes])
         for node in nodes:
             self.tree.note_run(node)
         rows = Rows(
@@ -204,7 +206,9 @@ class FollowerStage(ABC):
         self._send_on(rows)
         return hidden
 
-    def _guesses(self, nodes: Sequence[Node], hidden: Tensor) -> list[tuple[Node, Sequence[Guess]]]:
+    def _guesses(
+        self, nodes: Sequence[Node], hidden: Tensor
+    ) -> Generator[Computation, Sequence[Sequence[Guess]], list[tuple[Node, Sequence[Guess]]]]:
         """What may follow those nodes behind which nothing is certain yet; `hidden` has a row for each node."""
         open_ = [
             row
@@ -217,7 +221,7 @@ class FollowerStage(ABC):
             return []
         states = hidden if len(open_) == len(nodes) else hidden[:, open_]
         texts = [self.tree.text(nodes[row]) for row in open_]
-        named = self.head.guesses(states, texts, self.k)
+        named = yield Naming(self.head, states, texts, self.k)
         return [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
 
 

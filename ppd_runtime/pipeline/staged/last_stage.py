@@ -2,11 +2,12 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ppd_runtime.logprobs import TokenLogprobs, packed
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Wish, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -25,7 +26,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
-from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.machine import Logits, RowsPass, RowStageLike
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.sampling import Sampler
@@ -86,7 +87,7 @@ class LastStage:
         for message in self.told[max(delivered - self._delivered, 0) :]:
             self.send((CLIENT,), message)
 
-    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[WaitFor, Message | None, int | None]:
+    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Wish, Any, int | None]:
         """Decode to the end; the last token, which nobody has been told; None where the request was cancelled."""
         self._sampler = sampler
         self._begin_attempt()
@@ -95,7 +96,7 @@ class LastStage:
             if hidden is None:
                 self.finish_reason = "cancelled"
                 return None
-            token = sampler.choose(self.stage.logits(hidden), self.history)
+            token = sampler.choose((yield Logits(self.stage, hidden)), self.history)
             self._logprobs = sampler.take_logprobs()
             self.history.append(token)
             self.finish_reason = stop.finish_reason(token) or ""
@@ -114,7 +115,7 @@ class LastStage:
         self.told.append(token)
         self.send((CLIENT,), token)
 
-    def _newest_state(self) -> Generator[WaitFor, Message | None, Tensor | None]:
+    def _newest_state(self) -> Generator[Wish, Any, Tensor | None]:
         """The newest token's hidden state behind all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
         wanted = self._patience()
         while True:
@@ -127,7 +128,7 @@ class LastStage:
             if (hidden := self._decisive()) is not None:
                 return hidden
             self._tell_progress()
-            if self._advance():
+            if (yield from self._advance()):
                 self._losses = 0
                 wanted = self._patience()
             elif (message := (yield wanted)) is not None:
@@ -148,7 +149,7 @@ class LastStage:
             return Work.NEEDED
         return self._arrivals.work() if self._prompt.has_run else Work.LITTLE
 
-    def _advance(self) -> bool:
+    def _advance(self) -> Generator[Wish, Any, bool]:
         """Run what waits, the certain first; whether anything did."""
         if (position := self._prompt.next_position) is not None:
             states = self._prompt.run_next()
@@ -158,11 +159,12 @@ class LastStage:
             return True
         nodes = self._arrivals.next_pass() if self._prompt.has_run else []
         if nodes:
-            self._run(nodes)
+            yield from self._run(nodes)
         return bool(nodes)
 
-    def _run(self, nodes: list[Node]) -> None:
-        hidden = self.stage.run_rows(self._arrivals.states(nodes), [self._tree.path(node) for node in nodes])
+    def _run(self, nodes: list[Node]) -> Machine:
+        paths = [self._tree.path(node) for node in nodes]
+        hidden = yield RowsPass(self.stage, self._arrivals.states(nodes), paths)
         for row, node in enumerate(nodes):
             node.hidden = hidden[:, row : row + 1]
             self._tree.note_run(node)

@@ -1,9 +1,14 @@
-"""What the staged machines need of a stage."""
+"""What the staged machines need of a stage, and what they ask to be computed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from ppd_runtime.models.trained.exit_heads import BoundaryHead
+from ppd_runtime.pipeline.machine import Computation
+from ppd_runtime.pipeline.staged.chances import Guess
 
 
 class RowStageLike(Protocol):
@@ -36,3 +41,42 @@ class RowStageLike(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head over the newest hidden state."""
+
+
+@dataclass(slots=True)
+class RowsPass(Computation):
+    """The states behind a pass; see `RowStageLike.run_rows`."""
+
+    stage: RowStageLike
+    inputs: Sequence[int] | Tensor
+    paths: Sequence[Sequence[int]]
+
+    def alone(self) -> Tensor:
+        """`[1, nodes, hidden_size]`."""
+        return self.stage.run_rows(self.inputs, self.paths)
+
+
+@dataclass(slots=True)
+class Logits(Computation):
+    """The final norm and head over a token's state."""
+
+    stage: RowStageLike
+    hidden: Tensor
+
+    def alone(self) -> Tensor:
+        """`[vocab_size]`."""
+        return self.stage.logits(self.hidden)
+
+
+@dataclass(slots=True)
+class Naming(Computation):
+    """What may follow several nodes; see `BoundaryHead.guesses`."""
+
+    head: BoundaryHead
+    hidden: Tensor
+    texts: Sequence[Sequence[int]]
+    k: int
+
+    def alone(self) -> Sequence[Sequence[Guess]]:
+        """Of each node."""
+        return self.head.guesses(self.hidden, self.texts, self.k)

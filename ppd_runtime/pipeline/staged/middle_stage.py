@@ -27,9 +27,9 @@ class MiddleStage(FollowerStage):
             if self._ends:
                 return
             if (position := self._prompt.next_position) is not None:
-                self._run_chunk(position)
+                yield from self._run_chunk(position)
             elif self._prompt.has_run and (nodes := self._arrivals.next_pass()):
-                self._run_arrived(nodes)
+                yield from self._run_arrived(nodes)
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
@@ -42,16 +42,16 @@ class MiddleStage(FollowerStage):
         lacking = self._prompt.lacking(self.tree.root.position + 1)
         self.send((self.rank - 1,), Missing(self.rank, self.begin.request, lacking, self.begin.epoch))
 
-    def _run_chunk(self, position: int) -> None:
+    def _run_chunk(self, position: int) -> Machine:
         states = self._prompt.run_next()
         self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, position, states))
         if self._prompt.has_run:
-            self._name(self._guesses([self.tree.prompt], states[:, -1:]), 0)
+            self._name((yield from self._guesses([self.tree.prompt], states[:, -1:])), 0)
 
-    def _run_arrived(self, nodes: list[Node]) -> None:
+    def _run_arrived(self, nodes: list[Node]) -> Machine:
         number = max(node.pass_number for node in nodes)
-        hidden = self._run(nodes, self._arrivals.states(nodes), number)
-        self._name(self._guesses(nodes, hidden), number)
+        hidden = yield from self._run(nodes, self._arrivals.states(nodes), number)
+        self._name((yield from self._guesses(nodes, hidden)), number)
 
     def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
         """Tell the first stage what may follow, and that this stage has got so far."""

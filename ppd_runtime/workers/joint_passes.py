@@ -1,0 +1,79 @@
+"""What the machines of several requests ask to be computed, as much of it at once as goes together."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.pipeline.machine import Computation
+from ppd_runtime.pipeline.staged.machine import Logits, Naming, RowsPass
+from ppd_runtime.tracing.recorder import JointRecorder
+from ppd_runtime.workers.seat import Seat
+
+_Kind = TypeVar("_Kind", bound=Computation)
+
+
+class JointPasses:
+    """Gathers what is asked for, computes it, and says to whom each result belongs."""
+
+    def __init__(self, stage: Stage, rows: RowStage | None) -> None:
+        self._stage, self._rows = stage, rows
+        self._asked: list[tuple[Seat, Computation]] = []
+
+    def add(self, seat: Seat, computation: Computation) -> None:
+        """A request's machine waits for this."""
+        self._asked.append((seat, computation))
+
+    @property
+    def num_rows(self) -> int:
+        """Of the passes that are asked for."""
+        return sum(len(asked.paths) for _, asked in self._asked if isinstance(asked, RowsPass))
+
+    def __bool__(self) -> bool:
+        return bool(self._asked)
+
+    def results(self) -> Iterator[tuple[Seat, Any]]:
+        """Compute what has been asked for until now, passes first: their states go on before the heads are computed."""
+        asked, self._asked = self._asked, []
+        yield from self._computed(_of_kind(asked, RowsPass), self._run_passes)
+        yield from self._computed(_of_kind(asked, Logits), self._find_logits)
+        yield from self._computed(_of_kind(asked, Naming), self._name)
+
+    def _computed(self, asked: "list[tuple[Seat, _Kind]]", compute: Any) -> Iterator[tuple[Seat, Any]]:
+        if not asked:
+            return
+        seats = [seat for seat, _ in asked]
+        if len(seats) > 1:
+            began = time.perf_counter()
+            for seat in seats:
+                seat.note_wait(began)
+        self._stage.recorder = JointRecorder([seat.recorder for seat in seats])
+        yield from zip(seats, compute([computation for _, computation in asked]), strict=True)
+
+    def _run_passes(self, asked: Sequence[RowsPass]) -> Sequence[Any]:
+        if len(asked) == 1 or self._rows is None:
+            return [one.alone() for one in asked]
+        return self._rows.run_together([(cast(RowStage, one.stage), one.inputs, one.paths) for one in asked])
+
+    def _find_logits(self, asked: Sequence[Logits]) -> Sequence[Any]:
+        if len(asked) == 1 or self._rows is None:
+            return [one.alone() for one in asked]
+        return self._rows.logits_together([(cast(RowStage, one.stage), one.hidden) for one in asked])
+
+    def _name(self, asked: Sequence[Naming]) -> Iterator[Any]:
+        heads = [one.head for one in asked if isinstance(one.head, SharedHead)]
+        if len(heads) < len(asked) or len(asked) == 1:
+            yield from (one.alone() for one in asked)
+            return
+        sizes = [len(one.texts) for one in asked]
+        logits = self._stage.token_logits(torch.cat([one.hidden for one in asked], dim=1)).split(sizes)
+        for one, head, of_one in zip(asked, heads, logits, strict=True):
+            yield head.ranked(of_one, one.texts, one.k)
+
+
+def _of_kind(asked: Sequence[tuple[Seat, Computation]], kind: type[_Kind]) -> list[tuple[Seat, _Kind]]:
+    return [(seat, computation) for seat, computation in asked if isinstance(computation, kind)]
