@@ -1,6 +1,5 @@
 """What both state machines have in common: how they wait, send and compute."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -42,12 +41,14 @@ class WaitFor:
     """What it does where it only looks for a message, and there is none."""
 
 
-class Computation(ABC):
+class Computation:
     """A wish for what a machine would have computed; whoever runs several may compute some of theirs at once."""
 
-    @abstractmethod
+    __slots__ = ()
+
     def alone(self) -> Any:
         """Compute it."""
+        raise NotImplementedError
 
 
 Wish = WaitFor | Computation

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -163,26 +163,44 @@ class Worker:
     def _give_turn(self) -> None:
         """Nobody has a message: have a machine go on without one, and others whose rows fit into the same pass."""
         seats = list(self._seats.values())
-        first = seats[0] if len(seats) == 1 else self._next_in_turn(seats)
-        works = {first: first.wanted.work()}
-        if self._most_rows > 1:
-            works |= {seat: seat.wanted.work() for seat in seats if seat is not first and seat.wanted.patience == 0}
-        others = sorted((seat for seat in works if seat is not first), key=lambda seat: (works[seat], seat.last_turn))
-        for place, seat in enumerate([first, *others]):
-            work = works[seat]
-            if place and not (self._joint and (work == Work.LITTLE) == (works[first] == Work.LITTLE)):
-                continue
-            if (room := self._room(work, [works[other] for other in others[place:]])) <= 0 < place:
-                break
-            self._go_on(seat, max(room, 1))
+        works = {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
+        first = seats[0] if len(seats) == 1 else self._next_in_turn(seats, works)
+        work = works.pop(first, Work.NEEDED)
+        if self._most_rows == 1:
+            works.clear()
+        self._go_on(first, self._room(work, works.values()))
+        self._join(works, only_little=work == Work.LITTLE)
         self._compute()
 
-    def _room(self, work: Work, later: Sequence[Work]) -> int:
+    @staticmethod
+    def _next_in_turn(seats: list[Seat], works: dict[Seat, Work]) -> Seat:
+        """The one whose patience is over, or whose turn it is."""
+        now = time.perf_counter()
+        timed = [seat for seat in seats if seat.wanted.patience and seat.wanted.deadline is not None]
+        over = [seat for seat in timed if (seat.wanted.deadline or 0.0) <= now]
+        if over or not works:
+            return min(over or timed, key=lambda seat: seat.wanted.deadline or 0.0)
+        return min(works, key=lambda seat: (works[seat], seat.last_turn))
+
+    def _join(self, works: dict[Seat, Work], only_little: bool) -> None:
+        """Have others go on that decide, too, or whose rows fit into the pass that is asked for."""
+        while works and (only_little or self._joint):
+            seat = min(works, key=lambda seat: (works[seat], seat.last_turn))
+            work = works.pop(seat)
+            if (work == Work.LITTLE) == only_little:
+                if (room := self._room(work, works.values())) <= 0:
+                    return
+                self._go_on(seat, room)
+            elif only_little:
+                return
+
+    def _room(self, work: Work, later: Collection[Work]) -> int:
         """Rows that a machine may have of the next pass, where `later` ones want theirs; certain tokens come first."""
         taken = self._joint.num_rows
         if work == Work.SPECULATION:
             return -(-(self.spec.rows - taken) // (1 + len(later)))
-        return max(self.spec.rows - taken - later.count(Work.NEEDED), min(self._most_rows - taken, 1))
+        needed = sum(other == Work.NEEDED for other in later)
+        return max(self.spec.rows - taken - needed, min(self._most_rows - taken, 1))
 
     def _go_on(self, seat: Seat, rows: int) -> None:
         self._turns += 1
@@ -191,17 +209,6 @@ class Worker:
             seat.machine.rows = rows
         seat.note_reply(None, was_away=self._active is not seat)
         self._resume(seat, None)
-
-    @staticmethod
-    def _next_in_turn(seats: list[Seat]) -> Seat:
-        """The one whose patience is over, or whose turn it is."""
-        now = time.perf_counter()
-        timed = [seat for seat in seats if seat.wanted.patience and seat.wanted.deadline is not None]
-        over = [seat for seat in timed if (seat.wanted.deadline or 0.0) <= now]
-        ready = [seat for seat in seats if seat.wanted.patience == 0]
-        if over or not ready:
-            return min(over or timed, key=lambda seat: seat.wanted.deadline or 0.0)
-        return min(ready, key=lambda seat: (seat.wanted.work(), seat.last_turn))
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Peers):
@@ -276,8 +283,8 @@ class Worker:
             seat.ask()
             self._joint.add(seat, wanted)
             return
-        several = len(self._seats) > 1
-        others = sum(other.patience for other in self._seats.values() if other is not seat) if several else 0
+        waits = wanted.patience and len(self._seats) > 1
+        others = sum(other.patience for other in self._seats.values() if other is not seat) if waits else 0
         seat.wait_for(wanted, self.stage.layer_seconds, others)
 
     def _end(self, seat: Seat) -> None:
