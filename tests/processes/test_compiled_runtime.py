@@ -1,16 +1,24 @@
 """Compiled pipelined decoding gives compiled ordinary decoding's tokens; what is compiled is compiled once."""
 
+import contextlib
+import itertools
 import json
+import random
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from compilers import needs_compiler
 from grids import nightly
+from seeds import SEED
 
 from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
@@ -47,6 +55,41 @@ def test_threads(model_folder, dtype, monkeypatch):
     monkeypatch.setattr("ppd_runtime.models.compiled.export._compile", lambda *_: pytest.fail("compiled again"))
     for k, exit_layer in ((1, 3), (3, 4)):
         check(ordinary, k=k, exit_layer=exit_layer, transport="local")
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=nightly)])
+def test_requests_of_one_pass(model_folder, monkeypatch, family):
+    """Tokens and the bits of their probabilities are those that each request has alone; some are cancelled."""
+    joined = Counter()
+    run_trees = CompiledLayers.run_trees
+
+    def counted(self, first, last, hidden, trees, caches):
+        joined[len(trees)] += 1
+        return run_trees(self, first, last, hidden, trees, caches)
+
+    monkeypatch.setattr(CompiledLayers, "run_trees", counted)
+    folder, draw = str(model_folder(family, num_layers=5)), random.Random(SEED)
+    ordinary = OrdinaryDecoding(folder, dtype="float32", compile=True)
+    sizes = [1, 3, 20, 63, 70, 300]
+    prompts = [[draw.randrange(300) for _ in range(draw.choice(sizes))] for _ in range(14)]
+    settings = [
+        {"max_new_tokens": draw.randint(2, 70), "temperature": i % 2, "seed": i, "ignore_eos": True, "logprobs": 2}
+        for i in range(len(prompts))
+    ]
+
+    def decode(runtime, number):
+        found = []
+        with contextlib.closing(runtime.stream(prompts[number], **settings[number])) as stream:
+            for event in itertools.islice(stream, 3 if number % 5 == 4 else None):
+                found.append((event.token_id, event.logprobs))
+        return found
+
+    expected = [decode(ordinary, number) for number in range(len(prompts))]
+    layout = {"stages": 2, "rows": 4, "transport": "local", "max_requests": 6}
+    with PPDRuntime(folder, dtype="float32", compile=True, **layout) as runtime, ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(partial(decode, runtime), range(len(prompts))))
+    assert got == expected
+    assert set(joined) >= {2, 3, 4}
 
 
 @nightly
