@@ -51,6 +51,7 @@ _RUNTIME = (
     "max_restarts",
     "max_requests",
     "max_cache_tokens",
+    "prefix_cache_tokens",
     "dtype",
     "device",
     "threads_per_worker",

@@ -49,7 +49,13 @@ USUAL_K = 3
 """Candidates, where nothing says how many."""
 _MOST_ROWS = 64
 _USUAL_REQUESTS = 8  # at once
-_NUMBERS = (("rows", 1, _MOST_ROWS), ("max_requests", 1, 256), ("max_cache_tokens", 2, None))  # least and most
+_USUAL_PREFIXES = 8192  # tokens
+_NUMBERS = (  # least and most
+    ("rows", 1, _MOST_ROWS),
+    ("max_requests", 1, 256),
+    ("max_cache_tokens", 2, None),
+    ("prefix_cache_tokens", 0, None),
+)
 _FOR_STAGES: Mapping[str, object] = {
     "rows": None,
     "repetitions": True,
@@ -57,6 +63,7 @@ _FOR_STAGES: Mapping[str, object] = {
     "guess_counts": None,
     "max_requests": None,
     "max_cache_tokens": None,
+    "prefix_cache_tokens": None,
 }
 """Settings of the staged layout alone, with what they are where they are not given."""
 
@@ -96,6 +103,9 @@ class RuntimeConfig:
     max_cache_tokens: int | None = None
     """With `stages`, tokens of all requests at once, prompts' and new ones: further calls wait until there is room.
     Default: `max_requests` alone bounds what stages keep."""
+    prefix_cache_tokens: int | None = None
+    """With `stages`, tokens of earlier prompts whose entries stages keep, 8192 by default; a prompt that begins alike
+    takes them over, in whole chunks of 256 tokens."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -273,6 +283,13 @@ class RuntimeConfig:
         if self.stages is not None:
             return self.stages - 1
         return self.num_candidates if self.workers is None else self.workers
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of earlier prompts whose entries are kept; none in the paper's layout."""
+        if self.stages is None:
+            return 0
+        return _USUAL_PREFIXES if self.prefix_cache_tokens is None else self.prefix_cache_tokens
 
     @property
     def requests_at_once(self) -> int:

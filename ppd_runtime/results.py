@@ -71,14 +71,16 @@ class PathStats:
     """Layer passes of the main process on the path of the tokens: d·ℓ − (d − d̄)·hits, the prompt's pass as one."""
     main_recomputed_layer_passes: int = 0
     """Layer passes that the main process spent on entries which no sub-process delivered in time."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose entries the last stage had from an earlier prompt."""
     ledger: LatencyBreakdown = _NOTHING
     """Where the latency went."""
     first_token_ledger: LatencyBreakdown = _NOTHING
     """Of that, where the time to the first token went."""
 
     def __post_init__(self) -> None:
-        if min(self.main_layer_passes, self.main_recomputed_layer_passes) < 0:
-            raise ValueError("layer passes below 0")
+        if min(self.main_layer_passes, self.main_recomputed_layer_passes, self.cached_tokens) < 0:
+            raise ValueError("layer passes or tokens below 0")
 
     def and_then(self, later: "PathStats") -> "PathStats":
         """Of both parts of a request."""
@@ -88,6 +90,7 @@ class PathStats:
             self.stall_s + later.stall_s,
             self.main_layer_passes + later.main_layer_passes,
             self.main_recomputed_layer_passes + later.main_recomputed_layer_passes,
+            self.cached_tokens,
             self.ledger.plus(later.ledger),
             self.first_token_ledger,
         )

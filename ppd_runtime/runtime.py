@@ -407,6 +407,7 @@ def _worker_specs(
             rows=rows,
             guess_tokens=() if rank == MAIN else guess_tokens,
             repetitions=config.repetitions,
+            prefix_cache_tokens=config.prefix_tokens,
         )
         for rank in range(processes)
     ]

@@ -205,8 +205,9 @@ class VirtualRowStage:
         self.num_layers, self.rows, self.layer_passes = num_layers, 0, 0
         self._clock, self._times = clock, times
         self._has_run: set[int] = set()
+        self.cached_tokens = 0
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         """Forget the last sequence."""
         self._has_run.clear()
 

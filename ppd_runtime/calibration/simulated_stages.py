@@ -180,12 +180,13 @@ class _ClockedStage:
     def __init__(self, stage: Stage, clock: Clock, times: StageTimes) -> None:
         self._stage, self._clock, self._times = RowStage(stage, MOST_HELD), clock, times
         self.num_layers, self.rows = self._stage.num_layers, 0
+        self.cached_tokens = 0
 
     @property
     def layer_passes(self) -> int:
         return self._stage.layer_passes
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         self._stage.begin(capacity)
 
     def prompt_chunks(self, tokens: int) -> list[range]:

@@ -15,7 +15,7 @@ from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
 
-_LAYOUT = (*LAYOUT_SETTINGS, "max_requests", "max_cache_tokens")
+_LAYOUT = (*LAYOUT_SETTINGS, "max_requests", "max_cache_tokens", "prefix_cache_tokens")
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 """What the extra `server` installs."""
 

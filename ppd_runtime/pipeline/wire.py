@@ -41,7 +41,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, on_the_host, outgoing
 
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 _MAX_HEADER_BYTES = 16 * 2**20
 
 _KINDS: tuple[type[Message], ...] = (

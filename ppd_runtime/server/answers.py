@@ -116,10 +116,12 @@ class Answer:
             return {"text": text}
         return {member: {"role": "assistant", "content": text} if member == "message" else {"content": text}}
 
-    def _usage(self, results: Sequence[GenerationResult]) -> dict[str, int]:
+    def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         new = 0 if self._asked.most_tokens == 0 else sum(len(result.token_ids) for result in results)
         prompt = sum(len(result.prompt_ids) for result in results[:: self._asked.n])
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        cached = {"cached_tokens": sum(result.stats.cached_tokens for result in results[:: self._asked.n])}
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**counts, "prompt_tokens_details": cached}
 
 
 def ppd_of(result: GenerationResult) -> dict[str, Any]:

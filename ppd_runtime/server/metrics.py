@@ -16,6 +16,7 @@ class Metrics:
         self.running = self._gauge("vllm:num_requests_running", "Choices that are being decoded.")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Choices that wait for their turn.")
         self._prompt_tokens = self._total("vllm:prompt_tokens", "Tokens of prompts.")
+        self._cached_tokens = self._total("vllm:prompt_tokens_cached", "Tokens of prompts that were kept from others.")
         self._new_tokens = self._total("vllm:generation_tokens", "New tokens.")
         self._finished = self._counter("vllm:request_success", "Choices by why they ended.", "finished_reason")
         self._sizes = {
@@ -35,6 +36,7 @@ class Metrics:
         """A choice has ended."""
         stats = result.stats
         self._prompt_tokens.inc(stats.prompt_tokens)
+        self._cached_tokens.inc(stats.cached_tokens)
         self._new_tokens.inc(stats.new_tokens)
         self._sizes["prompt"].observe(stats.prompt_tokens)
         self._sizes["new"].observe(stats.new_tokens)

@@ -127,6 +127,7 @@ class Seat:
                 stall_s=self._stalled,
                 main_layer_passes=main.layer_passes,
                 main_recomputed_layer_passes=main.recomputed_layer_passes,
+                cached_tokens=main.cached_tokens,
                 ledger=ledger,
                 first_token_ledger=self._first_ledger or ledger,
             ),

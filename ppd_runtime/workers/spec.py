@@ -50,6 +50,9 @@ class WorkerSpec:
     repetitions: bool = True
     """Whether the staged layout has candidates from the text's own repetitions."""
 
+    prefix_cache_tokens: int = 0
+    """Of earlier prompts, whose entries a stage keeps."""
+
     @property
     def runs_ahead(self) -> bool:
         """Whether the only sub-process reads exit states off its own stage."""
@@ -68,7 +71,7 @@ class WorkerSpec:
     @property
     def pass_kinds(self) -> frozenset[int]:
         """The kinds of passes that it runs: over one token, and over its candidates."""
-        if self.cuts and self.rows > 1:
+        if self.cuts:
             return frozenset({PassKind.ONE, PassKind.SEVERAL})
         return frozenset({PassKind.ONE, self.num_candidates})
 

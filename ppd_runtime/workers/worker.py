@@ -93,7 +93,7 @@ class Worker:
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
-        self._row_stage = RowStage(self.stage, MOST_HELD) if spec.cuts else None
+        self._row_stage = RowStage(self.stage, MOST_HELD, spec.prefix_cache_tokens) if spec.cuts else None
         self._calibration = Calibration() if spec.cuts else None
         self._joint = JointPasses(self.stage, self._row_stage)
         joins = self._row_stage is not None and (self._row_stage.joins_requests or spec.emulate is not None)

@@ -257,7 +257,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
         return (MainStage if rank == MAIN else ToyStage)(scenario.model, last)
 
     process = Process(serve)
-    with patch.object(worker, "load_stage", load_stage), patch.object(worker, "RowStage", lambda stage, _: stage):
+    with patch.object(worker, "load_stage", load_stage), patch.object(worker, "RowStage", lambda stage, *_: stage):
         process.begin()
     return process
 

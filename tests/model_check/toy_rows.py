@@ -17,6 +17,7 @@ class ToyRows:
     layer_passes = 0
     most_together = 1
     joins_requests = False
+    cached_tokens = 0
 
     def __init__(self, model: ToyModel, first: int, last: int) -> None:
         self.model, self.first, self.num_layers = model, first, last - first
@@ -27,7 +28,7 @@ class ToyRows:
         """The same layers for another request."""
         return ToyRows(self.model, self.first, self.first + self.num_layers)
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         """Forget the last sequence."""
         self.capacity = capacity
         self.kept: list[list[int]] = [[] for _ in range(self.num_layers)]

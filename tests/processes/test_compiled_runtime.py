@@ -71,7 +71,8 @@ def test_requests_of_one_pass(model_folder, monkeypatch, family):
     folder, draw = str(model_folder(family, num_layers=5)), random.Random(SEED)
     ordinary = OrdinaryDecoding(folder, dtype="float32", compile=True)
     sizes = [1, 3, 20, 63, 70, 300]
-    prompts = [[draw.randrange(300) for _ in range(draw.choice(sizes))] for _ in range(14)]
+    long = [draw.randrange(300) for _ in range(max(sizes))]  # of which a chunk is kept
+    prompts = [[*long[: draw.choice(sizes) - 1], draw.randrange(300)] for _ in range(14)]
     settings = [
         {"max_new_tokens": draw.randint(2, 70), "temperature": i % 2, "seed": i, "ignore_eos": True, "logprobs": 2}
         for i in range(len(prompts))

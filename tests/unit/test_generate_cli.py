@@ -45,10 +45,11 @@ WITHOUT_OPTION = {
     "num_generated": "goes on with an earlier request, which a command has not",
     "max_requests": "a command has one request; `ppd serve` has an option for it",
     "max_cache_tokens": "the same",
+    "prefix_cache_tokens": "the same",
     "logprobs": "numbers for programs: Python and `ppd serve` give them",
     "prompt_logprobs": "numbers for programs, too",
 }
-OF_JOBS = {"placement_timeout_s", "gpus_per_worker", "max_requests", "max_cache_tokens"}
+OF_JOBS = {"placement_timeout_s", "gpus_per_worker", "max_requests", "max_cache_tokens", "prefix_cache_tokens"}
 JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
     "launcher",  # a job's is Ray
     "ray_address",  # of the cluster that it runs on

@@ -206,6 +206,18 @@ class StageCache:
         for rows in (rows for layer in self.layers for rows in layer.rows):
             rows[target] = rows[source]
 
+    @torch.inference_mode()
+    def copy_rows(self, first: int, end: int) -> tuple[Tensor, ...]:
+        """The entries of tokens `first` to `end` in the stage's layers, `[tokens, heads, head_dim]` each."""
+        return tuple(rows[first:end].clone() for layer in self.layers for rows in layer.rows)
+
+    @torch.inference_mode()
+    def append_rows(self, entries: Sequence[Tensor]) -> None:
+        """Append consecutive tokens' entries that `copy_rows` has given."""
+        layers = self.layers[self._first :]
+        for layer, keys, values in zip(layers, entries[::2], entries[1::2], strict=True):
+            layer.write(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
         """Of the entries from `position` on, keep those that are `nodes` (ascending) behind it, moved together."""
         end = position + len(nodes)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ppd_runtime.models.stage.arena import ArenaCache, RowArena
 from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.chunks import num_tokens
+from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
 from ppd_runtime.models.stage.slots import NodeSlots
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.stage.trees import Part, PlacedTree, tree_of
@@ -30,13 +32,16 @@ class RowStage:
     Args:
         stage: it has these layers.
         most_nodes: nodes that have entries at any time, but the certain ones.
+        kept_tokens: of earlier prompts, whose entries are kept for prompts that begin alike.
     """
 
-    def __init__(self, stage: Stage, most_nodes: int) -> None:
-        self._stage, self._most_nodes = stage, most_nodes
+    def __init__(self, stage: Stage, most_nodes: int, kept_tokens: int = 0) -> None:
+        self._stage, self._most_nodes, self._kept = stage, most_nodes, KeptPrefixes(kept_tokens)
         self.num_layers = stage.num_layers - stage.first_layer
         self.layer_passes = 0
         """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
+        self.cached_tokens = 0
+        """Tokens of the prompt whose entries were kept from an earlier one."""
         self.most_together = 1
         """Rows that run together, at the most."""
         self._arena: RowArena | None = None
@@ -58,13 +63,17 @@ class RowStage:
         other.begin(0)
         return other
 
-    def begin(self, capacity: int) -> None:
-        """Forget the last sequence and make room for one of at most `capacity` tokens; for none, where that is 0."""
+    def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
+        """Forget the last sequence and make room for one of at most `capacity` tokens; for none, where that is 0.
+
+        `prompt` are the tokens that it begins with, where an earlier prompt's entries may be used.
+        """
         if isinstance(self._cache, ArenaCache):
             self._cache.arena.give_back(self._cache.rows, self._slots.reach)
         tokens = capacity + self._most_nodes
         self._stage.begin(tokens, self._arena.take(tokens) if self._arena and capacity else None)
         self._begin(self._stage.cache)
+        self._prompt, self.cached_tokens = prompt, 0
 
     def _begin(self, cache: StageCache) -> None:
         self._cache, self._slots = cache, NodeSlots(cache, self._most_nodes)
@@ -77,11 +86,20 @@ class RowStage:
         """Run a prompt's next chunk, its tokens or its hidden states `[1, tokens, hidden_size]`; the states behind the
         layers.
         """
-        first, last, before = self._stage.first_layer, self._stage.num_layers, self._stage.layer_passes
         self._stage.turn_to(self._cache)
-        hidden = self._stage.run_pass(first, last, inputs, position, in_prompt=True)
-        self.layer_passes += self._stage.layer_passes - before
-        self._slots.kept = position + hidden.shape[1]
+        chunk = range(position, position + num_tokens(inputs))
+        key = self._kept.key(self._prompt, chunk)
+        if kept := self._kept.find(key):
+            self._stage.append_rows(kept.entries)
+            self.cached_tokens += len(chunk)
+            hidden = kept.hidden
+        else:
+            first, last, before = self._stage.first_layer, self._stage.num_layers, self._stage.layer_passes
+            hidden = self._stage.run_pass(first, last, inputs, position, in_prompt=True)
+            self.layer_passes += self._stage.layer_passes - before
+            if key:
+                self._kept.keep(key, KeptChunk(self._cache.copy_rows(chunk.start, chunk.stop), hidden))
+        self._slots.kept = chunk.stop
         return hidden
 
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -253,6 +253,12 @@ class Stage:
         self.cache.import_entries([entry.to(self.device) for entry in entries])
         self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, len(entries[0]))
 
+    def append_rows(self, entries: Sequence[Tensor]) -> None:
+        """Append consecutive tokens' entries to the stage's layers, as `StageCache.append_rows`."""
+        began, position = time.perf_counter(), self.length(self.first_layer)
+        self.cache.append_rows(entries)
+        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, self.first_layer, self.num_layers)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
         began = time.perf_counter()

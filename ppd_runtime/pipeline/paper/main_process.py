@@ -78,6 +78,8 @@ class MainProcess:
         """Layer passes on the path of the tokens."""
         self.recomputed_layer_passes = 0
         """Layer passes for entries that no sub-process delivered in time."""
+        self.cached_tokens = 0
+        """None: no prompt's entries are kept."""
         self._heard: defaultdict[int, _Heard] = defaultdict(_Heard)  # by position
         self._entries: dict[int, Tensor] = {}
         self._absences = dict.fromkeys(self.subs, 0)

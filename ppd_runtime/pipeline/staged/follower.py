@@ -69,7 +69,8 @@ class FollowerStage(ABC):
     def _begin_attempt(self) -> None:
         self.history = [*self.begin.prompt_ids, *self.begin.delivered]
         self._again, self._ask_at, self._num_early = None, 0, 0
-        self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens)
+        prompt = self.begin.prompt_ids
+        self.stage.begin(len(prompt) + self.begin.params.max_new_tokens, prompt)
         self.tree = NodeTree(self.stage, self.history, len(self.begin.prompt_ids))
         self._sent_prompt.clear()
         self._sent.clear()

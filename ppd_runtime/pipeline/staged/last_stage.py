@@ -57,10 +57,13 @@ class LastStage:
         self.finish_reason = ""
         # later than those of an earlier life: the client counts lives, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
+        self._first_attempt = self.epoch + 1
         self.layer_passes = 0
         """Layer passes of this request, a row's as one token's."""
         self.recomputed_layer_passes = 0
         """None: what has to be computed again is among the others."""
+        self.cached_tokens = 0
+        """Of the prompt, those whose entries were kept from an earlier one when it ran first."""
         self._delivered = len(begin.delivered)
         self._cancelled = self._again = False
         self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
@@ -153,6 +156,8 @@ class LastStage:
         """Run what waits, the certain first; whether anything did."""
         if (position := self._prompt.next_position) is not None:
             states = self._prompt.run_next()
+            if self.epoch == self._first_attempt:
+                self.cached_tokens = self.stage.cached_tokens
             if len(self.history) == len(self.begin.prompt_ids):
                 self._sampler.note_prompt(self.stage.logits, states, self.history, position)
             self._tree.prompt.hidden = states[:, -1:] if self._prompt.has_run else None
@@ -181,7 +186,7 @@ class LastStage:
         self.epoch += 1
         self._again = False
         prompt_size = len(self.begin.prompt_ids)
-        self.stage.begin(prompt_size + self.begin.params.max_new_tokens)
+        self.stage.begin(prompt_size + self.begin.params.max_new_tokens, self.begin.prompt_ids)
         self._tree = NodeTree(self.stage, self.history, prompt_size)
         self._arrivals, self._prompt = Arrivals(self._tree), ArrivingPrompt(self.stage, prompt_size)
         self._tell_attempt(self.others)

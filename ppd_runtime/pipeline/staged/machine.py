@@ -21,8 +21,11 @@ class RowStageLike(Protocol):
     def layer_passes(self) -> int:
         """One-token layer passes so far."""
 
-    def begin(self, capacity: int) -> None:
-        """Forget the last sequence and make room for `capacity` tokens."""
+    cached_tokens: int
+    """Of the prompt, those whose entries were kept from an earlier one."""
+
+    def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
+        """Forget the last sequence and make room for `capacity` tokens, the first of which are the prompt's."""
 
     def prompt_chunks(self, tokens: int) -> list[range]:
         """The positions of each chunk in which a prompt of so many tokens runs."""
