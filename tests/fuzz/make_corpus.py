@@ -60,7 +60,7 @@ MESSAGES: tuple[Message, ...] = (
     Entries(1, 1, 5, ENTRIES, 12.75),
     End(0, 1),
     Cancel(-1, 2),
-    Finished(0, 1, "length", 16, PathStats(0.25, 0.25, 0.25, 96, 0, *[LatencyBreakdown(*[0.125] * 5)] * 2)),
+    Finished(0, 1, "length", 16, PathStats(0.25, 0.25, 0.25, 96, 0, 0, *[LatencyBreakdown(*[0.125] * 5)] * 2)),
     Report(1, 1, 48, 12),
     Failed(2, 0, "RuntimeError: out of memory"),
     Shutdown(-1, 0),

@@ -75,7 +75,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 14
+VERSION = 15
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,7 +102,7 @@ def whole(high: int, low: int = 0) -> st.SearchStrategy[int]:
 
 seconds = st.floats(0, sys.float_info.max)
 breakdowns = st.builds(LatencyBreakdown, *[st.floats(allow_nan=False, allow_infinity=False)] * 5)
-path_stats = st.builds(PathStats, seconds, seconds, seconds, whole(2**63 - 1), whole(2**63 - 1), breakdowns, breakdowns)
+path_stats = st.builds(PathStats, seconds, seconds, seconds, *[whole(2**63 - 1)] * 3, breakdowns, breakdowns)
 sampling = st.builds(
     SamplingParams,
     max_new_tokens=whole(2**31 - 1, 1),
@@ -306,7 +306,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         SamplingParams: SamplingParams(
             7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), None, (), 6, 3, True
         ),
-        PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, BREAKDOWN, BREAKDOWN),
+        PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, 5, BREAKDOWN, BREAKDOWN),
     }
     in_header = values | {
         list[int]: array("q", values[list[int]]).tobytes(),
@@ -315,7 +315,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         Tensor: described(0, 2),
         Tensor | None: described(0, 2),
         SamplingParams: [7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, [8], 6, 3, True],
-        PathStats: [1.5, 0.5, 0.25, 12, 3, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]],
+        PathStats: [1.5, 0.5, 0.25, 12, 3, 5, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]],
     }
     types = [base_type(hint) for hint in field_types(kind)]
     frames = on_the_wire(kind(*(values[wanted] for wanted in types)))
