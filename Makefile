@@ -47,7 +47,7 @@ nightly-model-check: .venv/test.stamp
 	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
 
 nightly-fuzz: .venv/test.stamp
-	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/unit/test_server_schema.py
+	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/unit/test_server_schema.py tests/unit/test_server_bad_requests.py
 	for target in decoding stream round_trip; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \
 	done
