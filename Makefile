@@ -41,7 +41,8 @@ nightly-endings: .venv/test.stamp
 	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 -m nightly tests/processes/test_endings.py -k "kill-3 or interrupt-2"
 
 nightly-endurance: .venv/test.stamp
-	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly tests/processes/test_benchmark_runs.py -k endurance
+	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly -k "endurance or serve_load" \
+	  tests/processes/test_benchmark_runs.py tests/processes/test_serve_load.py
 
 nightly-model-check: .venv/test.stamp
 	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
