@@ -7,7 +7,7 @@ SEED := $(shell date +%s)
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
 .PHONY: demo test check unit processes bench docs figures clean nightly nightly-tests nightly-faults nightly-endings \
-  nightly-endurance nightly-model-check nightly-fuzz
+  nightly-endurance nightly-model-check nightly-fuzz nightly-peers
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -29,7 +29,7 @@ processes: .venv/test.stamp
 	$(PYTEST) tests/processes
 
 # Each part prints its seed and can run by itself, as hours are free; `make -k nightly` goes on behind a part that fails.
-nightly: nightly-tests nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz
+nightly: nightly-tests nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers
 
 nightly-tests: .venv/test.stamp
 	$(NIGHTLY) -m nightly tests/processes tests/families tests/unit
@@ -41,16 +41,20 @@ nightly-endings: .venv/test.stamp
 	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 -m nightly tests/processes/test_endings.py -k "kill-3 or interrupt-2"
 
 nightly-endurance: .venv/test.stamp
-	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly tests/processes/test_benchmark_runs.py -k endurance
+	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly -k "endurance or serve_load" \
+	  tests/processes/test_benchmark_runs.py tests/processes/test_serve_load.py
 
 nightly-model-check: .venv/test.stamp
 	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
 
 nightly-fuzz: .venv/test.stamp
-	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/unit/test_server_schema.py
+	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/unit/test_server_schema.py tests/unit/test_server_bad_requests.py
 	for target in decoding stream round_trip; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \
 	done
+
+nightly-peers: .venv/peers.stamp
+	$(NIGHTLY) -m nightly tests/processes/test_peers.py
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks
@@ -74,6 +78,10 @@ figures: .venv/test.stamp
 .venv/test.stamp: .venv/pip.stamp pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@ .venv/demo.stamp
+
+.venv/peers.stamp: .venv/test.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,peers]"
+	touch $@
 
 clean:
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .test_cache

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,13 +52,15 @@ _LEAVE_S = 10.0  # for what has been told to end
 
 @dataclass
 class Trouble:
-    """A thread that kills and stops this process' workers at random times, if at all."""
+    """A thread that kills and stops a program's workers at random times, if at all."""
 
     generator: random.Random
     every_s: float
     """On average while all are there; 0: never."""
     num_workers: int
     stop_share: float
+    program: psutil.Process = field(default_factory=psutil.Process)
+    """Whose workers."""
     done: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -81,7 +84,7 @@ class Trouble:
 
     def _make(self) -> None:
         while self.every_s and not self._over.wait(self.generator.expovariate(1 / self.every_s)):
-            number, victims = self.generator.randrange(self.num_workers), workers()
+            number, victims = self.generator.randrange(self.num_workers), workers(self.program)
             if number < len(victims):
                 with contextlib.suppress(psutil.Error):
                     self._strike(victims[number])
@@ -130,7 +133,7 @@ def measure(options: argparse.Namespace) -> Figures:
     began, shared = time.monotonic(), shared_memory()
     with own_temporary_folder() as temporary:
         _serve(options, trouble, tally)
-        left = _left(tally.watch, temporary, shared)
+        left = left_behind(tally.watch, temporary, shared)
     done = trouble.done
     return {
         "seed": options.seed,
@@ -190,13 +193,15 @@ def _serve(options: argparse.Namespace, trouble: Trouble, tally: Tally) -> None:
         tally.restarts = runtime.restarts
 
 
-def _left(watch: Watch, temporary: Path, shared: set[str]) -> dict[str, int]:
-    """What is there of processes, temporary files and shared memory once they had time to leave."""
+def left_behind(
+    watch: Watch, temporary: Path, shared: set[str], own: AbstractSet[Path] = frozenset()
+) -> dict[str, int]:
+    """What is there of processes, temporary files and shared memory once they had time to leave, but for own files."""
     deadline = time.monotonic() + _LEAVE_S
     while True:
         left = {
             "processes": len(running(watch.family)),
-            "temporary files": len(list(temporary.iterdir())),
+            "temporary files": len(set(temporary.iterdir()) - own),
             "in /dev/shm": len(shared_memory() - shared),
         }
         if not any(left.values()) or time.monotonic() > deadline:

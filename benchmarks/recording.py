@@ -26,7 +26,7 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run(parser: argparse.ArgumentParser, measure: Callable[[Any], Figures], table: Callable[[Figures], str]) -> None:
+def run(parser: argparse.ArgumentParser, measure: Callable[[Any], Figures], table: Callable[[Figures], str]) -> Figures:
     """Measure as the command line says; print the table, write the figures. A mistaken value ends with exit code 2."""
     options = parser.parse_args()
     try:
@@ -36,6 +36,7 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[Any], Figures], tabl
     print(table(figures))
     if options.json:
         write_whole(options.json, json.dumps(figures | environment(), indent=2) + "\n")
+    return figures
 
 
 def environment() -> Figures:

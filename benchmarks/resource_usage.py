@@ -30,10 +30,10 @@ def held(process: psutil.Process) -> Holding:
     return (memory.rss / 1e6, (memory.rss - memory.shared) / 1e6, len(files), sockets, process.num_threads())
 
 
-def workers() -> list[psutil.Process]:
-    """The processes that serve this one, however they were launched, and those that are about to."""
+def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
+    """The processes that serve this one or another, however they were launched, and those that are about to."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in (of or psutil.Process()).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             line = process.cmdline()
             if line and (process.name().startswith("ppd-") or line[0].startswith("ray::PPD")):
@@ -54,6 +54,8 @@ def rank_served(process: psutil.Process) -> int | None:
 class Watch:
     """Looks at the workers after each request, and keeps what it saw of each life."""
 
+    of: psutil.Process = field(default_factory=psutil.Process)
+    """Whose workers."""
     lives: dict[psutil.Process, list[Holding]] = field(default_factory=dict)
     """What a worker held after its first request, its second, …"""
     ranks: dict[psutil.Process, int] = field(default_factory=dict)
@@ -64,10 +66,10 @@ class Watch:
 
     def look(self) -> None:
         """A request has ended."""
-        for child in set(psutil.Process().children()) - self.strangers:
+        for child in set(self.of.children()) - self.strangers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.family.update([child, *child.children(recursive=True)])
-        for worker in workers():
+        for worker in workers(self.of):
             with contextlib.suppress(psutil.Error, OSError):  # it dies while being looked at
                 if (rank := rank_served(worker)) is not None:
                     holding = held(worker)

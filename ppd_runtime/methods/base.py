@@ -230,7 +230,8 @@ class Generation(Iterator[TokenEvent]):
     def __init__(
         self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
     ) -> None:
-        self.most_tokens = len(prompt_ids) + params.max_new_tokens
+        self.prompt_tokens = len(prompt_ids)
+        self.most_tokens = self.prompt_tokens + params.max_new_tokens
         """Of the prompt, and those that it may get."""
         self._outcome: list[GenerationResult] = []
         self._ending = Ending(params.timeout_s)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs, text_of
 
 _REASONS = {"length": "length", TIMEOUT: "length", CANCELLED: "length"}
@@ -24,9 +25,11 @@ class Asked(NamedTuple):
     model: str
     echoes: Sequence[str]
     """The prompt's text before each choice's; empty ones where that is not wanted."""
+    prompt_tokens: Sequence[int]
+    """Of each choice's prompt."""
     n: int
     """Choices for each prompt."""
-    include_usage: bool
+    stream_options: StreamOptions
     most_tokens: int | None
     """New tokens that are part of the answer; 0: a token was made, and none is wanted."""
     logprobs: bool
@@ -38,6 +41,7 @@ class Answer:
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         self._asked, self._tokenizer = asked, tokenizer
         self._told, self._offsets = Counter[int](), Counter[int]()  # characters of each choice's stream, and of tokens
+        self._new = Counter[int]()  # tokens of each choice's stream
         kind, self._object = ("chatcmpl", "chat.completion") if asked.chat else ("cmpl", "text_completion")
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": asked.model}
@@ -58,6 +62,7 @@ class Answer:
         """A token, as soon as it is certain."""
         told: dict[str, Any] = {} if event.hit is None else {"ppd": {"hit": event.hit}}
         self._told[number] += len(event.text)
+        self._new[number] += 1
         if event.logprobs is not None:
             told["logprobs"] = self._logprobs([event.logprobs], offset=self._offsets[number])
             self._offsets[number] += len(text_of(event.token_id, self._tokenizer))
@@ -79,8 +84,13 @@ class Answer:
 
     def _chunk(self, number: int, choice: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         choices = [{"index": number, "logprobs": None, "finish_reason": reason, **choice}]
-        usage = {"usage": None} if self._asked.include_usage else {}
+        usage = {"usage": self._usage_so_far(number)} if self._asked.stream_options.include_usage else {}
         return {**self._head, "object": self._chunks, "choices": choices, **usage}
+
+    def _usage_so_far(self, number: int) -> dict[str, int] | None:
+        if not self._asked.stream_options.continuous_usage_stats:
+            return None
+        return _counted(self._asked.prompt_tokens[number], self._new[number])
 
     def _choice(self, number: int, result: GenerationResult) -> dict[str, Any]:
         return {
@@ -118,10 +128,13 @@ class Answer:
 
     def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         new = 0 if self._asked.most_tokens == 0 else sum(len(result.token_ids) for result in results)
-        prompt = sum(len(result.prompt_ids) for result in results[:: self._asked.n])
-        cached = {"cached_tokens": sum(result.stats.cached_tokens for result in results[:: self._asked.n])}
-        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {**counts, "prompt_tokens_details": cached}
+        cached = sum(result.stats.cached_tokens for result in results[:: self._asked.n])
+        counts = _counted(sum(self._asked.prompt_tokens[:: self._asked.n]), new)
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _counted(prompt: int, new: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def ppd_of(result: GenerationResult) -> dict[str, Any]:

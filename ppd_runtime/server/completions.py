@@ -17,7 +17,7 @@ from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
 from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
-from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling
+from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
 
 _MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
 
@@ -67,9 +67,12 @@ class Completions:
                 raise refused(error, "prompt") from error
             texts = await asyncio.to_thread(lambda: [self._text_of(prompt) if echo else "" for prompt in prompts])
             echoes = [text for text in texts for _ in range(asked.n)]
-            usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            sizes = [generation.prompt_tokens for generation in generations]
             wanted = asked.logprobs_wanted is not None
-            form = Asked(isinstance(asked, ChatRequest), self.model, echoes, asked.n, usage, asked.most_tokens, wanted)
+            chat, most = isinstance(asked, ChatRequest), asked.most_tokens
+            form = Asked(
+                chat, self.model, echoes, sizes, asked.n, asked.stream_options or StreamOptions(), most, wanted
+            )
             answer = Answer(form, self.generator.tokenizer)
             if asked.stream:
                 return EventStream(self.jobs, generations, answer, form, room.pop_all())
@@ -140,7 +143,7 @@ class EventStream(Response):
                         await tell(answer.closing(number, event))
                     elif self._form.most_tokens != 0:
                         await tell(answer.piece(number, event))
-            if self._form.include_usage:
+            if self._form.stream_options.include_usage:
                 await tell(answer.usage_chunk([results[number] for number in range(len(results))]))
         except ApiError as error:  # the status is told already
             await tell(error.body)

@@ -57,7 +57,15 @@ class StreamOptions(Body):
     """What a stream tells besides."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: each piece has the usage of its choice up to then."""
     include_obfuscation: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _continuous_with_usage(self) -> "StreamOptions":
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats=true: needs include_usage=true, give it too")
+        return self
 
 
 class Sampling(Body):

@@ -5,11 +5,8 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -19,51 +16,10 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
+from served import DEADLINE_S, PPD, PROMPT, Served
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding
-
-PPD = [sys.executable, "-m", "ppd_runtime.cli.main", "serve"]
-DEADLINE_S = 120.0
-PROMPT = "import os\n"
-
-
-class Served:
-    """A `ppd serve` that listens; its log is in `log`."""
-
-    def __init__(self, log: Path, *options: str) -> None:
-        self.log = log
-        with log.open("w") as written:
-            self.process = subprocess.Popen([*PPD, "--port", "0", *options], stderr=written)
-        self._wait(lambda: " at http" in log.read_text())
-        url = log.read_text().rpartition(" at ")[2].split()[0]
-        self.client = httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False)
-        self.url = url
-
-    def __enter__(self) -> "Served":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(DEADLINE_S)
-
-    def complete(self, **settings: Any) -> dict[str, Any]:
-        """One completion."""
-        asked = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, **settings}
-        return self.client.post("/v1/completions", json=asked).json()
-
-    def wait_until(self, holds: Any) -> None:
-        """Wait for something, while the server runs."""
-        self._wait(holds)
-
-    def _wait(self, holds: Any) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not holds():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

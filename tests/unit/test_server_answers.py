@@ -63,6 +63,18 @@ def test_a_stream_is_the_same_text_with_its_usage(client) -> None:
     assert (last.choices, last.usage.total_tokens) == ([], whole.usage.total_tokens)
 
 
+def test_a_streams_pieces_tell_the_usage_up_to_them_where_that_is_wanted(client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = complete(client, prompt=["a", "another"], max_tokens=3, stream=True, stream_options=options)
+    for number in (0, 1):
+        told = [piece.usage for piece in pieces if piece.choices[0].index == number]
+        assert [usage.completion_tokens for usage in told] == [1, 2, 3, 3]
+        assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in told)
+    prompts = {piece.choices[0].index: piece.usage.prompt_tokens for piece in pieces}
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (sum(prompts.values()), 6)
+    assert prompts[0] < prompts[1]
+
+
 def test_a_streams_log_probabilities_are_the_whole_answers(client) -> None:
     whole = complete(client, logprobs=1).choices[0].logprobs
     told = [chunk.choices[0].logprobs for chunk in complete(client, logprobs=1, stream=True)][:-1]
@@ -192,6 +204,7 @@ BAD = {
     "a stop token that there is not": ({"stop_token_ids": [10**8]}, "stop_token_ids"),
     "no token": ({"max_tokens": 0}, "max_tokens"),
     "options of a stream without one": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "usage of pieces alone": ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     "a stream of prompt log-probabilities": ({"stream": True, "echo": True, "logprobs": 1}, "echo"),
     "a seed beyond 64 bits": ({"seed": 2**70}, "seed"),
 }
