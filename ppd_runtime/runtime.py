@@ -8,31 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
-from ppd_runtime.config import SHARED, TRANSPORTS, UNSET, RuntimeConfig, runtime_config
-from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts, expected_first_boundary
-from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StagedLayout
+from ppd_runtime.config import TRANSPORTS, UNSET, RuntimeConfig, runtime_config
+from ppd_runtime.cost_model.staged import expected_first_boundary
+from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
-from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
+from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_specs
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.methods.turns import Turns
-from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
-from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
-from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
-from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
@@ -42,8 +36,6 @@ from ppd_runtime.transport.sockets import check_collective
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
-Heads = dict[int, HeadInfo] | OracleHead
-"""Trained heads by their layers; none: the shared one."""
 
 
 @takes_settings(RuntimeConfig)
@@ -81,14 +73,14 @@ class PPDRuntime(TextGenerator):
         if self.launcher == "ray":
             check_ray(self.config)
         info = describe(self.config.model)
-        heads = _find_heads(self.config, info)
-        self.config = _with_layers_of(heads, self.config)
+        heads = find_heads(self.config, info)
+        self.config = with_layers_of(heads, self.config)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
         if isinstance(heads, dict) and not self.config.stages:
             for head in heads.values():
                 head.check_layers([self.exit_layer])
         super().__init__(info, load_tokenizer(info), Turns(self.config.requests_at_once, self.config.max_cache_tokens))
-        self._specs = _worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
+        self._specs = worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
         self._share = self._place_workers()
         self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
@@ -316,98 +308,3 @@ def _totals(call: RequestClient, trace: Trace | None) -> Totals:
         trace=trace,
         first_boundary=next((r.first_boundary for r in reports if r.first_boundary), ()),
     )
-
-
-def _find_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
-    exit_head = config.exit_head
-    if isinstance(exit_head, OracleHead):
-        return exit_head
-    if exit_head == SHARED:
-        return {}
-    if not isinstance(exit_head, str):
-        raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
-    if config.stages:
-        return describe_heads(exit_head, info)
-    head = describe_head(exit_head, info)
-    return {head.exit_layer: head}
-
-
-def _with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
-    """The settings with the exit layer, or cuts, of trained heads where they are not given; ValueError for others."""
-    if isinstance(heads, OracleHead) or not heads:
-        return config
-    layers = tuple(sorted(heads))
-    if config.stages is None:
-        return replace(config, exit_layer=layers[0]) if config.exit_layer is None else config
-    if config.cuts is None and len(layers) == config.stages - 1:
-        return replace(config, cuts=layers)
-    if others := [layer for layer in layers if layer not in (config.cuts or ())]:
-        raise ValueError(
-            f"exit_head={config.exit_head!r} was trained for layer {others[0]}, behind which there is no boundary: "
-            "choose cuts with the heads' layers among them"
-        )
-    return config
-
-
-def _head_of(rank: int, heads: Heads, cuts: tuple[int, ...]) -> str | HeadInfo | OracleHead:
-    """A worker's exit head; of stages, the one behind whose layer its boundary lies."""
-    if isinstance(heads, OracleHead):
-        return heads
-    if not cuts:
-        return next(iter(heads.values()), SHARED)
-    return SHARED if rank == MAIN else heads.get(cuts[rank - 1], SHARED)
-
-
-def _cuts(config: RuntimeConfig, num_layers: int) -> tuple[int, ...]:
-    """The staged layout's borders in a model of so many layers; none in the paper's layout."""
-    if config.stages is None:
-        return ()
-    check_stages(num_layers, config.stages)
-    if not isinstance(config.cuts, tuple):
-        return even_cuts(num_layers, config.stages)
-    check_cuts(num_layers, config.cuts)
-    return config.cuts
-
-
-def _worker_specs(
-    config: RuntimeConfig,
-    launcher: str,
-    info: ModelInfo,
-    exit_layer: int,
-    heads: Heads,
-    emulate: EmulatedDevice | None,
-) -> list[WorkerSpec]:
-    by_ray = launcher == "ray"
-    elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
-    device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
-    processes = 1 + config.num_subs
-    devices, cuts = [device] * processes, _cuts(config, info.num_layers)
-    if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
-        devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
-    joins = config.stages is not None and dtype == torch.float32 and device == "cpu"
-    rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
-    guess_tokens: tuple[int, ...] = ()
-    if config.guess_vocab is not None:
-        guess_tokens = shortlist(config.guess_vocab, info.vocab_size, config.guess_counts)
-    return [
-        WorkerSpec(
-            rank=rank,
-            k=config.num_candidates,
-            num_subs=config.num_subs,
-            info=info,
-            exit_layer=exit_layer,
-            dtype=dtype,
-            device=devices[rank],
-            threads=config.threads_per_worker,
-            exit_head=_head_of(rank, heads, cuts),
-            emulate=emulate,
-            run_ahead=config.run_ahead,
-            cuts=cuts,
-            rows=rows,
-            guess_tokens=() if rank == MAIN else guess_tokens,
-            repetitions=config.repetitions,
-            prefix_cache_tokens=config.prefix_tokens,
-        )
-        for rank in range(processes)
-    ]

@@ -6,7 +6,6 @@ masks, rotary tables, windows and soft caps stay the library's business.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.arena import RowArena
-from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
+from ppd_runtime.models.stage.behaviour import cache_windows
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
+from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.shared_heads import choose_attention
@@ -24,15 +24,11 @@ from ppd_runtime.models.stage.slicing import (
     FinalHead,
     LayerSubset,
     decoder_of,
-    layer_range,
     with_mask_of,
 )
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
-
-_MOST_JOINED = 16  # rows of the embedding: to look up more at once takes less time
-_MOST_VIEWS = 4096  # of single tokens' rows of the embedding, kept: to make one takes two operators
 
 
 class Stage:
@@ -76,11 +72,7 @@ class Stage:
         self._positions = torch.arange(0, device=model.device)[None]
         self._compiled_head = compiled.head if compiled else None
         self.head = self._compiled_head or FinalHead(model)
-        embedding = model.model.embed_tokens
-        self._entrance, self._scale = layer_range(model, 0, 0), embedding_scale(model)
-        plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not self._scale
-        look_up = lru_cache(_MOST_VIEWS)(lambda token: embedding.weight.detach()[token].view(1, 1, -1))
-        self._embed_one = look_up if plain else None
+        self._embed = Embedding(model)
         self._windows = cache_windows(model.config)
         self._masks: dict[int, Tensor] = {}  # what the pass under way hides from each layer, where that is ours to say
         self._says_masks = {tokens: not library_masks_fit(model, self._windows, tokens) for tokens in (1, SEVERAL_ROWS)}
@@ -111,9 +103,10 @@ class Stage:
         `behind` them, and a head, and verifies them where it can; None where passes are not compiled so.
         """
         part = behind._compiled if behind else None
-        if not self._compiled or self._embed_one is None or (behind and not part):
+        table = self._embed.table
+        if not self._compiled or table is None or (behind and not part):
             return None
-        return self._compiled.chain_drafting(layers, part, self.model.model.embed_tokens.weight.detach())
+        return self._compiled.chain_drafting(layers, part, table)
 
     def arena(self) -> RowArena | None:
         """Rows for several sequences whose tokens can run together; None where there is no code for that."""
@@ -315,28 +308,6 @@ class Stage:
         """On the stage's device; on CPUs they are, and between two passes asking takes ten microseconds."""
         return states.to(self.device) if self._on_cuda else states
 
-    def _embed(self, token_ids: list[int]) -> Tensor:
-        if (look_up := self._embed_one) and len(token_ids) <= _MOST_JOINED and min(token_ids) >= 0:
-            rows = [look_up(token) for token in token_ids]
-            return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-        with torch.inference_mode():
-            ids = torch.tensor([token_ids], device=self.device)
-            return self._looked_up(ids) if self._only_looks_up else self._entered(ids)
-
-    def _looked_up(self, ids: Tensor) -> Tensor:
-        decoder = self.model.model
-        return decoder.embed_tokens(ids) * getattr(decoder, self._scale) if self._scale else decoder.embed_tokens(ids)
-
-    def _entered(self, ids: Tensor) -> Tensor:
-        """What the first layer is given for token ids, `[1, tokens]`, by the decoder's own code."""
-        return self._entrance(input_ids=ids, use_cache=False).last_hidden_state
-
-    @cached_property
-    def _only_looks_up(self) -> bool:
-        """Whether a look-up, and the embedding's scale, are all that happens to a token before the first layer."""
-        few = torch.arange(min(8, self.model.config.vocab_size), device=self.device)[None]
-        return torch.equal(self._looked_up(few), self._entered(few))
-
     @torch.inference_mode()
     def _run_subset(self, subset: "LayerSubset", token_ids: list[int], position: int) -> Tensor:
         self.check_position(subset.attending[0], position)
@@ -412,7 +383,7 @@ class Stage:
     ) -> "LayerSubset":
         """Some layers by their numbers, or stand-ins for them; see `LayerSubset`."""
         hidden_from = {number: with_mask_of(self._masks, number, layer) for number, layer in layers.items()}
-        decoder = decoder_of(self.model, hidden_from, self._scale)
+        decoder = decoder_of(self.model, hidden_from, self._embed.scale)
         if self._rotary is not None:
             decoder.rotary_emb = self._rotary
         return LayerSubset(decoder, tuple(layers), attending, without_mlp)

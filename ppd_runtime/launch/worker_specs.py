@@ -1,0 +1,118 @@
+"""What each process of a layout is given: layers, device, number format, exit head."""
+
+from dataclasses import replace
+
+import torch
+
+from ppd_runtime.config import SHARED, RuntimeConfig
+from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts
+from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS
+from ppd_runtime.launch.gpus import assign_gpus
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
+from ppd_runtime.models.trained.shortlist import shortlist
+from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.workers.spec import WorkerSpec
+
+Heads = dict[int, HeadInfo] | OracleHead
+"""Trained heads by their layers; none: the shared one."""
+
+
+def find_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
+    """The exit heads that the settings name; ValueError where they are none of this model's."""
+    exit_head = config.exit_head
+    if isinstance(exit_head, OracleHead):
+        return exit_head
+    if exit_head == SHARED:
+        return {}
+    if not isinstance(exit_head, str):
+        raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
+    if config.stages:
+        return describe_heads(exit_head, info)
+    head = describe_head(exit_head, info)
+    return {head.exit_layer: head}
+
+
+def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
+    """The settings with the exit layer, or cuts, of trained heads where they are not given; ValueError for others."""
+    if isinstance(heads, OracleHead) or not heads:
+        return config
+    layers = tuple(sorted(heads))
+    if config.stages is None:
+        return replace(config, exit_layer=layers[0]) if config.exit_layer is None else config
+    if config.cuts is None and len(layers) == config.stages - 1:
+        return replace(config, cuts=layers)
+    if others := [layer for layer in layers if layer not in (config.cuts or ())]:
+        raise ValueError(
+            f"exit_head={config.exit_head!r} was trained for layer {others[0]}, behind which there is no boundary: "
+            "choose cuts with the heads' layers among them"
+        )
+    return config
+
+
+def _head_of(rank: int, heads: Heads, cuts: tuple[int, ...]) -> str | HeadInfo | OracleHead:
+    """A worker's exit head; of stages, the one behind whose layer its boundary lies."""
+    if isinstance(heads, OracleHead):
+        return heads
+    if not cuts:
+        return next(iter(heads.values()), SHARED)
+    return SHARED if rank == MAIN else heads.get(cuts[rank - 1], SHARED)
+
+
+def _cuts(config: RuntimeConfig, num_layers: int) -> tuple[int, ...]:
+    """The staged layout's borders in a model of so many layers; none in the paper's layout."""
+    if config.stages is None:
+        return ()
+    check_stages(num_layers, config.stages)
+    if not isinstance(config.cuts, tuple):
+        return even_cuts(num_layers, config.stages)
+    check_cuts(num_layers, config.cuts)
+    return config.cuts
+
+
+def worker_specs(
+    config: RuntimeConfig,
+    launcher: str,
+    info: ModelInfo,
+    exit_layer: int,
+    heads: Heads,
+    emulate: EmulatedDevice | None,
+) -> list[WorkerSpec]:
+    """Of all processes, by their ranks; ValueError where this machine cannot have them."""
+    by_ray = launcher == "ray"
+    elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
+    device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
+    processes = 1 + config.num_subs
+    devices, cuts = [device] * processes, _cuts(config, info.num_layers)
+    if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
+        devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
+    joins = config.stages is not None and dtype == torch.float32 and device == "cpu"
+    rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
+    guess_tokens: tuple[int, ...] = ()
+    if config.guess_vocab is not None:
+        guess_tokens = shortlist(config.guess_vocab, info.vocab_size, config.guess_counts)
+    return [
+        WorkerSpec(
+            rank=rank,
+            k=config.num_candidates,
+            num_subs=config.num_subs,
+            info=info,
+            exit_layer=exit_layer,
+            dtype=dtype,
+            device=devices[rank],
+            threads=config.threads_per_worker,
+            exit_head=_head_of(rank, heads, cuts),
+            emulate=emulate,
+            run_ahead=config.run_ahead,
+            cuts=cuts,
+            rows=rows,
+            guess_tokens=() if rank == MAIN else guess_tokens,
+            repetitions=config.repetitions,
+            prefix_cache_tokens=config.prefix_tokens,
+        )
+        for rank in range(processes)
+    ]

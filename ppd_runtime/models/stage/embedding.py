@@ -1,0 +1,53 @@
+"""What a model's first layer is given for token ids, by the decoder's own code where a look-up is not all."""
+
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.behaviour import embedding_scale
+from ppd_runtime.models.stage.slicing import layer_range
+
+_MOST_JOINED = 16  # rows of the table: to look up more at once takes less time
+_MOST_VIEWS = 4096  # of single rows, kept: to make one takes two operators
+
+
+class Embedding:
+    """A model's, on its device."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._device = model, model.device
+        self._entrance, self.scale = layer_range(model, 0, 0), embedding_scale(model)
+        table = model.model.embed_tokens
+        plain = type(table) is nn.Embedding and table.max_norm is None and not self.scale
+        look_up = lru_cache(_MOST_VIEWS)(lambda token: table.weight.detach()[token].view(1, 1, -1))
+        self._one = look_up if plain else None
+
+    @property
+    def table(self) -> Tensor | None:
+        """`[vocab_size, hidden_size]`, where a token's row is all that the first layer is given."""
+        return self._model.model.embed_tokens.weight.detach() if self._one else None
+
+    def __call__(self, token_ids: list[int]) -> Tensor:
+        """`[1, tokens, hidden_size]`."""
+        if self._one and len(token_ids) <= _MOST_JOINED and min(token_ids) >= 0:
+            rows = [self._one(token) for token in token_ids]
+            return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids], device=self._device)
+            return self._looked_up(ids) if self._only_looks_up else self._entered(ids)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        decoder = self._model.model
+        return decoder.embed_tokens(ids) * getattr(decoder, self.scale) if self.scale else decoder.embed_tokens(ids)
+
+    def _entered(self, ids: Tensor) -> Tensor:
+        """What the first layer is given for token ids, `[1, tokens]`, by the decoder's own code."""
+        return self._entrance(input_ids=ids, use_cache=False).last_hidden_state
+
+    @cached_property
+    def _only_looks_up(self) -> bool:
+        """Whether a look-up, and the embedding's scale, are all that happens to a token before the first layer."""
+        few = torch.arange(min(8, self._model.config.vocab_size), device=self._device)[None]
+        return torch.equal(self._looked_up(few), self._entered(few))
