@@ -1,12 +1,15 @@
 """`ppd serve` under load: requests at once in a closed loop, or arriving at a rate in an open one, and its own cost.
 
-    python -m benchmarks.serve --stages 2 --compile --at-once 1,2,4,8,16
-    python -m benchmarks.serve --stages 2 --compile --rates 1,2,4
+    python -m benchmarks.serve --stages 2 --compile --at-once 1,8 --beside
+    python -m benchmarks.serve --stages 4 --compile --at-once 1,4,8,16 --beside --emulate-layer-ms 3 --rows 8
+    python -m benchmarks.serve --stages 2 --compile --at-once 1,2,4,8,16 --rates 1,2,4 --own-cost
 
 The server is a process of its own, as `ppd serve` starts it; the client here is asyncio's sockets and nothing else. In
 a closed loop so many clients ask again as soon as they have their answer. In an open one requests arrive at random
-(Poisson) at so many a second, whatever has become of the others. "Own cost" is what a token alone takes longer, and a
-first token comes later, than from `PPDRuntime.stream` in this process: one request at a time, in turn with it.
+(Poisson) at so many a second, whatever has become of the others. "Beside" is a second server: ordinary decoding, one
+process on one core (or one emulated device), asked for one request at a time in turn with each load. "Own cost" is what
+a token alone takes longer, and a first token comes later, than from `PPDRuntime.stream` in this process: one request at
+a time, in turn with it.
 """
 
 import argparse
@@ -14,19 +17,18 @@ import asyncio
 import contextlib
 import json
 import random
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from benchmarks.keep_cores_awake import keep_cores_awake
+from benchmarks.pipeline import woken_at_once
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
+from benchmarks.server_process import PPD_SERVE, ServerProcess, server_process
 from ppd_runtime import PPDRuntime, SamplingParams
 from ppd_runtime.config import DTYPES
 from ppd_runtime.measure.prompt_files import read_prompts
-from ppd_runtime.measure.quartiles import quartiles
 
 _DEADLINE_S = 300.0
 
@@ -103,37 +105,25 @@ def under_load(load: Callable[[], Awaitable[list[Answer]]], about: Figures) -> F
         "refused": sum(answer.status != 200 for answer in answers),
         "tokens_per_second": sum(len(answer.arrivals) for answer in answered) / seconds,
         "first_token_ms": [1000 * answer.arrivals[0] for answer in answered],
-        "between_tokens_ms": quartiles([1000 * gap for answer in answered for gap in answer.gaps] or [0.0]),
+        "between_tokens_ms": [1000 * gap for answer in answered for gap in answer.gaps],
     }
 
 
 @contextlib.contextmanager
-def read_away(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Read the server's log away meanwhile: a full pipe would hold it up."""
-    reading = threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True)
-    reading.start()
-    yield
-
-
-@contextlib.contextmanager
-def served(options: argparse.Namespace) -> Iterator[str]:
-    """A `ppd serve`, and its address."""
-    command = [sys.executable, "-m", "ppd_runtime.cli.entry", "serve", "--port", "0", "--model", options.model]
-    command += ["--dtype", options.dtype, *["--compile"] * options.compile]
-    command += ["--stages", str(options.stages)] if options.stages else ["--method", "autoregressive"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if " at http" in line:
-                break
-        else:
-            raise ValueError(f"the server did not start: exit code {process.wait()}")
-        with read_away(process):
-            yield line.rpartition(" at ")[2].strip()
-    finally:
-        process.terminate()
-        process.wait(_DEADLINE_S)
+def served(options: argparse.Namespace, stages: int) -> Iterator[ServerProcess]:
+    """A server of so many stages; 0: ordinary decoding, on one core where that is a real one."""
+    arguments = ["--model", options.model, "--dtype", options.dtype, *["--compile"] * options.compile]
+    for name in ("rows", "max_requests") if stages else ():
+        if (value := getattr(options, name)) is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    if options.emulate_layer_ms is not None:
+        arguments += ["--stages", str(stages), "--emulate-layer-ms", str(options.emulate_layer_ms)]
+        module: Sequence[str] = ("benchmarks.emulated_server",)
+    else:
+        arguments += ["--stages", str(stages)] if stages else ["--method", "autoregressive"]
+        module = PPD_SERVE
+    with server_process(arguments, module, one_core=not stages and options.emulate_layer_ms is None) as server:
+        yield server
 
 
 def own_cost(options: argparse.Namespace, prompts: Sequence[str], url: str) -> Figures:
@@ -157,39 +147,73 @@ def own_cost(options: argparse.Namespace, prompts: Sequence[str], url: str) -> F
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
+    if options.own_cost and (options.emulate_layer_ms is not None or not options.stages):
+        raise ValueError("--own-cost: is of stages on real devices, drop it, --emulate-layer-ms or --stages 0")
     texts = [prompt.text for prompt in read_prompts(options.prompts, None)]
     prompts = [texts[number % len(texts)] for number in range(options.requests)]
-    loads: list[Figures] = []
-    with served(options) as url:
-        asyncio.run(closed_loop(url, prompts[:2], options.tokens, 1))  # warm
-        for at_once in options.at_once:
-            about = {"loop": "closed", "at_once": at_once}
-            loads.append(under_load(lambda n=at_once: closed_loop(url, prompts, options.tokens, n), about))
-        for rate in options.rates:
-            about = {"loop": "open", "rate": rate}
-            loads.append(under_load(lambda r=rate: open_loop(url, prompts, options.tokens, r), about))
-        cost = own_cost(options, prompts, url) if options.stages and options.own_cost else None
-    return {
-        "model": options.model,
-        "stages": options.stages,
-        "compiled": options.compile,
-        "tokens": options.tokens,
-        "loads": loads,
-        "own_cost": cost,
-    }
+    with contextlib.ExitStack() as stack:
+        if options.emulate_layer_ms is not None:
+            stack.enter_context(woken_at_once())
+            stack.enter_context(keep_cores_awake())
+        url = stack.enter_context(served(options, options.stages)).url
+        beside = stack.enter_context(served(options, 0)).url if options.beside else None
+        for address in filter(None, (url, beside)):
+            asyncio.run(closed_loop(address, prompts[:2], options.tokens, 1))  # warm
+        rounds = [_all_loads(options, url, beside, prompts) for _ in range(options.rounds)]
+        cost = own_cost(options, prompts, url) if options.own_cost else None
+    shape = {name: getattr(options, name) for name in ("model", "stages", "tokens", "emulate_layer_ms")}
+    return {**shape, "compiled": options.compile, "loads": _together(rounds), "own_cost": cost}
+
+
+def _all_loads(options: argparse.Namespace, url: str, beside: str | None, prompts: Sequence[str]) -> list[Figures]:
+    """One round: each load, and in turn with it one request at a time beside."""
+    tokens, loads = options.tokens, list[tuple[Figures, Callable[[], Awaitable[list[Answer]]]]]()
+    for at_once in options.at_once:
+        about: Figures = {"loop": "closed", "at_once": at_once}
+        loads.append((about, lambda n=at_once: closed_loop(url, prompts, tokens, n)))
+    for rate in options.rates:
+        loads.append(({"loop": "open", "rate": rate}, lambda r=rate: open_loop(url, prompts, tokens, r)))
+    found = []
+    for about, load in loads:
+        figures = under_load(load, about)
+        if beside:
+            one = under_load(lambda: closed_loop(beside, prompts, tokens, 1), {})["tokens_per_second"]
+            figures |= {"beside_tokens_per_second": one, "over_beside": figures["tokens_per_second"] / one}
+        found.append(figures)
+    return found
+
+
+def _together(rounds: Sequence[Sequence[Figures]]) -> list[Figures]:
+    """Each load's figures of all rounds: sums of requests, lists of the rest."""
+    merged = []
+    for same in zip(*rounds, strict=True):
+        one: Figures = {name: same[0][name] for name in ("loop", "at_once", "rate") if name in same[0]}
+        one |= {name: sum(load[name] for load in same) for name in ("requests", "refused")}
+        one |= {
+            name: [value for load in same for value in load[name]] for name in ("first_token_ms", "between_tokens_ms")
+        }
+        for name in ("tokens_per_second", "beside_tokens_per_second", "over_beside"):
+            one[name] = [load[name] for load in same if name in load]
+        merged.append(one)
+    return merged
+
+
+def load_name(load: Figures) -> str:
+    """What a load is called in tables."""
+    return f"{load['at_once']} at once" if load["loop"] == "closed" else f"{load['rate']:g} a second"
 
 
 def table(figures: Figures) -> str:
-    """The figures in Markdown."""
-    columns = ["load", "requests", "refused", "tokens/s", "first token, ms", "between tokens, ms"]
+    """The figures in Markdown, as an emulation's where they are."""
+    emulated = figures["emulate_layer_ms"]
+    columns = ["load" if emulated is None else f"load, EMULATED devices of {emulated:g} ms a layer"]
+    columns += ["requests", "refused", "tokens/s", "over one process with one request at a time"]
+    columns += ["first token, ms", "between tokens, ms"]
     rows = [
-        [
-            f"{load['at_once']} at once" if load["loop"] == "closed" else f"{load['rate']:g} a second",
-            load["requests"],
-            load["refused"],
-            f"{load['tokens_per_second']:.1f}",
-            spread(load["first_token_ms"]),
-            "{1:.3g} ({0:.3g} to {2:.3g})".format(*load["between_tokens_ms"]),
+        [load_name(load), load["requests"], load["refused"]]
+        + [
+            spread(load[name]) if load[name] else None
+            for name in ("tokens_per_second", "over_beside", "first_token_ms", "between_tokens_ms")
         ]
         for load in figures["loads"]
     ]
@@ -209,19 +233,30 @@ def numbers(text: str) -> list[float]:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
-    made = new_parser(__doc__)
+def load_options(doc: str | None) -> argparse.ArgumentParser:
+    """Options of programs that put a server under load."""
+    made = new_parser(doc)
     made.add_argument("--model", default="demo")
     made.add_argument("--stages", type=int, default=2, help="0: ordinary decoding")
     made.add_argument("--dtype", default="float32", choices=DTYPES)
     made.add_argument("--compile", action="store_true")
-    made.add_argument("--prompts", default="demo", help="as `ppd bench` takes them")
+    made.add_argument("--rows", type=positive, help="of a pass, with stages")
+    made.add_argument("--max-requests", type=positive, help="that run at once, with stages")
+    made.add_argument("--emulate-layer-ms", type=float, help="on devices that take so long for a layer")
     made.add_argument("--requests", type=positive, default=16, help="of each load")
     made.add_argument("--tokens", type=positive, default=64)
     made.add_argument("--at-once", type=whole_numbers, default=[1, 2, 4, 8, 16], help="in closed loops")
     made.add_argument("--rates", type=numbers, default=[], help="requests a second, in open loops")
-    made.add_argument("--no-own-cost", dest="own_cost", action="store_false")
+    return made
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    made = load_options(__doc__)
+    made.add_argument("--prompts", default="demo", help="as `ppd bench` takes them")
+    made.add_argument("--rounds", type=positive, default=1, help="of all loads")
+    made.add_argument("--beside", action="store_true", help="compare with one process and one request at a time")
+    made.add_argument("--own-cost", action="store_true")
     return made
 
 

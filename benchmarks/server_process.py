@@ -1,6 +1,7 @@
 """`ppd serve` as a process of its own, for programs that measure or try it."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,12 +36,15 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(options: Sequence[str], module: Sequence[str] = PPD_SERVE) -> Iterator[ServerProcess]:
+def server_process(
+    options: Sequence[str], module: Sequence[str] = PPD_SERVE, one_core: bool = False
+) -> Iterator[ServerProcess]:
     """A server at a free port, until the block ends.
 
     Args:
         options: of the command line.
         module: what `python -m` runs, with what comes before the options.
+        one_core: give it one of this process' cores alone.
 
     Raises:
         ValueError: where it does not start, with its last words.
@@ -50,6 +54,8 @@ def server_process(options: Sequence[str], module: Sequence[str] = PPD_SERVE) ->
         log = Path(folder) / "log"
         with log.open("wb") as written:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=written)
+            if one_core:
+                os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
         try:
             yield ServerProcess(_address(process, log), process, log)
         finally:
