@@ -104,7 +104,7 @@ class RuntimeConfig:
     """With `stages`, tokens of all requests at once, prompts' and new ones: further calls wait until there is room.
     Default: `max_requests` alone bounds what stages keep."""
     prefix_cache_tokens: int | None = None
-    """With `stages`, tokens of earlier prompts whose entries stages keep, 8192 by default; a prompt that begins alike
+    """With `stages`, tokens of earlier prompts whose entries stages keep, 8192 by default. A prompt that begins alike
     takes them over, in whole chunks of 256 tokens."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
