@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "quantised_product.h"
 #include "tensors.h"
 #include "vectors.h"
 
@@ -168,19 +169,27 @@ void all_rows(Product product) {
 
 }  // namespace
 
-// result [tokens, outputs] of states [tokens, inputs] in float32 and weight [outputs, inputs] in float32 or bfloat16, both
-// contiguous.
+// result [tokens, outputs] of states [tokens, inputs] in float32 and weight [outputs, inputs] in float32 or bfloat16, or
+// [outputs, bytes of a row] as `quantised.h` has it; both contiguous.
 extern "C" AOTITorchError aoti_torch_cpu_few_rows_linear(
     AtenTensorHandle states, AtenTensorHandle weight, AtenTensorHandle* result) {
   const Seen of_states(states), of_weight(weight);
-  const bool fit = of_states.is_matrix() && of_weight.is_matrix() && of_states.sizes[1] == of_weight.sizes[1] &&
-      of_states.dtype == aoti_torch_dtype_float32() &&
-      (of_weight.dtype == aoti_torch_dtype_float32() || of_weight.dtype == aoti_torch_dtype_bfloat16());
-  if (!fit) return AOTI_TORCH_FAILURE;
+  if (!of_states.is_matrix() || !of_weight.is_matrix() || of_states.dtype != aoti_torch_dtype_float32())
+    return AOTI_TORCH_FAILURE;
+  const bool packed = of_weight.dtype == aoti_torch_dtype_uint8();
+  const int bits = packed ? ppd_bits_of_quantised(of_states.sizes[1], of_weight.sizes[1]) : 0;
+  const bool whole = of_weight.dtype == aoti_torch_dtype_float32() || of_weight.dtype == aoti_torch_dtype_bfloat16();
+  if (packed ? !bits : !whole || of_states.sizes[1] != of_weight.sizes[1]) return AOTI_TORCH_FAILURE;
   const int64_t sizes[] = {of_states.sizes[0], of_weight.sizes[0]}, strides[] = {of_weight.sizes[0], 1};
   const AOTITorchError error = aoti_torch_empty_strided(
       2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
+  if (packed) {
+    ppd_quantised_product(
+        static_cast<const uint8_t*>(of_weight.at), bits, of_states.floats(), Seen(*result).floats(), of_states.sizes[1],
+        of_weight.sizes[0], of_states.sizes[0]);
+    return AOTI_TORCH_SUCCESS;
+  }
   const Product product{
       of_weight.at, of_states.floats(), Seen(*result).floats(), of_weight.sizes[1], of_weight.sizes[0],
       of_states.sizes[0]};
