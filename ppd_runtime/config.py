@@ -31,6 +31,8 @@ class TransportKind:
     """Whether tensors go from device to device."""
 
 
+FORMATS = ("int8", "int4")
+"""Of weights of few bits."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS: Mapping[str, TransportKind] = {
     "auto": TransportKind("cluster"),
@@ -122,6 +124,9 @@ class RuntimeConfig:
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
+    weights: str | None = None
+    """int8 or int4: weights of so many bits, on CPUs; default: as the model's files have them. The tokens are those of
+    `OrdinaryDecoding` with the same weights."""
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any."""
     transport: str = "auto"
@@ -176,6 +181,8 @@ class RuntimeConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model={self.model!r}: give a folder, a hub name or 'demo'")
         check_choice("dtype", self.dtype, DTYPES)
+        if self.weights is not None:
+            check_choice("weights", self.weights, FORMATS)
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("launcher", self.launcher, LAUNCHERS)
         self._check_placement()
@@ -334,6 +341,7 @@ RUNTIME_SETTINGS = tuple(setting.name for setting in fields(RuntimeConfig))
 IN_PROCESS_SETTINGS: Mapping[str, str] = {
     "model": "model",
     "dtype": "dtype",
+    "weights": "weights",
     "device": "device",
     "threads": "threads_per_worker",
     "compile": "compile",

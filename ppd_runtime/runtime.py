@@ -72,7 +72,7 @@ class PPDRuntime(TextGenerator):
         _check_host(self.config)
         if self.launcher == "ray":
             check_ray(self.config)
-        info = describe(self.config.model)
+        info = describe(self.config.model, self.config.weights)
         heads = find_heads(self.config, info)
         self.config = with_layers_of(heads, self.config)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)

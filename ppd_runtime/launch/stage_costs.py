@@ -85,6 +85,7 @@ def _about(spec: WorkerSpec) -> dict[str, Any]:
         "model": config.model_type,
         "weights": {name: list(tensor.shape) for name, tensor in weights.items()},
         "dtype": str(spec.dtype),
+        "format": spec.info.weights,
         "device": spec.device.partition(":")[0],
         "threads": spec.threads,
         "guess_vocab": len(spec.guess_tokens),

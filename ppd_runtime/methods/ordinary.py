@@ -30,7 +30,7 @@ class OrdinaryDecoding(OneProcessDecoding):
 
     def __init__(self, model: str | Path = "demo", *, emulate: EmulatedDevice | None = None, **settings: Any) -> None:
         config = in_process_config("OrdinaryDecoding", {"model": model, **settings})
-        super().__init__(describe(config.model), config, emulate)
+        super().__init__(describe(config.model, config.weights), config, emulate)
         self.stage = self.load_whole((PassKind.ONE,))
 
     def _tokens(

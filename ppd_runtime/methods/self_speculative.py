@@ -50,7 +50,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
     ) -> None:
         check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
         config = in_process_config("SelfSpeculativeDecoding", {"model": model, **settings})
-        info = describe(config.model)
+        info = describe(config.model, config.weights)
         start = method.prepare(info)
         super().__init__(info, config)
         self._acceptance, self._progress = acceptance, SpeculationCounts()

@@ -14,6 +14,7 @@ from ppd_runtime.models.checkpoint.loading import (
     load_layers,
     weight_copies,
 )
+from ppd_runtime.models.checkpoint.quantised import packed_file
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.stage import Stage
@@ -36,7 +37,7 @@ def load_stage(
     if code:
         from ppd_runtime.models.compiled.passes import CompiledLayers  # only compiled code needs all that it imports
 
-        shares_halves = dtype == torch.float32 and device == "cpu"
+        shares_halves = dtype == torch.float32 and device == "cpu" and not info.weights
         compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares_halves else {}, first=first)
     if emulate:
         return EmulatedStage(model, compiled, emulate, first, info.longest_in_chunks)
@@ -45,7 +46,9 @@ def load_stage(
 
 def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:
     """Make the copies of weights that `load_stage` maps into memory, before processes with deadlines do so."""
-    if device == "cpu":
+    if info.weights:
+        packed_file(info)
+    elif device == "cpu":
         weight_copies(info, dtype)
         if compiled and dtype == torch.float32:
             bfloat16_copies(info)

@@ -14,6 +14,7 @@ from ppd_runtime.models.checkpoint.config import (
     weight_files,
 )
 from ppd_runtime.models.checkpoint.hub import find_model, one_line
+from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.stage.behaviour import cache_windows
 from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.slicing import check_sub_layers
@@ -34,23 +35,29 @@ class ModelInfo:
     """Tokens of a text at which transformers' `generate` drops its cache and reads the text anew; None: never."""
     longest_in_chunks: int | None = None
     """Tokens up to which a prompt is read in chunks; None: any number."""
+    weights: str | None = None
+    """The format of its matrices' weights, such as int8; None: as its files have them."""
 
 
-def describe(model: str, needs_weights: bool = True) -> ModelInfo:
+def describe(model: str, weights: str | None = None, needs_weights: bool = True) -> ModelInfo:
     """Find a model and check that it can be run here, without reading its weights.
 
     Args:
         model: a local folder, a hub name, one with a revision (`name@commit`), or "demo".
+        weights: the format that its matrices' weights are to have; None: as its files have them.
         needs_weights: False where its shape and tokenizer are enough.
 
     Raises:
-        ValueError: no such model, no safetensors weights, or an architecture that cannot be cut into stages.
+        ValueError: no such model, no safetensors weights, an architecture that cannot be cut into stages, or one whose
+            weights cannot have the format.
     """
     name, folder = find_model(model)
     config = checked_config(model, folder)
     skeleton = check_architecture(model, config)
     if needs_weights and not weight_files(folder):
         raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
+    if weights:
+        check_quantisable(model, weights, skeleton)
     return ModelInfo(
         name=name,
         folder=folder,
@@ -60,6 +67,7 @@ def describe(model: str, needs_weights: bool = True) -> ModelInfo:
         recomputed_at=tokens_until_recomputed(model, skeleton, most) if most else None,
         longest_in_chunks=longest_in_chunks(skeleton, most),
         eos_token_ids=eos_token_ids_of(folder, config),
+        weights=weights,
     )
 
 

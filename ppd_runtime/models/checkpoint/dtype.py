@@ -126,6 +126,8 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
     Not measured at each start: two starts on a busy machine could differ, and with them the tokens. A model stored in
     bfloat16 is compiled in float32 where products are our own, which read as little then.
     """
+    if info.weights:
+        return _of_quantised(info.weights, dtype, device)
     if dtype != "auto":
         return getattr(torch, dtype)
     config = model_config(info.folder)
@@ -140,3 +142,12 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
             chosen = fastest_dtype(layer, info.num_layers, config.dtype, threads)
     logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
     return chosen
+
+
+def _of_quantised(weights: str, dtype: str, device: str) -> torch.dtype:
+    """float32, in which states of models with weights of few bits are; ValueError for another dtype or device."""
+    if dtype not in ("auto", "float32"):
+        raise ValueError(f"dtype={dtype!r} with weights={weights!r}: its states are in float32, drop one")
+    if device != "cpu":
+        raise ValueError(f"device={device!r} with weights={weights!r}, whose products run on CPUs: drop one")
+    return torch.float32

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from transformers.utils import logging as transformers_logging
 from ppd_runtime.models.checkpoint.config import first_layers_config, model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.checkpoint.quantised import packed_tensors
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
+from ppd_runtime.models.native.linear import QuantisedLinear, take_packed
 from ppd_runtime.models.stage.behaviour import embedding_scale
 from ppd_runtime.models.stage.slicing import decoder_of
 
@@ -39,7 +41,10 @@ def load_layers(
     """
     config = first_layers_config(model_config(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    tensors = _read_tensors(info, last, dtype if device == "cpu" else None, first)
+    packed = packed_tensors(info, first, last) if info.weights else {}
+    tensors = _read_tensors(info, last, dtype if device == "cpu" and not packed else None, first)
+    if packed:
+        tensors = _without(tensors, packed)
     if first:
         tensors |= _placeholders(config, range(first), dtype)
     with no_progress_bar(), errors_only():
@@ -57,8 +62,9 @@ def load_layers(
     ):
         if names:
             raise ValueError(f"model {info.name!r}: its files {complaint} {names[0]} ({len(names)} tensors in all)")
+    take_packed(model, packed)
     if head_tokens:
-        model.lm_head = _some_rows(model.lm_head, torch.tensor(head_tokens))
+        model.lm_head = _some_rows(model.lm_head, head_tokens)
     model = _moved(model, device, first).eval()
     _check_cuts(info, model)
     return model
@@ -85,12 +91,22 @@ def check_gpu_memory(info: ModelInfo, first: int, last: int, dtype: torch.dtype,
 
 
 @torch.no_grad()
-def _some_rows(head: nn.Linear, tokens: Tensor) -> nn.Linear:
+def _some_rows(head: nn.Linear | QuantisedLinear, tokens: Sequence[int]) -> nn.Module:
     """A head for these tokens alone, which shares no memory with the whole one."""
+    if isinstance(head, QuantisedLinear):
+        return head.rows(tokens)
     short = nn.Linear(head.in_features, len(tokens), head.bias is not None, dtype=head.weight.dtype)
     for name, weights in head.named_parameters():
-        setattr(short, name, nn.Parameter(weights[tokens], requires_grad=False))
+        setattr(short, name, nn.Parameter(weights[list(tokens)], requires_grad=False))
     return short
+
+
+def _without(tensors: dict[str, Tensor], packed: Container[str]) -> dict[str, Tensor]:
+    """The tensors, of the packed ones just one number, shown again and again."""
+    return {
+        name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if name in packed else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _placeholders(config: PretrainedConfig, layers: range, dtype: torch.dtype) -> dict[str, Tensor]:

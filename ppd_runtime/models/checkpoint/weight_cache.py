@@ -48,7 +48,7 @@ made; so does what a killed maker left."""
 _FORMAT = 1
 _SUFFIX = ".safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"U8": torch.uint8}
 _LENGTH, _LINE, _LARGE_PAGE = 8, 64, 2**21
 _MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
 _Stored = dict[str, tuple[torch.dtype | None, list[int]]]
@@ -75,7 +75,7 @@ def kept_copies(
         may_round: whether numbers that `dtype` cannot hold may be rounded to it, whichever tensor they are in.
     """
     try:
-        versions = {path: _version(path) for path in files}
+        versions = {path: version_of(path) for path in files}
         stored = {path: _stored(path) for path in files}
     except (OSError, SafetensorError):
         return {}  # whoever reads them says more
@@ -156,7 +156,8 @@ def _num_bytes(stored: _Stored, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for _, shape in stored.values()) * dtype.itemsize
 
 
-def _version(path: Path) -> list[int]:
+def version_of(path: Path) -> list[int]:
+    """Numbers that change when a file does; raises OSError where it cannot be opened."""
     with path.open("rb") as file:  # a network's file systems look again when a file is opened
         about = os.fstat(file.fileno())
     return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
@@ -193,7 +194,7 @@ def _is_of_use(copy: Path) -> bool:
     try:
         with safe_open(copy, "pt") as file:
             about = file.metadata() or {}
-        return about.get("host") != platform.node() or about["version"] == str(_version(Path(about["made_of"])))
+        return about.get("host") != platform.node() or about["version"] == str(version_of(Path(about["made_of"])))
     except FileNotFoundError:
         return False
     except (OSError, KeyError, SafetensorError):
@@ -218,7 +219,7 @@ def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[]
                 sums.append(zlib.crc32(block))
             out.flush()
             os.fsync(out.fileno())  # else a crash leaves a file that is half empty
-        if _version(path) != version:
+        if version_of(path) != version:
             raise ValueError(f"{path} has changed meanwhile")
         copy = stem.with_name(f"{stem.name}-{of_blocks(sums)}{_SUFFIX}")
         new.replace(copy)

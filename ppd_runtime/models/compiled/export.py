@@ -49,10 +49,11 @@ from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
+from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import behaviour, caches, slicing
-from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale
+from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.shared_heads import SHARED_HEADS, leave_out_cudnn
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, without
@@ -98,7 +99,7 @@ def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
 
 def compile_part(part: PreTrainedModel, passes: int) -> Path:
     """As `compile_layers`, for a model of one layer that is there already, such as an adapter."""
-    twin, (window,) = copy.deepcopy(layer_for(part, 0, passes)), cache_windows(part.config)
+    twin, (window,) = with_floats(copy.deepcopy(layer_for(part, 0, passes))), cache_windows(part.config)
     return _compiled_file(part, 0, window, lambda: twin, part.device, passes)
 
 
@@ -120,6 +121,8 @@ def compile_part_head(part: PreTrainedModel) -> Path | None:
     """As `compile_head`, for a model that is there already."""
     if not native.is_available(part.device, part.dtype):
         return None
+    part = shallow_copy(part)
+    part.lm_head = with_floats(copy.deepcopy(part.lm_head))
     twin = copy.deepcopy(FinalHead(part).module)
     return _compiled_head(part, lambda: twin, part.device)
 

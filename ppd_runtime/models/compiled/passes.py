@@ -127,8 +127,18 @@ class CompiledLayers:
     def _part(self, code: Any, piece: nn.Module) -> Any:
         """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
         halves = set(json.loads(code.metadata.get(READ_BY_PRODUCTS, "[]")))
-        weights = weights_of(piece).items()
-        return self._passes.part(code, [self._halved(w) if name in halves else w.contiguous() for name, w in weights])
+        return self._passes.part(
+            code, [self._as_taken(name, w, name in halves) for name, w in weights_of(piece).items()]
+        )
+
+    def _as_taken(self, name: str, weight: Tensor, by_products: bool) -> Tensor:
+        if weight.dtype == torch.uint8 and not by_products:
+            raise ValueError(
+                f"compile: {name} has weights of few bits and is not read by products alone: leave weights out"
+            )
+        if weight.dtype != torch.uint8 and by_products:
+            return self._halved(weight)
+        return weight.contiguous()
 
     @cached_property
     def _pages(self) -> LargePages:

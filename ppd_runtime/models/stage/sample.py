@@ -7,6 +7,7 @@ generator, and the final norm and the head, which all of them have. Both run as 
 import copy
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,15 +68,24 @@ def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
     """
     scale = 2.0 ** (1 - round(math.log2(hidden_size) / 2))  # a sub-layer adds about as much as it is given
     tensors = list(layer.state_dict(keep_vars=True).values())
-    size = max(tensor.numel() for tensor in tensors) + _APART * len(tensors)
+    packing: dict[int, Any] = {id(module.weight): module for module in layer.modules() if hasattr(module, "packed")}
+    shapes = [_matrix_shape(packing[id(t)]) if id(t) in packing else tuple(t.shape) for t in tensors]
+    size = max(map(math.prod, shapes)) + _APART * len(tensors)
     numbers = _drawn(_PERIOD).repeat(-(-size // _PERIOD)) * (scale / _LARGEST)
-    memory = {like: numbers.to(*like) for like in {(tensor.device, tensor.dtype) for tensor in tensors}}
+    likes = {(tensor.device, tensor.dtype) for tensor in tensors if id(tensor) not in packing}
+    memory = {like: numbers.to(*like) for like in likes}
     weights = dict[int, Tensor]()
-    for i, tensor in enumerate(tensors):
-        part = memory[tensor.device, tensor.dtype][i * _APART :][: tensor.numel()].view(tensor.shape)
-        weight = part if part.dim() > 1 else 1 + part
+    for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        packs = packing.get(id(tensor))
+        kept = numbers if packs else memory[tensor.device, tensor.dtype]
+        part = kept[i * _APART :][: math.prod(shape)].view(shape)
+        weight = packs.packed(part) if packs else part if part.dim() > 1 else 1 + part
         weights[id(tensor)] = nn.Parameter(weight, False) if isinstance(tensor, nn.Parameter) else weight
     return weights
+
+
+def _matrix_shape(linear: Any) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def _drawn(size: int) -> Tensor:

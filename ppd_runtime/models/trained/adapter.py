@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.stage.behaviour import shallow_copy
 from ppd_runtime.models.stage.slicing import layer_range, without
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
@@ -38,7 +39,7 @@ def new_adapter(model: PreTrainedModel, exit_layer: int) -> PreTrainedModel:
     or followed it are gone.
     """
     decoder = layer_range(model, exit_layer, exit_layer + 1)
-    layer = copy.deepcopy(without(model.model.layers[exit_layer], mlp=True)).float().requires_grad_(True)
+    layer = with_floats(copy.deepcopy(without(model.model.layers[exit_layer], mlp=True))).float().requires_grad_(True)
     _number(layer, 0)
     decoder.layers = nn.ModuleList([layer])
     decoder.norm = copy.deepcopy(model.model.norm).float().requires_grad_(True)

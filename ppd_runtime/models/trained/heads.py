@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
@@ -25,7 +26,7 @@ class LmHead(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.lm_head = copy.deepcopy(model.lm_head).requires_grad_(True)
+        self.lm_head = with_floats(copy.deepcopy(model.lm_head)).requires_grad_(True)
         self._final = FinalHead(model, self.lm_head)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,39 @@
+"""Which of a model's matrices can have weights of few bits; `native/formats.py` says what these are."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.native.formats import GROUP
+from ppd_runtime.models.native.library import is_available
+
+HEAD = "lm_head.weight"
+
+
+def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> None:
+    """Raise ValueError where a model's layers hold what has no format, or this machine no product for it.
+
+    `skeleton` has a layer of each kind.
+    """
+    refuse = f"weights={weights!r}: model {model!r} ({skeleton.config.model_type})"
+    if not is_available(torch.device("cpu"), torch.float32):
+        raise ValueError(f"weights={weights!r}: needs Linux and PyTorch 2.8 or newer; leave weights out")
+    for name, parameter in skeleton.model.layers.named_parameters():
+        if parameter.dim() > 2:
+            raise ValueError(f"{refuse} has stacked experts ({name}); leave weights out")
+    for name, linear in quantised_linears(skeleton).items():
+        if linear.in_features % GROUP:
+            raise ValueError(
+                f"{refuse}: {name} has {linear.in_features} inputs, no multiple of {GROUP}; leave weights out"
+            )
+
+
+def quantised_linears(model: nn.Module) -> Mapping[str, nn.Linear]:
+    """The linear layers of a model's layers and its head, by their weights' names."""
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and (name.startswith("model.layers.") or name == HEAD.removesuffix(".weight"))
+    }
