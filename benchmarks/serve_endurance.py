@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from benchmarks.endurance import Trouble, left_behind
-from benchmarks.mixed_load import OUTCOMES, Client, Known, Tally, known, write_template
+from benchmarks.mixed_load import OUTCOMES, Client, KnownRequest, Outcomes, known, write_template
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from benchmarks.resource_usage import (
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> Figures:
     return {**figures, "wrong": _wrong(figures)}
 
 
-def _texts(options: argparse.Namespace, model: str) -> list[Known]:
+def _texts(options: argparse.Namespace, model: str) -> list[KnownRequest]:
     generator = random.Random(options.seed)
     with OrdinaryDecoding(model, dtype=options.dtype, compile=options.compile) as ordinary:
         return [known(ordinary, generator, options.tokens, options.prompt_tokens) for _ in range(options.texts)]
@@ -89,8 +89,10 @@ def _arguments(options: argparse.Namespace, model: str, folder: Path) -> list[st
     return [f"--{name}={value}" for name, value in given.items()] + ["--compile"] * options.compile
 
 
-async def _try(options: argparse.Namespace, server: ServerProcess, texts: Sequence[Known]) -> tuple[Figures, Watch]:
-    program, tally, over = psutil.Process(server.process.pid), Tally(), asyncio.Event()
+async def _try(
+    options: argparse.Namespace, server: ServerProcess, texts: Sequence[KnownRequest]
+) -> tuple[Figures, Watch]:
+    program, tally, over = psutil.Process(server.process.pid), Outcomes(), asyncio.Event()
     watch, notes = Watch(program, strangers=set()), list[Holding]()
     trouble = Trouble(
         random.Random(options.seed + 1), options.fault_every_s, options.stages, options.stop_share, program
@@ -138,7 +140,7 @@ async def _try(options: argparse.Namespace, server: ServerProcess, texts: Sequen
     }, watch
 
 
-async def _settled(options: argparse.Namespace, server: ServerProcess, tally: Tally) -> dict[str, Holding]:
+async def _settled(options: argparse.Namespace, server: ServerProcess, tally: Outcomes) -> dict[str, Holding]:
     """What the server and each worker hold once all of them serve, and nobody is in."""
     program, deadline = psutil.Process(server.process.pid), time.monotonic() + _SETTLE_S
     while time.monotonic() < deadline:

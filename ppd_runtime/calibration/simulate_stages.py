@@ -18,7 +18,7 @@ from ppd_runtime.checks import check_number, check_whole
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.theory import Times, miss_time
 from ppd_runtime.pipeline.messages import CLIENT, Begin
-from ppd_runtime.pipeline.staged.chances import Calibration
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
@@ -114,7 +114,7 @@ def simulate_staged_runs(
     staged.check_shares(shares, setting.stages)
     check_whole("runs", runs, 1)
     check_whole("seed", seed, 0)
-    generator, calibration = random.Random(seed), Calibration()
+    generator, calibration = random.Random(seed), ChanceCalibration()
     return [_simulate(setting, shares, generator, calibration) for _ in range(runs)]
 
 
@@ -132,7 +132,7 @@ def summarise_staged(setting: StagedSetting, runs: Sequence[SimulatedText]) -> S
 
 
 def _simulate(
-    setting: StagedSetting, shares: Sequence[float], generator: random.Random, calibration: Calibration
+    setting: StagedSetting, shares: Sequence[float], generator: random.Random, calibration: ChanceCalibration
 ) -> SimulatedText:
     ranks = [_NEXT_RANK**rank for rank in range(setting.k)]
     size, tokens = setting.stages, setting.num_new_tokens

@@ -22,7 +22,7 @@ _MOST_ROWS = 12
 
 
 @dataclass(frozen=True)
-class Known:
+class PlanInputs:
     """What need not be measured, and what to plan with."""
 
     match_rates: Path | None = None
@@ -40,7 +40,7 @@ class Known:
     width: tuple[str, ...] = ()
     """N:FACTOR, a pass over N candidates in passes over one; may be given again."""
 
-    def given(self, times: "Times", run_ahead: bool, all_reduce_ms: float | None) -> "Given":
+    def given(self, times: "GivenTimes", run_ahead: bool, all_reduce_ms: float | None) -> "Given":
         """As the library has it; ValueError for what cannot be."""
         from ppd_runtime.calibration.planning import Given
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
@@ -54,7 +54,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Times:
+class GivenTimes:
     """Times by their names in a calibration; None: not given."""
 
     layer_ms: float | None = None
@@ -68,8 +68,8 @@ class Times:
 
 
 @takes(
-    known=options.group(Known, make=Known),
-    times=options.group(Times, make=Times),
+    known=options.group(PlanInputs, make=PlanInputs),
+    times=options.group(GivenTimes, make=GivenTimes),
     sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64),
     place=options.IN_PROCESS,
 )
@@ -81,11 +81,11 @@ def plan(
         typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
     ] = None,
     *,
-    known: Known,
+    known: PlanInputs,
     run_ahead: Annotated[
         bool, typer.Option(help="With k=1 and the exit at half depth, plan with running ahead, the runtime's default.")
     ] = True,
-    times: Times,
+    times: GivenTimes,
     tensor_parallel_efficiency: Annotated[
         float | None,
         typer.Option(

@@ -22,7 +22,7 @@ from ppd_runtime.cli.stages import (
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.theory import Times
-    from ppd_runtime.cost_model.tradeoff import Row, Tradeoff
+    from ppd_runtime.cost_model.tradeoff import CsvRow, Tradeoff
 
 _EXIT_LAYER, _MATCH_RATE = "20", "0.6837"
 
@@ -110,7 +110,7 @@ def tradeoff(
             _print_table(rows)
 
 
-def _give(rows: "Sequence[Row]", as_json: bool, out: Path | None, csv: Path | None) -> None:
+def _give(rows: "Sequence[CsvRow]", as_json: bool, out: Path | None, csv: Path | None) -> None:
     from ppd_runtime.cost_model.tradeoff import write_csv
 
     if csv is not None:

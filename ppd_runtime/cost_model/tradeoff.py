@@ -215,14 +215,14 @@ def parse_factors(name: str, texts: Sequence[str]) -> dict[int, float]:
     return factors
 
 
-class Row(Protocol):
-    """A prediction."""
+class CsvRow(Protocol):
+    """What a line of a file is made of."""
 
     def as_dict(self) -> Mapping[str, object]:
         """Its fields by name."""
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
+def write_csv(rows: Sequence[CsvRow], path: Path) -> None:
     """Write one line a row under the fields' names, a field's numbers with spaces; the file appears when whole."""
     with whole_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0].as_dict()))

@@ -182,7 +182,7 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
+class ChatMessage(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -199,7 +199,7 @@ class Message(Body):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=10_000)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -232,7 +232,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=10_000)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=10_000)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

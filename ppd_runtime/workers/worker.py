@@ -37,7 +37,7 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
-from ppd_runtime.pipeline.staged.chances import Calibration
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
@@ -94,7 +94,7 @@ class Worker:
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
         self._row_stage = RowStage(self.stage, MOST_HELD, spec.prefix_cache_tokens) if spec.cuts else None
-        self._calibration = Calibration() if spec.cuts else None
+        self._calibration = ChanceCalibration() if spec.cuts else None
         self._joint = JointPasses(self.stage, self._row_stage)
         joins = self._row_stage is not None and (self._row_stage.joins_requests or spec.emulate is not None)
         self._most_rows = max(spec.rows, self._row_stage.most_together) if self._row_stage and joins else 1

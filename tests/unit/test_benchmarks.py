@@ -237,10 +237,10 @@ def test_passes_at_the_ends_of_a_turn_do_not_count():
     begin = time.perf_counter() + 0.05
     products = Products(nn.ModuleList([nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)]))
     assert products.num_bytes == (32 + 8) * 4
-    seconds, share = contention.pass_time(products, contention.Turn(0, 1, begin, begin + 0.2))
+    seconds, share = contention.pass_time(products, contention.TimedTurn(0, 1, begin, begin + 0.2))
     assert 0 < seconds < 0.2
     assert share > 0
-    assert contention.pass_time(products, contention.Turn(0, 1, 0.0, 0.0))[0] is None
+    assert contention.pass_time(products, contention.TimedTurn(0, 1, 0.0, 0.0))[0] is None
 
 
 def test_a_silent_recorder_changes_no_result():

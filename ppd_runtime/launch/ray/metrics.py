@@ -12,7 +12,7 @@ _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300]
 _WORKER = ("worker",)
 
 
-class Metrics:
+class RayMetrics:
     """Counts of requests, by worker ("main", "sub-1", "stage-1" and so on); told after a request, never within one."""
 
     def __init__(self, num_stages: int) -> None:

@@ -15,7 +15,7 @@ from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.choice import address_to_join
 from ppd_runtime.launch.ray.actors import PPDMain, PPDStage, PPDSub, compile_code
 from ppd_runtime.launch.ray.gpus import UNMASKED
-from ppd_runtime.launch.ray.metrics import Metrics
+from ppd_runtime.launch.ray.metrics import RayMetrics
 from ppd_runtime.launch.ray.placement import cluster_nodes, release, reserve
 from ppd_runtime.launch.ray.room import Bundle, cpus_beside_others
 from ppd_runtime.launch.ray.security import check_authentication
@@ -68,7 +68,7 @@ class RayWorkers:
             self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
-            self._metrics = Metrics(self._num_stages)
+            self._metrics = RayMetrics(self._num_stages)
             self.supervisor.start(progress)
         except BaseException:
             self.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Wish, Work
 from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates, Report
-from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_message
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.ngrams import Repetitions
@@ -51,14 +51,14 @@ class FirstStage(FollowerStage):
         rows: int,
         send: Send,
         begin: Begin,
-        calibration: Calibration | None = None,
+        calibration: ChanceCalibration | None = None,
         repetitions: bool = True,
         only_chains: bool = False,
         row_cost: float = 0.0,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
         self.num_stages, self.rows, self.only_chains, self.row_cost = num_stages, rows, only_chains, row_cost
-        self.calibration, self._has_boundary_0 = calibration or Calibration(), repetitions
+        self.calibration, self._has_boundary_0 = calibration or ChanceCalibration(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
 
