@@ -4,7 +4,7 @@
 
 A seed draws prompts, sampling and faults. At random times, on average every so many seconds, a random worker is killed
 (SIGKILL) or, one time in five by default, stopped (SIGSTOP): while it serves, and while it starts. Where it is missing
-already nothing happens, so that a worker lives as long as chance has it, however many others there are. Every text is
+already nothing happens, so that a worker lasts as long as chance has it, however many others there are. Every text is
 compared with ordinary decoding's; one that differs ends the run. What the owning process and its workers hold (memory,
 open files, sockets, threads) is noted after each request, and at the end what is left of them.
 """
@@ -45,7 +45,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 
 _OWNERS = (*HELD, "children")
 _AGES = (1, 10, 100, 1000)
-_WARM_UP = 10  # requests of a life after which growth counts
+_WARM_UP = 10  # requests of a worker after which growth counts
 _TELL_EVERY = 50  # requests
 _LEAVE_S = 10.0  # for what has been told to end
 
@@ -210,7 +210,7 @@ def left_behind(
 
 
 def _by_age(watch: Watch, main: bool) -> list[tuple[str, list[float | None]]]:
-    """Rows of a table: how many lives there were, and what they held."""
+    """Rows of a table: how many workers there were, and what they held."""
     lives = watch.lives_of(main)
     rows: list[tuple[str, list[float | None]]] = [
         ("lives so long", [*(sum(len(notes) >= age for notes in lives) for age in _AGES), None, None])

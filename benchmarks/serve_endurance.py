@@ -42,7 +42,7 @@ from ppd_runtime.config import DTYPES
 _SETTLE_S = 60.0  # until lost workers are replaced and connections closed
 _TOLD_TO_END = 143  # exit code
 _TELL_EVERY_S = 60.0
-_WARM_UP = 10  # looks at a life, one a second, after which growth counts
+_WARM_UP = 10  # looks at a process, one a second, after which growth counts
 _AT_LEAST_AT_ONCE = 4
 _WAITING = 4  # with more clients than run at once some are refused
 _MOST_MORE = dict(zip(HELD, (None, 50.0, 3, 3, 8), strict=True))

@@ -117,7 +117,7 @@ class RuntimeConfig:
     `benchmarks.siblings`)."""
     exit_head: "str | OracleHead" = SHARED
     """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
-    folder. With `stages` a folder of such folders is taken too: each head serves the boundary behind its layer, the
+    folder. With `stages` a folder of such folders is taken too: each head serves the boundary after its layer, the
     others share the model's. An `OracleHead` is for tests and benchmarks."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
@@ -151,7 +151,7 @@ class RuntimeConfig:
     """Let a lone sub-process (k=1, exit at half depth) start the next token before it hears what became of the last.
     That saves a hit its hops, and costs some work in vain."""
     max_restarts: int = 3
-    """New lives for a lost worker, in a row. A lost sub-process costs time only; a new main process goes on behind the
+    """Restarts of a lost worker, in a row. A lost sub-process costs time only; a new main process goes on behind the
     tokens already delivered. 0: a lost main process is an error at once."""
     placement: str = "auto"
     """Where Ray puts the workers: auto (one host where they fit), pack, spread, strict-pack or strict-spread. There is

@@ -161,7 +161,7 @@ class PPDRuntime(TextGenerator):
 
     @property
     def restarts(self) -> int:
-        """New lives of workers that were lost, up to now."""
+        """Restarts of workers that were lost, up to now."""
         return sum(_restarts(self._workers, self._specs).values()) if self._workers else 0
 
     @property
@@ -294,7 +294,7 @@ def _counts(call: RequestClient, workers: Workers, specs: list[WorkerSpec]) -> R
 
 
 def _restarts(workers: Workers, specs: list[WorkerSpec]) -> dict[int, int]:
-    return {spec.rank: max(0, workers.supervisor.lives(spec.rank) - 1) for spec in specs}
+    return {spec.rank: max(0, workers.supervisor.starts(spec.rank) - 1) for spec in specs}
 
 
 def _totals(call: RequestClient, trace: Trace | None) -> Totals:

@@ -101,7 +101,7 @@ class Sampler:
 
         Args:
             logits_of: final norm and head over one hidden state, as a chosen token has them.
-            hidden: `[1, tokens, hidden_size]` behind all layers, of the prompt's chunk at `position`, in order; the
+            hidden: `[1, tokens, hidden_size]` after all layers, of the prompt's chunk at `position`, in order; the
                 first one is a new beginning.
         """
         if not self.params.prompt_logprobs:

@@ -173,7 +173,7 @@ def _load_cautions(times: Calibration) -> list[str]:
 
 
 def _check_widths(given: Given, times: Calibration, shares: Sequence[int]) -> None:
-    """Refuse a wish for fewer workers where nobody knows what their passes take."""
+    """Refuse fewer workers than candidates where it is not known what a pass over several candidates takes."""
     if given.workers is not None and shares and not times.widths:
         asked = ",".join(map(str, given.workers))
         way_out = f"give --width {shares[-1]}:FACTOR, or leave the times out to have it measured"

@@ -78,7 +78,7 @@ class RequestClient:
         """Tokens by `Token.winner`."""
         self._delivered: list[int] = []
         self._cancelled = False
-        self._life, self._began, self._end_at = 0, time.monotonic(), math.inf
+        self._main_starts, self._began, self._end_at = 0, time.monotonic(), math.inf
         self._patience = _ASK_AGAIN_S
         self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
 
@@ -90,7 +90,7 @@ class RequestClient:
         """
         self._exchange.open(self._begin.request)
         self._exchange.check()
-        self._life, self._began = self._supervisor.lives(MAIN), time.monotonic()
+        self._main_starts, self._began = self._supervisor.starts(MAIN), time.monotonic()
         self._ask()
         while self.reports.finished is None:
             message = self._next_message()
@@ -193,8 +193,8 @@ class RequestClient:
         self._exchange.check()
         if not self._supervisor.is_serving(MAIN):
             self._heard_at = now  # its start has a deadline of its own
-        elif (life := self._supervisor.lives(MAIN)) != self._life:
-            self._life, self._heard_at = life, now
+        elif (starts := self._supervisor.starts(MAIN)) != self._main_starts:
+            self._main_starts, self._heard_at = starts, now
             self.restarts += 1
             self._ask()
         elif now - max(self._heard_at, self._exchange.heard_at) > _SILENCE_DEADLINE_S:

@@ -64,7 +64,7 @@ def is_whole(path: Path) -> bool:
 
 def find(folder: Path, name: str, suffix: str) -> Path | None:
     """The file of this name, found whole a moment ago by this process or another one of this host; None where there is
-    none. A damaged one is removed, with a line of warning; who asks makes it anew.
+    none. A damaged one is removed, with a line of warning; who asks makes it again.
 
     Raises:
         OSError: where others take too long with it.
@@ -91,7 +91,7 @@ def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
             if is_whole(path):
                 note_whole(path, identity)
                 return path
-            logger.warning("%s is damaged, so it is removed and made anew", path)
+            logger.warning("%s is damaged, so it is removed and made again", path)
             with contextlib.suppress(OSError):  # it can be read only: so it is each time
                 path.unlink(missing_ok=True)
     return None

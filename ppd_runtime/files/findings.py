@@ -25,7 +25,7 @@ def kept_finding(
         finding = json.loads(path.read_text())
         return tuple(float(finding[name]) for name in names)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
+        raise ValueError(f"{path} is damaged, remove it to have it made again: {error}") from error
 
 
 def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:

@@ -41,7 +41,7 @@ class SearchSettings:
     """A score above it ends the search too."""
     windows: int = 1
     """Windows of the text by which a set must have been scored for that. With 1, the paper's, a set is scored once, so
-    that an easy window may end the search; with more, the best one is scored anew by each window that has come."""
+    that an easy window may end the search; with more, the best one is scored again by each window that has come."""
     seed: int = 0
 
     def __post_init__(self) -> None:

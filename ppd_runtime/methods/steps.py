@@ -1,4 +1,4 @@
-"""A generation step by step, as a way of decoding makes it; in two parts where the library reads a long text anew."""
+"""A generation step by step, as a way of decoding makes it; in two parts where the library reads a long text again."""
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -79,7 +79,7 @@ def in_parts(
 ) -> Generator[Step | Totals, None, None]:
     """The steps of a request, then its totals.
 
-    Where transformers' `generate` drops its cache and reads the text anew (`ModelInfo.recomputed_at`), so does this:
+    Where transformers' `generate` drops its cache and reads the text again (`ModelInfo.recomputed_at`), so does this:
     the text up to there is the prompt of a second part, in every layout and method alike.
     """
     parts = parts_of(len(prompt_ids), params.max_new_tokens, decoder.info.recomputed_at)
@@ -108,7 +108,7 @@ def in_parts(
                     yield replace(step, last=reason is not None or cut_short)
         if reason or before is None or before.finish_reason != "length":
             break
-        if why := ending.reason():  # before a whole text is read anew
+        if why := ending.reason():  # before a whole text is read again
             before = replace(before, finish_reason=why)
             break
     if before:

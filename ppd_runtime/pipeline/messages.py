@@ -65,7 +65,7 @@ class Begin(Message):
     delivered: TokenIds = field(default_factory=list)
     """Tokens behind the prompt that the client has already got; to a stage, all that are certain."""
     epoch: Count = 0
-    """To a stage: which attempt at the request this is; each begins anew with what is certain. To the main process: how
+    """To a stage: which attempt at the request this is; each starts from what is certain. To the main process: how
     often it has been replaced since the request began."""
     under_way: Numbers = ()
     """Requests of lower numbers that are not over; all others of lower numbers are."""
@@ -178,7 +178,7 @@ class Missing(Message):
 
 @dataclass(frozen=True, slots=True)
 class PromptStates(Message):
-    """Stage → next: hidden states behind its layers of the prompt's chunk at `position`, `[1, tokens, hidden_size]`."""
+    """Stage → next: hidden states after its layers of the prompt's chunk at `position`, `[1, tokens, hidden_size]`."""
 
     epoch: Count
     position: Position
@@ -187,7 +187,7 @@ class PromptStates(Message):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Message):
-    """Stage → next: the hidden states of a pass behind its layers, `[1, nodes, hidden_size]`, a row a node.
+    """Stage → next: the hidden states of a pass after its layers, `[1, nodes, hidden_size]`, a row a node.
 
     Each node is a token at a position behind a parent, which came before it.
     """

@@ -279,7 +279,7 @@ class _Outlet:
             self.flush()
 
     def _send(self, chunks: list[Frame]) -> int:
-        """Bytes that the kernel took; a stream that has broken is closed, and opened anew by the next flush."""
+        """Bytes that the kernel took; a stream that has broken is closed, and opened again by the next flush."""
         assert self._socket is not None
         try:
             return self._socket.sendmsg(chunks)

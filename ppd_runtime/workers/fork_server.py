@@ -1,4 +1,4 @@
-"""Forks workers from a process that has imported everything: one import for all of a runtime's workers and their lives.
+"""Forks workers from a process that has imported everything: one import for all workers, restarted ones too.
 
 The program starts it, `python -m ppd_runtime.workers.entry fork-server`, with one end of a pair of sockets as standard
 input. For each worker it sends a name, with three descriptors that become the worker's standard streams. It gets back

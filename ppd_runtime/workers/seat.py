@@ -59,7 +59,7 @@ class Seat:
         self.running: Machine | None = None
         self.wanted = WaitFor(0)
         self.patience = 0
-        """Of the last wish that had any."""
+        """Of the last wait that had any."""
         self.last_turn = 0
         """The worker's turn that it got last."""
         self.finished: Finished | None = None
@@ -74,7 +74,7 @@ class Seat:
         self._asked = time.perf_counter()
 
     def wait_for(self, wanted: WaitFor, layer_seconds: float, others: int) -> None:
-        """Note a wish, which comes true at a time of this clock; `others` is the patience of all other requests."""
+        """Begin a wait, with a deadline by this clock. `others` is the patience of all other requests."""
         self._asked, self.wanted = time.perf_counter(), wanted
         if wanted.patience:
             self.patience = wanted.patience
@@ -82,8 +82,8 @@ class Seat:
                 wanted.deadline = self._asked + max((wanted.patience + others) * layer_seconds, wanted.least_s)
 
     def note_reply(self, message: Message | None, was_away: bool) -> None:
-        """The wish is granted. Of a wait, what came before the message was sent was its sender's time, the rest was its
-        way's; `was_away`: another request had the worker meanwhile.
+        """The wait is over. Up to when the message was sent the time was its sender's; the rest was its way's.
+        `was_away`: another request had the worker meanwhile.
         """
         began, ended = self._asked, time.perf_counter()
         if self.wanted.patience != 0 or was_away:
@@ -166,7 +166,7 @@ class Seat:
         self.recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
 
     def _hold(self, token: Token) -> None:
-        """Keep a token for the client back for a while; it hears often enough to know that this process lives."""
+        """Keep a token for the client back for a while; it hears often enough to know that this process runs."""
         if self._held and token.position != self._held[-1].position + 1:  # the client is told some again
             self.release_tokens()
         self._held.append(token)

@@ -256,7 +256,7 @@ class Worker:
                 self._step(seat, message)
 
     def _step(self, seat: Seat, reply: Message | None) -> None:
-        """Have a machine go on, with a message or without one, to its next wish."""
+        """Have a machine go on, with a message or without one, to its next wait."""
         seat.note_reply(reply, was_away=self._active is not seat)
         self._run(seat, reply)
 
@@ -271,7 +271,7 @@ class Worker:
                 self._resume(seat, result)
 
     def _resume(self, seat: Seat, reply: Any) -> None:
-        """Have a machine go on to its next wish."""
+        """Have a machine go on to its next wait."""
         self._active, self.stage.recorder = seat, seat.recorder
         assert seat.running is not None
         try:

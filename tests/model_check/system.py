@@ -29,7 +29,7 @@ class State(NamedTuple):
     """Of the workers by rank, then of the client, in their automata."""
     links: Links
     """Messages on their way, oldest first; from a to b at b * size + a."""
-    main_lives: int
+    main_starts: int
     faults: int
     """That may still happen."""
 
@@ -105,7 +105,7 @@ class System:
         return [*options, *(partial(_same, move) for move in births)]
 
     def births(self, state: State) -> list[Move]:
-        """New lives for those that have ended."""
+        """Restarts of those that have ended."""
         return [Move("begin", index, NOTHING, NOTHING, (), self._begun(state, index)) for index in self._dead(state)]
 
     def describe(self, move: Move) -> str:
@@ -189,8 +189,8 @@ class System:
             link = index * self.size + sender
             message, *rest = state.links[link]
             state = _with_link(state, link, tuple(rest))
-        lives = state.main_lives if index == self.client else 1
-        edge = self.automata[index].edge(state.nodes[index], (message, lives))
+        starts = state.main_starts if index == self.client else 1
+        edge = self.automata[index].edge(state.nodes[index], (message, starts))
         sent = edge.sent[:most_sent]
         what = "takes" if sender != NOTHING else "hears nothing"
         return Move(what, index, sender, message, sent, self._sent(_with_node(state, index, edge.target), index, sent))
@@ -206,8 +206,8 @@ class System:
         return state._replace(links=tuple(links))
 
     def _begun(self, state: State, index: int) -> State:
-        lives = state.main_lives + (index == MAIN)
-        state = _with_node(state, index, 0)._replace(main_lives=lives)
+        starts = state.main_starts + (index == MAIN)
+        state = _with_node(state, index, 0)._replace(main_starts=starts)
         if not self.scenario.cuts:
             return state
         known = [rank for rank in range(self.client) if rank != index] if index == MAIN else [index]

@@ -30,7 +30,7 @@ def pytest_pyfunc_call() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_fork_server(_test_cache: None) -> Iterator[None]:
-    """It has imported PyTorch before the first runtime starts, and lives as long as the last."""
+    """It has imported PyTorch before the first runtime starts, and runs as long as the last."""
     server = open_fork_server() if CAN_FORK else None
     yield
     if server:

@@ -96,10 +96,10 @@ def test_a_new_stage_with_other_bits_ends_the_request(folder, others, caplog, na
         next(stream)
         others.extend([0, 1])
         worker_processes()[name].kill()
-        whom = "stage 2" if name == "stage-1" else "its first life"
+        whom = "stage 2" if name == "stage-1" else "its first start"
         failed = rf"{name.replace('-', ' ')} failed, after 1 restarts: .* it computes other bits than {whom} \("
         with pytest.raises(RuntimeError, match=failed):
             list(stream)
     lost = [message for message in caplog.messages if "takes its place" in message]
-    assert len(lost) == 1, "no token comes of a life that is refused: it would forgive the losses"
+    assert len(lost) == 1, "no token comes of a worker that is refused: it would forgive the losses"
     assert not worker_processes()

@@ -18,7 +18,7 @@ BY_NAME = {specimen.name: specimen for specimen in SPECIAL}
 
 @pytest.fixture(scope="module", params=["phi3, longrope", "llama, longrope"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that transformers reads anew at the border, and one that it does not."""
+    """A model that transformers reads again at the border, and one that it does not."""
     return saved(request.param, tmp_path_factory.mktemp("model"))
 
 
@@ -87,7 +87,7 @@ def test_compiled(name: str, tmp_path: Path) -> None:
 
 
 def test_cancelled_at_the_border(tmp_path: Path) -> None:
-    """The text is not read anew for nobody, and what was held back of it comes with the result."""
+    """The text is not read again for nobody, and what was held back of it comes with the result."""
     folder = saved("phi3, longrope", tmp_path)
     ordinary = OrdinaryDecoding(folder, dtype="float32")
     stream = ordinary.stream(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)

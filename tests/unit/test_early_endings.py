@@ -148,7 +148,7 @@ class _NewMain:
 
     def note_success(self, rank: int) -> None: ...
 
-    def lives(self, rank: int) -> int:
+    def starts(self, rank: int) -> int:
         return 1
 
     def is_serving(self, rank: int) -> bool:

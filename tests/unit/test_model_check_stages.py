@@ -49,7 +49,7 @@ def _any_certain_node(self: NodeTree, node: Node) -> bool:
 
 
 def _counted(self: FirstStage, parent: Node, token: int) -> Node | None:
-    """Numbers that say nothing of the path: another life gives them to other nodes."""
+    """Numbers that say nothing of the path: a restarted stage gives them to other nodes."""
     self._count = getattr(self, "_count", 0) + 1
     node = self.tree.add(self._count, token, parent.position + 1, parent.number)
     self._name_repetition(node)

@@ -72,7 +72,7 @@ def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, family: str, d
     whole = forced(stage, tokens, [0, num_layers])
     for cut in range(1, num_layers):
         assert all_equal(forced(stage, tokens, [0, cut, num_layers]), whole), f"cut after layer {cut}"
-    assert all_equal(forced(stage, tokens, range(num_layers + 1)), whole), "cut behind every layer"
+    assert all_equal(forced(stage, tokens, range(num_layers + 1)), whole), "cut after every layer"
 
 
 def test_greedy_tokens_are_those_of_generate(model_folder: ModelFolder, family: str, dtype: str) -> None:

@@ -77,7 +77,7 @@ def test_an_earlier_life_of_the_last_stage_may_have_come_further(bench):
 
 
 def test_a_beginning_that_comes_again_to_a_new_first_stage_changes_no_token(bench):
-    """Its rows stand for the same paths as those of the life before, though it may choose others."""
+    """Its rows stand for the same paths as those before the restart, though it may choose others."""
     for step in range(15, 120, 7):
         run, expected = _run(bench, LAYOUTS[1], seed=step)
 

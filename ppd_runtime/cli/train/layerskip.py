@@ -17,7 +17,9 @@ def layerskip(
     out: common.Out,
     model: options.Model = "demo",
     data: common.Data = "demo",
-    from_scratch: Annotated[bool, typer.Option(help="Draw the weights anew: config and tokenizer are enough.")] = False,
+    from_scratch: Annotated[
+        bool, typer.Option(help="Draw the weights again: config and tokenizer are enough.")
+    ] = False,
     max_dropout: Annotated[
         float | None, typer.Option(help="p_max: how often samples leave out the last layer; default: 0.1.")
     ] = None,

@@ -1,6 +1,6 @@
 """This program's connection to Ray, of which it can have one: runtimes that need it share it.
 
-The connection is made in a thread that lives as long as it. Ray asks the kernel to kill a node's processes with their
+The connection is made in a thread that lasts as long as it. Ray asks the kernel to kill a node's processes with their
 parent (PR_SET_PDEATHSIG, in `ray._private.utils.set_kill_on_parent_death_linux`), and to the kernel the parent is the
 thread that started them: a node that a request's thread had started would die with that thread.
 """

@@ -78,7 +78,7 @@ class ComparisonRun:
 
     @property
     def num_done(self) -> int:
-        """Tasks done: prompts, in each round anew."""
+        """Tasks done: prompts, in each round again."""
         return len(self._results)
 
     def measure_rest(self, on_progress: Callable[[float], None] = lambda done: None) -> None:

@@ -31,7 +31,7 @@ class ModelInfo:
     max_positions: int | None
     eos_token_ids: frozenset[int]
     recomputed_at: int | None = None
-    """Tokens of a text at which transformers' `generate` drops its cache and reads the text anew; None: never."""
+    """Tokens of a text at which transformers' `generate` drops its cache and reads the text again; None: never."""
     longest_in_chunks: int | None = None
     """Tokens up to which a prompt is read in chunks; None: any number."""
 

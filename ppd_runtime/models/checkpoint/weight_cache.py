@@ -67,7 +67,7 @@ def kept_copies(
 
     None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES` or larger
     than `most_bytes`, `dtype` cannot hold every number, a file cannot be read, there is no room, or no folder to keep
-    them in. A damaged copy is made anew.
+    them in. A damaged copy is made again.
 
     Args:
         order: gives the tensors' names in the order in which they are read: one after the other they come faster.

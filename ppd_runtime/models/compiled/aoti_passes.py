@@ -35,7 +35,7 @@ class AotiCode:
             loader = AOTIModelPackageLoader(str(path), "model", can_be_recorded, 1, -1 if index is None else index)
         except (RuntimeError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made anew") from error
+            raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made again") from error
         self.run: Any = loader.run
         self.metadata: dict[str, str] = loader.get_metadata()
 

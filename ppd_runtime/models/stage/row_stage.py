@@ -106,7 +106,7 @@ class RowStage:
         """Run nodes as one pass: each path ends with one of them, before which stand those that are not kept.
 
         Each comes after those that it stands behind. `inputs` are their token ids, or their hidden states
-        `[1, nodes, hidden_size]`; so are the states behind the layers.
+        `[1, nodes, hidden_size]`; so are the states after the layers.
         """
         before = self._stage.layer_passes
         hidden = self._stage.run_rows(self._parts([(self, inputs, paths)]), self._slots.kept + len(paths[-1]) - 1)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Wish, Work
+from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates, Report
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
@@ -118,7 +118,7 @@ class FirstStage(FollowerStage):
         for node, guesses in (yield from self._guesses(nodes, hidden)):
             self._successors.setdefault(node.number, Successors()).by_boundary[self.rank] = guesses
 
-    def _keep_step(self) -> Generator[Wish, Any, bool]:
+    def _keep_step(self) -> Generator[Awaited, Any, bool]:
         """Wait, for a moment, for the stages behind to be done with the passes before this one's last; whether it has.
 
         All stages take about as long, so what they are about to say decides what should run next: a guess that comes

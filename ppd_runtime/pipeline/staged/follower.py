@@ -85,7 +85,7 @@ class FollowerStage(ABC):
 
     @abstractmethod
     def _attempt(self) -> Machine:
-        """Follow the request until it is over or begins anew."""
+        """Follow the request until it is over or begins again."""
 
     @property
     def _ends(self) -> bool:

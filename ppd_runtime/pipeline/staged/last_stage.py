@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.logprobs import TokenLogprobs, packed
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Wish, Work
+from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -55,7 +55,7 @@ class LastStage:
         self.told: list[Token] = []
         """What the client has been sent, in case it asks for it again."""
         self.finish_reason = ""
-        # later than those of an earlier life: the client counts lives, and has its tokens
+        # later than those of a predecessor: the client counts starts, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
         self._first_attempt = self.epoch + 1
         self.layer_passes = 0
@@ -90,7 +90,7 @@ class LastStage:
         for message in self.told[max(delivered - self._delivered, 0) :]:
             self.send((CLIENT,), message)
 
-    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Wish, Any, int | None]:
+    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int | None]:
         """Decode to the end; the last token, which nobody has been told; None where the request was cancelled."""
         self._sampler = sampler
         self._begin_attempt()
@@ -118,8 +118,8 @@ class LastStage:
         self.told.append(token)
         self.send((CLIENT,), token)
 
-    def _newest_state(self) -> Generator[Wish, Any, Tensor | None]:
-        """The newest token's hidden state behind all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
+    def _newest_state(self) -> Generator[Awaited, Any, Tensor | None]:
+        """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
         wanted = self._patience()
         while True:
             yield from self._take_all()
@@ -152,7 +152,7 @@ class LastStage:
             return Work.NEEDED
         return self._arrivals.work() if self._prompt.has_run else Work.LITTLE
 
-    def _advance(self) -> Generator[Wish, Any, bool]:
+    def _advance(self) -> Generator[Awaited, Any, bool]:
         """Run what waits, the certain first; whether anything did."""
         if (position := self._prompt.next_position) is not None:
             states = self._prompt.run_next()
@@ -235,20 +235,20 @@ class LastStage:
             return
         elif isinstance(message, PromptStates):
             self._prompt.take(message)
-        elif not self._prompt.has_come:  # they came to an earlier life, or nowhere
+        elif not self._prompt.has_come:  # they came to a predecessor, or nowhere
             self._again = True
         else:
             self._arrivals.take(message)
 
     def _welcome(self, ranks: Sequence[int]) -> None:
-        """New lives of stages, which know nothing; what the first of them sends, it sends once more."""
+        """Restarted stages, which know nothing; what the first of them sends, it sends once more."""
         if set(ranks) & set(self.others) - {_FIRST}:
             self._again = True
         elif _FIRST in ranks:
             self._tell_attempt((_FIRST,))
 
     def _succeed(self, epoch: int) -> None:
-        """An earlier life of this stage has come to this attempt."""
+        """A predecessor of this stage has come to this attempt."""
         self.epoch, self._again = epoch, True
 
     def _answer_missing(self, missing: Missing) -> None:

@@ -72,6 +72,6 @@ class MiddleStage(FollowerStage):
             self._prompt.take(message)
         elif isinstance(message, Rows):
             self._arrivals.take(message)
-            if not (self._prompt.has_come or self._has_asked):  # it came to an earlier life, or nowhere
+            if not (self._prompt.has_come or self._has_asked):  # it came to a predecessor, or nowhere
                 self._has_asked = True
                 self._ask_from(0)
