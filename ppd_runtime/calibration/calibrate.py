@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ppd_runtime.calibration.model_memory import measured_memory
 from ppd_runtime.calibration.peer import PartnerProcess, PartnerSpec
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
@@ -123,6 +124,7 @@ class Calibrator:
             machine=f"{machine()}, {self._ordinary.stage.device.type}",
             devices=self._devices(),
             cpu_share=load.share if self._on_cpu else None,
+            memory=measured_memory(self._ordinary),
         )
 
     def _load_meter(self) -> LoadMeter:

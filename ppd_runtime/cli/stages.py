@@ -81,10 +81,15 @@ def staged_settings(
         num_layers = measured.layers(layers, USUAL_LAYERS)
         return num_layers, measured_settings(num_layers, stages, measured, ks)
     num_layers = USUAL_LAYERS if layers is None else layers
-    if len(stages) > 1:
-        raise ValueError(f"--stages {asked}: --first-boundary is for one number of stages, --match-rates for all")
-    given = parse_list("--first-boundary", str(shares), float)
-    return num_layers, given_settings(num_layers, stages[0], given, ks or [int(USUAL_K)])
+    lists = [parse_list("--first-boundary", part, float) for part in str(shares).split(";")]
+    if len(lists) != len(stages):
+        way_out = f"`ppd match-rate --stages {asked}` measures them for --match-rates"
+        raise ValueError(
+            f"--stages {asked} with --first-boundary {shares}: give shares for each, with ';' between; or {way_out}"
+        )
+    by_stages = zip(stages, lists, strict=True)
+    given = [given_settings(num_layers, number, own, ks or [int(USUAL_K)]) for number, own in by_stages]
+    return num_layers, [setting for settings in given for setting in settings]
 
 
 def print_staged(rows: "Sequence[StagedTradeoff]", options: StagedOptions) -> None:

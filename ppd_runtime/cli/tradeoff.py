@@ -55,7 +55,7 @@ def tradeoff(
         str | None,
         typer.Option(
             help="With --stages: how often the first boundary to name the right token is no. 1, 2, …, and none of "
-            "them: .8,.1,.05,.05."
+            "them: .8,.1,.05,.05; for several numbers of stages with ';' between: '.9,.1;.8,.1,.05,.05'."
         ),
     ] = None,
     rows_per_token: Annotated[

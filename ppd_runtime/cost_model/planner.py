@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ppd_runtime.checks import check_layers, check_number, check_share, check_whole, check_workers
 from ppd_runtime.cost_model import verdict as words
+from ppd_runtime.cost_model.fitting import fitting
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, TokenTime
 from ppd_runtime.cost_model.run_ahead_model import entry_messages, follow
@@ -45,6 +46,8 @@ def rank(
     `devices_here` is how many devices there are, None where nobody knows; plans for more are ranked, with a caution.
     `cautions` are the caller's own, for the verdict.
 
+    What the calibration's `memory` has no room for is left out, and the verdict says so.
+
     `boundaries` are the staged layout's first boundaries; what fits of it is ranked beside, one device for each stage.
     `rows` are the numbers of rows a pass to consider; None is 1 to k.
 
@@ -68,19 +71,20 @@ def rank(
         speedups = _split_speedups(counts, num_layers, calibration, all_reduce_ms)
     parallel = _parallel(ordinary, speedups)
     least = 1 + min(min(worker_counts(k, calibration, workers), default=k) for _, k in rates)
-    cautions = (*words.beyond(plans, staged, max_devices, devices_here), *cautions)
+    fit = fitting(num_layers, calibration.memory, plans, staged, parallel, ordinary)
+    cautions = (*words.beyond(fit.plans, fit.staged, max_devices, devices_here), *fit.left_out, *cautions)
     return Ranking(
         num_layers=num_layers,
         max_devices=max_devices,
         run_ahead=run_ahead,
-        plans=tuple(plans),
-        ordinary=ordinary,
-        parallel=parallel,
-        gains=any(rows[0].speedup >= words.WORTH_IT for rows in (plans, staged) if rows),
-        verdict=words.verdict(plans, staged, parallel, least, max_devices, calibration, cautions),
+        plans=tuple(fit.plans),
+        ordinary=fit.ordinary,
+        parallel=fit.parallel,
+        gains=words.pays(fit),
+        verdict=words.verdict(fit, least, max_devices, calibration, cautions),
         cautions=cautions,
         footnotes=words.footnotes(counts, parallel),
-        staged=staged,
+        staged=fit.staged,
     )
 
 
