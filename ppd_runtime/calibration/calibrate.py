@@ -140,7 +140,7 @@ class Calibrator:
         """The main process' cores and those of its partners, as the runtime's workers would have them."""
         fitting = len(self._all_cores) // self._threads - 1
         neighbours = min(self._conditions.max_devices - 1, fitting, _MOST_NEIGHBOURS)
-        return assign_cores(1 + max(1, neighbours), self._threads)
+        return assign_cores(1 + max(1, neighbours), self._threads, device=str(self._ordinary.stage.device))
 
     def _spec(self, rank: int, cores: tuple[int, ...], folder: str) -> PartnerSpec:
         stage = self._ordinary.stage

@@ -89,7 +89,8 @@ class Methods:
         self._methods: dict[str, ComparedMethod] = {}
         self._pipeline: PPDRuntime | None = None
         threads = ordinary.config.threads_per_worker
-        *_, self._last_cores = assign_cores(max(available_cores() // threads, 1), threads)
+        places = max(available_cores() // threads, 1)
+        *_, self._last_cores = assign_cores(places, threads, device=str(ordinary.stage.device))
         self._stage: Stage | None = None
 
     def __enter__(self) -> "Methods":
