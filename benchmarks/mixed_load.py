@@ -111,16 +111,16 @@ class Client:
     tally: Outcomes
     generator: random.Random
     leave_share: float
+    """Of the requests that are not bad."""
     bad_share: float
 
     async def ask_until(self, over: asyncio.Event) -> None:
         """Ask by chance until it is over."""
         async with self._connected() as http:
             while not over.is_set():
-                drawn = self.generator.random()
-                if drawn < self.bad_share:
+                if self.generator.random() < self.bad_share:
                     await self._send_bad()
-                elif drawn < self.bad_share + self.leave_share:
+                elif self.generator.random() < self.leave_share:
                     await self._leave(http, self.generator.choice(self.texts))
                 else:
                     await self.ask(http, self.generator.choice(self.texts), self.generator.random() < 0.5)

@@ -51,12 +51,7 @@ _MOST_MORE = dict(zip(HELD, (None, 50.0, 3, 3, 8), strict=True))
 
 def measure(options: argparse.Namespace) -> Figures:
     """Serve until minutes, requests and faults are enough; what happened, what is held, what is left, what is wrong."""
-    if min(options.bad_share, options.leave_share) < 0 or options.bad_share + options.leave_share > 1:
-        raise ValueError(
-            f"--bad-share {options.bad_share} and --leave-share {options.leave_share}: shares, together at most 1"
-        )
-    if options.faults and not options.fault_every_s:
-        raise ValueError(f"--faults {options.faults}: none happen with --fault-every-s 0")
+    check(options)
     print(f"seed {options.seed}", file=sys.stderr)
     shared = shared_memory()
     with own_temporary_folder() as temporary, model_folder(options.model) as model:
@@ -69,6 +64,15 @@ def measure(options: argparse.Namespace) -> Figures:
         (temporary / "chat.jinja").unlink()
         figures["left"] = left_behind(watch, temporary, shared, own)
     return {**figures, "wrong": _wrong(figures)}
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot work."""
+    for name, share in (("bad", options.bad_share), ("leave", options.leave_share), ("stop", options.stop_share)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"--{name}-share {share}: choose a share from 0 to 1")
+    if options.faults and not options.fault_every_s:
+        raise ValueError(f"--faults {options.faults}: none happen with --fault-every-s 0")
 
 
 def _texts(options: argparse.Namespace, model: str) -> list[KnownRequest]:
@@ -213,8 +217,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--texts", type=positive, default=60, help="different requests with known answers")
     options.add_argument("--tokens", type=positive, default=64, help="of an answer, at the most")
     options.add_argument("--prompt-tokens", type=positive, default=600, help="at the most")
-    options.add_argument("--leave-share", type=float, default=0.15, help="of the requests: their clients go away")
     options.add_argument("--bad-share", type=float, default=0.2, help="of the requests are nonsense")
+    options.add_argument("--leave-share", type=float, default=0.2, help="of the others: their clients go away")
     options.add_argument("--fault-every-s", type=float, default=5.0, help="on average; 0: none")
     options.add_argument("--stop-share", type=float, default=0.05, help="of the faults are stops")
     options.add_argument("--seed", type=int, default=0)

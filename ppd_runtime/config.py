@@ -48,7 +48,6 @@ SHARED = "shared"
 USUAL_K = 3
 """Candidates, where nothing says how many."""
 _MOST_ROWS = 64
-_USUAL_REQUESTS = 8  # at once
 _USUAL_PREFIXES = 8192  # tokens
 _NUMBERS = (  # least and most
     ("rows", 1, _MOST_ROWS),
@@ -99,10 +98,12 @@ class RuntimeConfig:
     guess_counts: str | None = None
     """A JSON file of token ids and counts, by which `guess_vocab` chooses; default: the tokenizer's order."""
     max_requests: int | None = None
-    """With `stages`, requests that are decoded at once, 8 by default; further calls wait for their turn."""
+    """With `stages`, requests that are decoded at once; further calls wait for their turn. Default: one for every 1,024
+    tokens of `max_cache_tokens`, at most 16."""
     max_cache_tokens: int | None = None
     """With `stages`, tokens of all requests at once, prompts' and new ones: further calls wait until there is room.
-    Default: `max_requests` alone bounds what stages keep."""
+    Default: half of the memory that weights leave free on the workers' devices, by the model's bytes a token, at most
+    1,048,576; no bound where workers are on other hosts."""
     prefix_cache_tokens: int | None = None
     """With `stages`, tokens of earlier prompts whose entries stages keep, 8192 by default. A prompt that begins alike
     takes them over, in whole chunks of 256 tokens."""
@@ -290,11 +291,6 @@ class RuntimeConfig:
         if self.stages is None:
             return 0
         return _USUAL_PREFIXES if self.prefix_cache_tokens is None else self.prefix_cache_tokens
-
-    @property
-    def requests_at_once(self) -> int:
-        """Requests that are decoded at once; one in the paper's layout."""
-        return 1 if self.stages is None else self.max_requests or _USUAL_REQUESTS
 
     @property
     def num_candidates(self) -> int:

@@ -17,6 +17,7 @@ from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
+from ppd_runtime.launch.cache_room import cache_room, requests_for
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
@@ -79,8 +80,8 @@ class PPDRuntime(TextGenerator):
         if isinstance(heads, dict) and not self.config.stages:
             for head in heads.values():
                 head.check_layers([self.exit_layer])
-        super().__init__(info, load_tokenizer(info), Turns(self.config.requests_at_once, self.config.max_cache_tokens))
         self._specs = worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
+        super().__init__(info, load_tokenizer(info), self._room())
         self._share = self._place_workers()
         self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
@@ -91,6 +92,13 @@ class PPDRuntime(TextGenerator):
         self._exchange: MessageExchange | None = None
         self._next_request, self._under_way = 1, set[int]()
         self._counting = threading.Lock()
+
+    def _room(self) -> Turns:
+        """For requests: as the settings have it, else by the memory at hand."""
+        config, most = self.config, self.config.max_cache_tokens
+        if most is None:
+            most = cache_room(self._specs, are_here=config.one_host or self.launcher != "ray")
+        return Turns(config.max_requests or requests_for(most) if config.stages else 1, most)
 
     def _place_workers(self) -> CoreShare:
         """The workers' cores of this host; raises ValueError for a transport that their devices cannot have."""
