@@ -16,6 +16,8 @@ from ppd_runtime.models.stage.slicing import LayerSet
 if TYPE_CHECKING:
     from sklearn.gaussian_process import GaussianProcessRegressor
 
+LEAST_LAYERS = 3
+"""Of a model, for one to be left out."""
 _LEAST_RATE, _VERIFICATIONS, _LESS = 0.7, 100, 0.1  # below this rate in so many verifications, leave out so much less
 _CONSIDERED, _REMEMBERED = 500, 400  # sets among which Bayesian optimisation chooses, scores that it goes by
 _KAPPA, _NOISE = 2.576, 0.1  # deviations above the mean; variance of a score, as a share of the scores' own
@@ -77,13 +79,13 @@ class LayerSearch:
     their MLPs.
 
     Args:
-        num_layers: the model's, at least 3.
+        num_layers: the model's, at least `LEAST_LAYERS`.
         settings: what to leave out, and when to stop.
     """
 
     def __init__(self, num_layers: int, settings: SearchSettings) -> None:
-        if num_layers < 3:
-            raise ValueError(f"the model has {num_layers} layers: swift keeps the first and the last, so needs 3")
+        if num_layers < LEAST_LAYERS:
+            raise ValueError(f"{num_layers} layers: the first and the last stay, give at least {LEAST_LAYERS}")
         self.settings, self._layers = settings, num_layers
         self.steps = 0
         """Suggestions scored."""

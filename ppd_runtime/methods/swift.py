@@ -15,7 +15,7 @@ from torch import Tensor
 from ppd_runtime.checks import check_whole
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.fused_drafting import GreedyChains
-from ppd_runtime.methods.layer_search import LayerSearch, SearchSettings
+from ppd_runtime.methods.layer_search import LEAST_LAYERS, LayerSearch, SearchSettings
 from ppd_runtime.methods.speculation import Propose
 from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
@@ -180,7 +180,7 @@ class SwiftSettings:
         window, widest = self.context_window, self.widest
         check_whole("context_window", window, 1)
         check_whole("widest", widest, 1)
-        check_leaving_out(info, "swift")
+        check_leaving_out(info, "swift", LEAST_LAYERS)
         if self.layer_set is not None:
             if self.skip_ratio is not None:
                 raise ValueError(f"skip_ratio={self.skip_ratio}: layer_set says what to leave out; give one of them")

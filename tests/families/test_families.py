@@ -78,13 +78,20 @@ def test_families_that_cannot_be_cut_are_refused_before_weights_are_read(family:
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("gpt_oss", "does not run without its mlp"), ("jetmoe", "has no attention")]
+    ("specimen", "reason"),
+    [
+        (Specimen("gpt_oss"), "layer 1 does not run without its mlp"),
+        (Specimen("jetmoe"), "layer 1 has no attention"),
+        *((Specimen("llama", "", {"num_hidden_layers": n}), f"it has too few layers, {n}, at least 3") for n in (1, 2)),
+    ],
+    ids=str,
 )
-def test_swift_is_refused_where_nothing_can_be_left_out(family: str, reason: str, tmp_path: Path) -> None:
+def test_swift_is_refused_where_nothing_can_be_left_out(specimen: Specimen, reason: str, tmp_path: Path) -> None:
     """Before weights are read: there are none but a file of that name."""
-    Specimen(family).config().save_pretrained(tmp_path)
+    specimen.config().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=rf"^swift cannot run model .* \({family}\): layer 1 {reason}"):
+    refused = rf"^swift cannot run model '.*{tmp_path.name}' \({specimen.family}\): {reason}.*choose another method$"
+    with pytest.raises(ValueError, match=refused):
         open_method(str(tmp_path), "swift", bayes_interval=0)
 
 
