@@ -205,7 +205,7 @@ class VirtualRowStage:
         self.num_layers, self.rows, self.layer_passes = num_layers, 0, 0
         self._clock, self._times = clock, times
         self._has_run: set[int] = set()
-        self.cached_tokens = 0
+        self.cached_tokens, self.layers_at_once = 0, 1
 
     def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         """Forget the last sequence."""
@@ -220,15 +220,15 @@ class VirtualRowStage:
         self._clock.spend_layers(self.num_layers)
         return torch.empty(1, len(inputs) if isinstance(inputs, list) else inputs.shape[1], 0)
 
-    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
         """Spend the time of a pass of so many rows."""
         for path in paths:
             if not self._has_run.issuperset(path[:-1]):
                 raise RuntimeError(f"node {path[-1]} runs before one that it stands behind")
             self._has_run.add(path[-1])
-        self.rows += len(paths)
-        self.layer_passes += self.num_layers * len(paths)
-        self._clock.spend_layers(self.num_layers, 1 + self._times.row_cost * (len(paths) - 1))
+        self.rows += 0 if layers.start else len(paths)
+        self.layer_passes += len(layers) * len(paths)
+        self._clock.spend_layers(len(layers), 1 + self._times.row_cost * (len(paths) - 1))
         return torch.empty(1, len(paths), 0)
 
     def keep(self, node: int) -> None:

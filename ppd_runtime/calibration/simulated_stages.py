@@ -180,7 +180,7 @@ class _ClockedStage:
     def __init__(self, stage: Stage, clock: Clock, times: StageTimes) -> None:
         self._stage, self._clock, self._times = RowStage(stage, MOST_HELD), clock, times
         self.num_layers, self.rows = self._stage.num_layers, 0
-        self.cached_tokens = 0
+        self.cached_tokens, self.layers_at_once = 0, 1
 
     @property
     def layer_passes(self) -> int:
@@ -196,10 +196,10 @@ class _ClockedStage:
         self._clock.spend_layers(self.num_layers)
         return self._stage.run_prompt(inputs, position)
 
-    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        self.rows += len(paths)
-        self._clock.spend_layers(self.num_layers, 1 + self._times.row_cost * (len(paths) - 1))
-        return self._stage.run_rows(inputs, paths)
+    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
+        self.rows += 0 if layers.start else len(paths)
+        self._clock.spend_layers(len(layers), 1 + self._times.row_cost * (len(paths) - 1))
+        return self._stage.run_rows(inputs, paths, layers)
 
     def keep(self, node: int) -> None:
         self._stage.keep(node)

@@ -9,6 +9,7 @@ has run. Activations, candidates' entries and what a process takes besides are l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ppd_runtime.checks import check_bool, check_number, check_whole
 from ppd_runtime.cost_model.staged import stage_layers
@@ -117,7 +118,7 @@ class GivenMemory:
             ValueError: for a memory that nothing can be held against.
         """
         given = {"layer": (self.layer_mb, _MB), "head": (self.head_mb, _MB), "entry": (self.entry_kb, _KB)}
-        sizes = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+        sizes: dict[str, Any] = {name: value * unit for name, (value, unit) in given.items() if value is not None}
         if measured is None and "layer" not in sizes:
             for name in ("memory_gb", "head_mb", "entry_kb"):
                 if (value := getattr(self, name)) is not None:

@@ -39,6 +39,7 @@ from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
@@ -207,6 +208,8 @@ class Worker:
         seat.last_turn = self._turns
         if isinstance(seat.machine, FirstStage):
             seat.machine.rows = rows
+        if isinstance(seat.machine, FollowerStage):
+            seat.machine.leaves_passes = len(self._seats) == 1  # several requests' rows run through together
         seat.note_reply(None, was_away=self._active is not seat)
         self._resume(seat, None)
 

@@ -111,7 +111,7 @@ class FirstStage(FollowerStage):
     def _run_chosen(self, nodes: list[Node]) -> Machine:
         self._pass_number += 1
         self._passes.append((self._pass_number, nodes))
-        hidden = yield from self._run(nodes, [node.token for node in nodes], self._pass_number)
+        nodes, hidden = yield from self._run(nodes, [node.token for node in nodes], self._pass_number)
         yield from self._name(nodes, hidden)
 
     def _name(self, nodes: Sequence[Node], hidden: Tensor) -> Machine:

@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Computation, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.machine import Awaited, Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     MAIN,
     Begin,
@@ -22,7 +23,8 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.staged.chances import Guess
-from ppd_runtime.pipeline.staged.machine import Naming, RowsPass, RowStageLike
+from ppd_runtime.pipeline.staged.machine import Naming, RowStageLike
+from ppd_runtime.pipeline.staged.passes import run_nodes
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
 _ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost
@@ -54,6 +56,8 @@ class FollowerStage(ABC):
         self._num_early = 0
         self._sent_prompt: list[PromptStates] = []
         self._sent: deque[Rows] = deque(maxlen=_MOST_SENT)
+        self.leaves_passes = True
+        """Whether it looks between layers for what a decision has dropped."""
 
     def serve(self) -> Machine:
         """Follow the request to its end."""
@@ -186,13 +190,23 @@ class FollowerStage(ABC):
         """There are certain tokens behind the `known` ones."""
         self.tree.settle()
 
+    def _look(self) -> Generator[Awaited, Any, bool]:
+        """Between two layers of a pass that only speculates; whether the attempt is over."""
+        while not self._ends and (message := (yield WaitFor(0, work=_speculation))) is not None:
+            self._take(message)
+        return self._ends
+
     def _run(
         self, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, pass_number: int
-    ) -> Generator[Computation, Tensor, Tensor]:
-        """Run nodes as one pass, and send the states behind it on; they are given back, too."""
-        hidden = yield RowsPass(self.stage, inputs, [self.tree.path(node) for node in nodes])
-        for node in nodes:
-            self.tree.note_run(node)
+    ) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
+        """Run nodes as one pass, and send on those that may still come true; see `run_nodes`."""
+        look = self._look if self.leaves_passes else None
+        running, hidden = yield from run_nodes(self.stage, self.tree, nodes, inputs, look)
+        if running:
+            self._send_rows(running, hidden, pass_number)
+        return running, hidden
+
+    def _send_rows(self, nodes: Sequence[Node], hidden: Tensor, pass_number: int) -> None:
         rows = Rows(
             sender=self.rank,
             request=self.begin.request,
@@ -205,7 +219,6 @@ class FollowerStage(ABC):
             hidden=hidden,
         )
         self._send_on(rows)
-        return hidden
 
     def _guesses(
         self, nodes: Sequence[Node], hidden: Tensor
@@ -224,6 +237,10 @@ class FollowerStage(ABC):
         texts = [self.tree.text(nodes[row]) for row in open_]
         named = yield Naming(self.head, states, texts, self.k)
         return [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
+
+
+def _speculation() -> Work:
+    return Work.SPECULATION
 
 
 def _last_position(message: PromptStates | Rows) -> int:

@@ -26,7 +26,8 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
-from ppd_runtime.pipeline.staged.machine import Logits, RowsPass, RowStageLike
+from ppd_runtime.pipeline.staged.machine import Logits, RowStageLike
+from ppd_runtime.pipeline.staged.passes import run_nodes
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.sampling import Sampler
@@ -168,11 +169,9 @@ class LastStage:
         return bool(nodes)
 
     def _run(self, nodes: list[Node]) -> Machine:
-        paths = [self._tree.path(node) for node in nodes]
-        hidden = yield RowsPass(self.stage, self._arrivals.states(nodes), paths)
+        nodes, hidden = yield from run_nodes(self.stage, self._tree, nodes, self._arrivals.states(nodes), None)
         for row, node in enumerate(nodes):
             node.hidden = hidden[:, row : row + 1]
-            self._tree.note_run(node)
         self._finished_pass = max(node.pass_number for node in nodes)
 
     def _tell_progress(self) -> None:

@@ -50,8 +50,9 @@ class MiddleStage(FollowerStage):
 
     def _run_arrived(self, nodes: list[Node]) -> Machine:
         number = max(node.pass_number for node in nodes)
-        hidden = yield from self._run(nodes, self._arrivals.states(nodes), number)
-        self._name((yield from self._guesses(nodes, hidden)), number)
+        nodes, hidden = yield from self._run(nodes, self._arrivals.states(nodes), number)
+        if nodes:
+            self._name((yield from self._guesses(nodes, hidden)), number)
 
     def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
         """Tell the first stage what may follow, and that this stage has got so far."""
