@@ -29,6 +29,8 @@ from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
+from ppd_runtime.process_names import process_name
+from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.tracing.trace import Trace
@@ -161,6 +163,12 @@ class PPDRuntime(TextGenerator):
         return self._specs[MAIN].cuts
 
     @property
+    def process_names(self) -> tuple[str, ...]:
+        """Of the workers, by rank: the main process or the last stage first."""
+        stages = len(self.cuts) + 1 if self.cuts else 0
+        return tuple(process_name(spec.rank, stages) for spec in self._specs)
+
+    @property
     def layout(self) -> StagedLayout | None:
         """The staged layout's cuts, rows and k, which are chosen when the workers start; None in the paper's layout."""
         spec = self._specs[MAIN]
@@ -212,29 +220,31 @@ class PPDRuntime(TextGenerator):
             )
 
     def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
         self.start()
         workers, closing, exchange = self._workers, self._closing, self._exchange
         assert workers is not None
         assert closing is not None
         assert exchange is not None
-        begin = self._numbered(Begin(CLIENT, 0, prompt_ids, params, live, self._traced))
+        watched = live == Live.PASSES
+        begin = self._numbered(Begin(CLIENT, 0, prompt_ids, params, bool(live), self._traced, watched=watched))
         ending.start_clock()
         outside, guessable = 0, frozenset(self._specs[-1].guess_tokens)
-        call = RequestClient(exchange, begin, ending)
+        call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
                 outside += bool(guessable) and message.token_id not in guessable
-                known = not (last or self.config.stages)  # stages tell at the end who was right
+                known = not (last or self.config.stages)  # of stages, the first tells later who was right
                 hit = message.winner != MISS if known else None
-                yield Step(message.token_id, hit, last, message.noted(prompt_ids))
+                yield Step(message.token_id, hit, last, message.noted(prompt_ids), call.reports.news(name_of))
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
             totals = _totals(call, self._trace(call.reports, workers))
-            yield replace(totals, layout=self.layout, outside_guess_vocab=outside)
+            news = call.reports.news(name_of)
+            yield replace(totals, layout=self.layout, outside_guess_vocab=outside, news=news)
         except RuntimeError:
             self.close()
             raise

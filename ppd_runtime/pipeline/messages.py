@@ -69,6 +69,8 @@ class Begin(Message):
     often it has been replaced since the request began."""
     under_way: Numbers = ()
     """Requests of lower numbers that are not over; all others of lower numbers are."""
+    watched: bool = False
+    """Whether the client wants every process' `Spans` of passes and choices while the request runs, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,17 @@ class Guesses(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Foreseen(Message):
+    """First stage → client, where that wants each token at once: which boundary first named the token at `position`.
+
+    0 is the text's repetitions, the number of stages none. Nobody waits for it, and it is sent once.
+    """
+
+    position: Position
+    boundary: Count
+
+
+@dataclass(frozen=True, slots=True)
 class End(Message):
     """Main → subs: the request is over."""
 
@@ -270,6 +283,8 @@ class Spans(Message):
     wall_offset_ns: Int64
     dropped: Count
     numbers: Int64s
+    watched: bool = False
+    """Whether it is for who watches the request, and no part of its trace."""
 
 
 @dataclass(frozen=True, slots=True)

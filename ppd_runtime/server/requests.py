@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
+from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
 
 _LARGEST_SEED = 2**63 - 1
@@ -68,6 +69,12 @@ class StreamOptions(Body):
         return self
 
 
+class PpdOptions(Body):
+    """What a stream tells of the pipeline besides; no other server's field."""
+
+    timeline: bool = False
+
+
 class Sampling(Body):
     """What both kinds of completion take."""
 
@@ -87,6 +94,7 @@ class Sampling(Body):
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    ppd: PpdOptions | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
 
@@ -96,7 +104,16 @@ class Sampling(Body):
     def _options_with_stream(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is for stream=true, leave it out")
+        if self.ppd is not None and not self.stream:
+            raise ValueError("ppd: is for stream=true, leave it out")
         return self
+
+    @property
+    def live(self) -> Live:
+        """What is to be told while it runs."""
+        if not self.stream:
+            return Live.NOTHING
+        return Live.PASSES if self.ppd is not None and self.ppd.timeline else Live.TOKENS
 
     @property
     def logprobs_wanted(self) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
-from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates, Report
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Foreseen, Guesses, Message, PromptStates, Report
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
@@ -61,6 +61,12 @@ class FirstStage(FollowerStage):
         self.calibration, self._has_boundary_0 = calibration or ChanceCalibration(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
+        self._untold: list[Foreseen] = []
+
+    def serve(self) -> Machine:
+        """Follow the request to its end."""
+        yield from super().serve()
+        self._tell_client()
 
     def _reset(self) -> None:
         self._successors: dict[int, Successors] = {}
@@ -74,13 +80,16 @@ class FirstStage(FollowerStage):
         yield from self._run_prompt()
         while not self._ends:
             yield from self._take_all()
-            if not self._next_is_certain() and (yield from self._keep_step()):
-                yield from self._take_all()
+            if not self._next_is_certain():
+                self._tell_client()
+                if (yield from self._keep_step()):
+                    yield from self._take_all()
             if self._ends:
                 return
             if nodes := self._chosen():
                 yield from self._run_chosen(nodes)
-            elif (message := (yield WaitFor(None))) is not None:
+            self._tell_client()  # behind a pass that others wait for
+            if not nodes and (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
     def _run_prompt(self) -> Machine:
@@ -226,10 +235,18 @@ class FirstStage(FollowerStage):
         successors = self._successors.get(self.tree.root.number)
         if successors is None or self.begin.params.max_new_tokens == 1:
             return
-        boundary = successors.first_boundary(token)
-        boundary = 1 if boundary == 0 else boundary  # no later than what it is counted with
-        self.first_boundary[(boundary or self.num_stages) - 1] += 1
+        named = successors.first_boundary(token)
+        boundary = self.num_stages if named is None else named
+        self.first_boundary[max(boundary, 1) - 1] += 1  # boundary 0 is no later than what it is counted with
         successors.learn(self.calibration, token)
+        if self.begin.live:
+            self._untold.append(Foreseen(self.rank, self.begin.request, self.tree.root.position + 1, boundary))
+
+    def _tell_client(self) -> None:
+        """What it has learned about tokens: nobody waits for that."""
+        for told in self._untold:
+            self.send((CLIENT,), told)
+        self._untold.clear()
 
     def _take_work(self, message: Message) -> None:
         if not isinstance(message, Guesses):
