@@ -55,16 +55,16 @@ _NUMBERS = (  # least and most
     ("max_cache_tokens", 2, None),
     ("prefix_cache_tokens", 0, None),
 )
-_FOR_STAGES: Mapping[str, object] = {
-    "rows": None,
-    "repetitions": True,
-    "guess_vocab": None,
-    "guess_counts": None,
-    "max_requests": None,
-    "max_cache_tokens": None,
-    "prefix_cache_tokens": None,
-}
-"""Settings of the staged layout alone, with what they are where they are not given."""
+_FOR_STAGES = (
+    "rows",
+    "repetitions",
+    "guess_vocab",
+    "guess_counts",
+    "max_requests",
+    "max_cache_tokens",
+    "prefix_cache_tokens",
+)
+"""Settings of the staged layout alone."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RuntimeConfig:
     are those of `OrdinaryDecoding` with `compile=True`."""
     run_ahead: bool = True
     """Let a lone sub-process (k=1, exit at half depth) start the next token before it hears what became of the last.
-    That saves a hit its hops, and costs some work in vain."""
+    That saves a hit its hops; after a miss the work that ran ahead is dropped."""
     max_restarts: int = 3
     """Restarts of a lost worker, in a row. A lost sub-process costs time only; a new main process goes on behind the
     tokens already delivered. 0: a lost main process is an error at once."""
@@ -199,8 +199,9 @@ class RuntimeConfig:
             self._check_cuts()
         if self.stages is None:
             check_workers(self.num_candidates, self.workers)
-            for name, usual in _FOR_STAGES.items():
-                if (value := getattr(self, name)) != usual:
+            usual = {field.name: field.default for field in fields(self)}
+            for name in _FOR_STAGES:
+                if (value := getattr(self, name)) != usual[name]:
                     raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
         check_int("stages", self.stages, 2)

@@ -196,7 +196,7 @@ def draw_winners(setting: Setting, match_rate: float, generator: random.Random) 
 
 
 def simulate_runs(setting: Setting, match_rate: float, runs: int, seed: int = 0) -> list[Simulated]:
-    """Simulate several generations whose hits are drawn again with probability `match_rate` a token."""
+    """Simulate several generations whose hits are drawn at random with probability `match_rate` a token."""
     check_whole("runs", runs, 1)
     check_whole("seed", seed, 0)
     generator = random.Random(seed)

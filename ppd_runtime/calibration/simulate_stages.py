@@ -110,7 +110,7 @@ def predict_stages(setting: StagedSetting, shares: Sequence[float]) -> StagedSum
 def simulate_staged_runs(
     setting: StagedSetting, shares: Sequence[float], runs: int, seed: int = 0
 ) -> list[SimulatedText]:
-    """Simulate generations whose first boundaries are drawn again, each with its share; see `staged.check_shares`."""
+    """Simulate generations whose first boundaries are drawn, each with its share; see `staged.check_shares`."""
     staged.check_shares(shares, setting.stages)
     check_whole("runs", runs, 1)
     check_whole("seed", seed, 0)

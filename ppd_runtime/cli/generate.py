@@ -16,7 +16,7 @@ from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
-from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -50,7 +50,7 @@ class Outputs:
     out: Path | None = None
     """Write the same JSON into this file."""
     quiet: bool = False
-    """No line of figures behind the text."""
+    """No line of figures after the text."""
     trace: Path | None = None
     """Write what every process did and when into this JSON file, for ui.perfetto.dev."""
     timeline: Path | None = None
@@ -68,24 +68,16 @@ class Outputs:
 
 
 LAYOUT_PANEL = "Pipelined decoding"
-LAYOUT_SETTINGS = (
-    "k",
-    "stages",
-    "cuts",
-    "rows",
-    "repetitions",
-    "guess_vocab",
-    "guess_counts",
-    "exit_head",
-    "workers",
-    "transport",
-    "launcher",
-    "ray_address",
-    "placement",
-    "bind_interface",
-    "run_ahead",
-    "max_restarts",
+LAYOUT_SETTINGS = options.runtime_but(
+    *IN_PROCESS_SETTINGS.values(),  # options of every command
+    "exit_layer",  # of other methods too
+    "max_requests",
+    "max_cache_tokens",
+    "prefix_cache_tokens",
+    "placement_timeout_s",
+    "gpus_per_worker",
 )
+"""All that one request on this host can be told."""
 LAYOUT = options.group(RuntimeConfig, LAYOUT_SETTINGS, panel=LAYOUT_PANEL, given_only=True)
 """The options of pipelined decoding."""
 

@@ -55,13 +55,7 @@ def rank(
         ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
     """
     check_request(max_devices, efficiency, all_reduce_ms)
-    plans = [
-        plan(num_layers, exit_layer, k, rate, calibration, count, run_ahead)
-        for (exit_layer, k), rate in rates.items()
-        for count in worker_counts(k, calibration, workers)
-        if count + 1 <= max_devices
-    ]
-    plans.sort(key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
+    plans = _plans(num_layers, calibration, rates, max_devices, workers, run_ahead)
     ordinary = _ordinary(num_layers, calibration)
     staged = rank_stages(num_layers, calibration, boundaries or {}, max_devices, ordinary.ms_per_token, rows)
     counts = sorted({row.devices for row in plans} | {row.devices for row in staged} | ({max_devices} - {1}))
@@ -86,6 +80,24 @@ def rank(
         footnotes=words.footnotes(counts, parallel),
         staged=fit.staged,
     )
+
+
+def _plans(
+    num_layers: int,
+    calibration: Calibration,
+    rates: Rates,
+    max_devices: int,
+    workers: Sequence[int] | None,
+    run_ahead: bool,
+) -> list[Plan]:
+    """The paper's layout in every way that fits, the fastest first."""
+    plans = [
+        plan(num_layers, exit_layer, k, rate, calibration, count, run_ahead)
+        for (exit_layer, k), rate in rates.items()
+        for count in worker_counts(k, calibration, workers)
+        if count + 1 <= max_devices
+    ]
+    return sorted(plans, key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
 
 
 def check_request(max_devices: int, efficiency: float | None, all_reduce_ms: float | None = None) -> None:

@@ -10,6 +10,8 @@ from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
 
 _LARGEST_SEED = 2**63 - 1
+_USUAL = SamplingParams()
+"""The library's defaults, which are OpenAI's but for the temperature."""
 _MOST_IDS = 2**21
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -81,16 +83,16 @@ class Sampling(Body):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=2**31 - 1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    top_p: float = Field(_USUAL.top_p, gt=0, le=1)
+    top_k: int = Field(_USUAL.top_k, ge=-1, le=2**31 - 1)
+    min_p: float = Field(_USUAL.min_p, ge=0, le=1)
+    repetition_penalty: float = Field(_USUAL.repetition_penalty, gt=0, le=100)
+    presence_penalty: float = Field(_USUAL.presence_penalty, ge=-2, le=2)
+    frequency_penalty: float = Field(_USUAL.frequency_penalty, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=_LARGEST_SEED)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
-    ignore_eos: bool = False
+    ignore_eos: bool = _USUAL.ignore_eos
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None

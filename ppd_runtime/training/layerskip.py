@@ -39,7 +39,7 @@ class LayerSkipRecipe(Recipe):
     """
 
     from_scratch: bool = False
-    """Whether the weights are drawn again, from `seed`."""
+    """Whether to begin with new weights, drawn by `seed`."""
     max_dropout: float = 0.1
     """p_max: how likely a sample leaves out the last layer, at the most."""
     dropout_curriculum: str = CONSTANT
