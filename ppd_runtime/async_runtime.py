@@ -132,7 +132,7 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
         self._work = threads.submit(self._run)
 
     def _run(self) -> None:
-        """In a thread: hand each event to the loop; where that is closed, nobody waits for more."""
+        """In a thread: hand each event to the loop; where that is closed, no more are wanted."""
         try:
             end: BaseException | None = None
             try:

@@ -278,7 +278,7 @@ class Draws:
 
     Args:
         seed: the request's (u64).
-        prompt_length: its prompt's tokens: whoever continues a text with the same seed gets other numbers.
+        prompt_length: its prompt's tokens: a continuation of a text with the same seed gets other numbers.
         earlier: requests whose numbers may still steer this one, so that the same seed must give it others.
     """
 

@@ -54,7 +54,7 @@ class SwiftOptions:
     search_steps: int | None = None
     """Sets to try at the most; default: 1000."""
     bayes_interval: int | None = None
-    """Choose each so manieth by Bayesian optimisation; default: 25."""
+    """Choose every so many sets by Bayesian optimisation; default: 25."""
     context_window: int | None = None
     """Generated tokens by which sets are scored; default: 32."""
     search_seed: int | None = None

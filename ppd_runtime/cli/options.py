@@ -116,7 +116,7 @@ def group(
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of groups, in the places of its parameters of these names, which get what they make.
 
-    Typer, and whoever else asks for the command's signature, sees the single options.
+    Typer, and all else that asks for the command's signature, sees the single options.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -20,8 +20,8 @@ class StagedOptions:
     """Options of `ppd tradeoff` that the staged layout alone has."""
 
     first_boundary: str | None = None
-    """With --stages: how often boundary 1, 2, …, or none is the first to name the right token: .8,.1,.05,.05; for several
-    numbers of stages with ';' between: '.9,.1;.8,.1,.05,.05'."""
+    """With --stages: how often boundary 1, 2, …, or none is the first to name the right token: .8,.1,.05,.05; for
+    several numbers of stages with ';' between: '.9,.1;.8,.1,.05,.05'."""
     rows_per_token: float | None = None
     """With --stages: further rows a token whose work is dropped; default: by k and the first boundaries."""
     all_reduce_ms: float | None = None

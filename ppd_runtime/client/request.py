@@ -95,7 +95,7 @@ def _readable(pieces: Mapping[int, Sequence[Spans]], name_of: Callable[[int], st
 
 
 class RequestClient:
-    """A request to the main process, which is asked again where it falls silent, and by whoever takes its place."""
+    """A request to the main process, which is asked again where it falls silent or is replaced."""
 
     def __init__(self, exchange: MessageExchange, begin: Begin, ending: Ending | None = None) -> None:
         self._exchange, self._supervisor, self._begin = exchange, exchange.supervisor, begin
@@ -147,7 +147,7 @@ class RequestClient:
             pass
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """The request is no longer listened to."""
         self._exchange.close(self._begin.request)
 
     def hear_all(self) -> None:

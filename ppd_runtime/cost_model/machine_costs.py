@@ -46,12 +46,12 @@ class Calibration:
     widths: Mapping[int, float] = field(default_factory=dict)
     """A layer's pass over several candidates at one position, in passes over one, by their number."""
     devices: int | None = None
-    """Devices of the machine that the times are from; None where nobody knows."""
+    """Devices of the machine that the times are from; None where unknown."""
     cpu_share: float | None = None
     """Of the CPU time that measuring could use, what it got; less than it needs where other programs computed. None
-    where nobody knows."""
+    where unknown."""
     memory: Memory | None = None
-    """What the model takes and devices have; None where nobody knows."""
+    """What the model takes and devices have; None where unknown."""
 
     def __post_init__(self) -> None:
         for name in time_names():

@@ -43,7 +43,7 @@ def rank(
     `all_reduce_ms` what an all-reduce takes, of which it has two a layer. With neither, what was measured is ranked,
     and nothing where nothing was: other hardware's figures say nothing of this one's.
 
-    `devices_here` is how many devices there are, None where nobody knows; plans for more are ranked, with a caution.
+    `devices_here` is how many devices there are, None where unknown; plans for more are ranked, with a caution.
     `cautions` are the caller's own, for the verdict.
 
     What the calibration's `memory` has no room for is left out, and the verdict says so.
@@ -204,7 +204,7 @@ def ahead_time(num_layers: int, match_rate: float, calibration: Calibration) -> 
     late. A token takes three messages, two more for a candidate behind a wrong one, and entries go out in batches.
 
     Within 1 % of the simulated machines while a hop is shorter than d/2 layers, but it knows no rests. Nor does it
-    know jitter: where the exit head and the final one take nearly as long, an instant decides whether a pass in vain
+    know jitter: where the exit head and the final one take nearly as long, an instant decides whether a useless pass
     has begun.
     """
     exit_layer = num_layers // 2

@@ -8,7 +8,7 @@ class TokenTime:
     """What a token takes, in milliseconds, by what it is spent on; expected values over hits and misses."""
 
     layers: float
-    """Layers on the token's path, with nobody else at work."""
+    """Layers on the token's path, with no other process at work."""
     head: float
     contention: float
     """What the layers take longer because sub-processes work at the same time."""

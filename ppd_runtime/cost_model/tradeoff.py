@@ -27,7 +27,7 @@ class MatchRates:
     """Where they are from, for messages to people."""
     rates: Rates
     num_layers: int | None = None
-    """The model's layers; None where nobody noted them."""
+    """The model's layers; None where they are not noted."""
     first_boundary: BoundaryShares = field(default_factory=dict)
     """The staged layout's; empty where none were measured."""
 

@@ -13,7 +13,7 @@ from ppd_runtime.files.checksummed import find, keep
 def kept_finding(
     kind: str, about: Mapping[str, Any], names: Sequence[str], measure: Callable[[], Sequence[float]]
 ) -> tuple[float, ...]:
-    """The numbers of these names that were found for `about` (JSON values), by `measure` where nobody has found them.
+    """The numbers of these names that were found for `about` (JSON values), by `measure` where they are not known yet.
 
     Raises:
         OSError: where they cannot be kept.

@@ -13,7 +13,7 @@ from ppd_runtime.transport import Endpoint
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """What a request came to, for whoever watches a cluster; by rank where it is a worker's."""
+    """What a request came to, for metrics of a cluster; by rank where it is a worker's."""
 
     tokens: int
     hits: Mapping[int, int]
@@ -38,7 +38,7 @@ class Workers(Protocol):
     """Knows which workers run, and replaces those that have ended."""
 
     def record(self, counts: RequestCounts) -> None:
-        """Tell whoever watches the workers of a request that has ended."""
+        """Count a request that has ended in the cluster's metrics."""
 
     def close(self) -> None:
         """Stop all workers and release everything that was started for them."""

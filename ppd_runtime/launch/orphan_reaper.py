@@ -39,7 +39,7 @@ def _is_ours(command_line: Path) -> bool:
 
 
 def clear(folder: str, grace_s: float = GRACE_S) -> None:
-    """End whoever uses the folder after a moment of grace, and remove it."""
+    """End what uses the folder after a moment of grace, and remove it."""
     deadline = time.monotonic() + grace_s
     while users_of(folder) and time.monotonic() < deadline:
         time.sleep(0.1)

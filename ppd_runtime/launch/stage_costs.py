@@ -39,7 +39,7 @@ def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progre
     """The stages with the cuts, rows and k that are given, and the others by what is measured here.
 
     The stages' devices are taken to be alike, and like this process'. Where it has none of their kind, or nothing can
-    be measured or kept, cuts are even and passes have one row. Whoever gives rows takes them to be worth their time.
+    be measured or kept, cuts are even and passes have one row. Rows that are given are taken to be worth their time.
     """
     main, stages = specs[MAIN], len(specs)
     cuts = config.cuts if isinstance(config.cuts, tuple) else None

@@ -54,7 +54,7 @@ class WorkerHandle(Protocol):
 
 @dataclass
 class _Post:
-    """A worker's place; whoever holds it may be replaced."""
+    """A worker's place; the worker in it may be replaced."""
 
     handle: WorkerHandle | None
     deadline: float = 0.0
@@ -121,7 +121,7 @@ class Supervisor:
             time.sleep(_LOOK_EVERY_S)
 
     def check(self, hear: Callable[[], None] = lambda: None) -> None:
-        """Look at everybody once and replace whoever is lost; a loss is logged.
+        """Look at every worker once and replace those that are lost; a loss is logged.
 
         `hear` is called before a loss is told of: what the lost worker said last may have come, see `note_words`.
 
@@ -170,7 +170,7 @@ class Supervisor:
         self._words[rank] = words
 
     def note_success(self, rank: int) -> None:
-        """A worker has been of use, the main process with all that are needed: what went wrong before is forgiven."""
+        """A worker has been of use (the main process: all that are needed): its losses in a row count from 0 again."""
         for useful in self._needed if rank == MAIN else (rank,):
             if post := self._posts.get(useful):
                 post.losses, post.silent = 0, False
@@ -211,7 +211,7 @@ class Supervisor:
         return named_process(rank, self._num_stages)
 
     def dismiss(self) -> None:
-        """Have the next `check` fail: from now on nobody is replaced. May be called in any thread."""
+        """Have the next `check` fail: from now on no worker is replaced. May be called in any thread."""
         self._dismissed, self._failure = True, CLOSED
 
     def stop(self, seconds: float) -> None:
@@ -221,7 +221,7 @@ class Supervisor:
             for post in self._posts.values():
                 if post.handle is not None and post.serving:
                     post.handle.wait(max(0.0, deadline - time.monotonic()))
-        finally:  # whoever has no patience ends them at once
+        finally:  # an interrupt ends them at once
             for post in self._posts.values():
                 if post.handle is not None:
                     post.handle.kill()

@@ -38,7 +38,7 @@ class LocalWorkers:
         return ThreadHandle(Worker(self._specs[rank]), self._network.endpoint(rank))
 
     def record(self, counts: RequestCounts) -> None:
-        """Nobody watches threads."""
+        """Threads are not watched."""
 
     def close(self) -> None:
         """Stop the threads and give the process its number of threads back."""

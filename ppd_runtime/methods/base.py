@@ -274,7 +274,7 @@ class _Request:
         self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> None:
         self._generator, self._prompt_ids, self._params, self._ending = generator, prompt_ids, params, ending
-        self._live = live  # where nobody reads along, the text is made at the end
+        self._live = live  # where tokens are not read as they come, the text is made at the end
 
     def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""

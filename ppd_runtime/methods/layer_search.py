@@ -1,6 +1,6 @@
 """Which sub-layers to leave out, found while decoding (SWIFT, section 4.1): suggestions, scores, and when it ends.
 
-No model is in it: whoever has one scores the suggestions, each by one draft pass over tokens that are there already.
+It holds no model: its caller scores the suggestions, each by one draft pass over tokens that are there already.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ class SearchSettings:
     steps: int = 1000
     """S: suggestions that are tried at the most; with 0 the first set stays."""
     bayes_interval: int = 25
-    """β: each so manieth suggestion is Bayesian optimisation's, the others are random; with 0 all are random."""
+    """β: every β-th suggestion is Bayesian optimisation's, the others are random; with 0 all are random."""
     patience: int = 300
     """Suggestions without a better score that end the search."""
     enough: float = 0.95

@@ -36,13 +36,13 @@ class WaitFor:
     least_s: float = 0.0
     """Seconds that it is at the least, whatever a pass takes, where clocks are real."""
     deadline: float | None = None
-    """Set by whoever runs the machine, in its own clock."""
+    """Set by what runs the machine, in its own clock."""
     work: Callable[[], Work] = _needed
     """What it does where it only looks for a message, and there is none."""
 
 
 class Computation:
-    """What a machine asks to have computed; whoever runs several machines may compute for some of them at once."""
+    """What a machine asks to have computed; what runs several machines may compute for some at once."""
 
     __slots__ = ()
 

@@ -32,11 +32,11 @@ from ppd_runtime.sampling_params import SamplingParams
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
-"""The address of whoever holds the runtime."""
+"""The address of the process that holds the runtime."""
 MISS = 0
 """`Token.winner` where no candidate was right in time."""
 NOT_ASKED = -1
-"""`Token.winner` of the last token, whose successor nobody needs."""
+"""`Token.winner` of the last token, whose successor is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class End(Message):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Message):
-    """Client → main: nobody waits for the rest of the request."""
+    """Client → main: the rest of the request is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class SpeculationBackoff:
 
     @property
     def now(self) -> bool:
-        """Whether nobody is to be asked for the next token."""
+        """Whether no sub-process is asked for the next token."""
         return self._left > 0
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ _SHOWN = (Kind.LAYERS, Kind.HEAD, Kind.CHOOSE)
 class Recorder:
     """One process' times, in seconds of `time.perf_counter`.
 
-    Whoever spends time notes it when done, one span after the other: they neither overlap nor nest, and what lies
+    Each part notes its time when done, one span after the other: they neither overlap nor nest, and what lies
     between two is Python's.
     """
 
@@ -73,7 +73,7 @@ class Recorder:
             self._keep(Span(kind, _ns(began), _ns(ended), position, token, first, last))
 
     def note_message(self, kind: Kind, began: float, ended: float, peer: int, message: Any) -> None:
-        """A span of sending or taking in `message`, or of looking for one in vain (None)."""
+        """A span of sending or taking in `message`, or of looking for one that had not come (None)."""
         self._spent[kind] += ended - began
         self._between += began - self._last
         self._last = ended

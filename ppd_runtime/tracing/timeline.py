@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class TokenOutcome:
-    """When a token was certain, in milliseconds, and whether its early start was used (None: nobody asked)."""
+    """When a token was certain, in milliseconds, and whether its early start was used (None: none was asked for)."""
 
     time: float
     token: int

@@ -15,7 +15,7 @@ class Endpoint(Protocol):
         """From now on a peer is there, as a new incarnation: what waited for its last one is dropped."""
 
     def send(self, address: int, message: Message) -> None:
-        """Deliver a message; never blocks, and drops it where nobody has listened for long.
+        """Deliver a message; never blocks, and drops it where its address has not listened for long.
 
         What cannot leave at once leaves during later calls.
         """

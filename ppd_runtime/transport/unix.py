@@ -270,7 +270,7 @@ class _Outlet:
         return True
 
     def _drain(self) -> None:
-        """Wait for a full pipe as long as it moves: nobody else would write the rest while this process computes."""
+        """Wait for a full pipe as long as it moves: the rest would not be written while this process computes."""
         while self._queue and self._socket is not None:
             poll = select.poll()
             poll.register(self._socket, select.POLLOUT)
@@ -296,7 +296,7 @@ class _Outlet:
         connection.setblocking(False)
         try:
             connection.connect(self._path)
-        except OSError:  # nobody listens there, or too many wait to be accepted
+        except OSError:  # no process listens there, or too many wait to be accepted
             connection.close()
             self._retry_at = time.monotonic() + _RETRY_S
             return False

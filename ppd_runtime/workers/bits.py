@@ -39,7 +39,7 @@ class Bits:
 
 
 NO_BITS = Bits("", {})
-"""Of a worker that is a thread of its client's process: there is nobody with others."""
+"""Of a worker that is a thread of its client's process: all of them are alike."""
 
 
 def bits_of(stage: Stage) -> Bits:

@@ -75,7 +75,7 @@ def _tell_of_the_living(control: socket.socket, pid: int) -> None:
 
 
 def _tell_of_the_dead(control: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):  # nobody is left
+    with contextlib.suppress(ChildProcessError):  # none is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             answer = {"pid": ended[0], "exit_code": os.waitstatus_to_exitcode(ended[1])}
             with contextlib.suppress(BrokenPipeError):

@@ -136,7 +136,7 @@ def serve_from_standard_input() -> None:
 
 
 def _answer_parent(answers: TextIO, welcome: threading.Event) -> None:
-    """Answer each line that asks whether this process runs; leave once nobody holds standard input any more."""
+    """Answer each line that asks whether this process runs; leave once standard input is closed."""
     while read := os.read(sys.stdin.fileno(), 1):
         if read == WELCOME:
             welcome.set()

@@ -65,8 +65,8 @@ class Worker:
 
     Each request has a machine of its own. A message goes to its request's machine at once, and all machines that could
     compute wait for a turn: first what is needed (certain tokens, prompts), then what only speculates, and among these
-    the request that has waited for the most turns. So nobody starves, and a prompt's chunks alternate with the others'
-    tokens.
+    the request that has waited for the most turns. So no request starves, and a prompt's chunks alternate with the
+    others' tokens.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -143,7 +143,7 @@ class Worker:
                 for address, location in zip(message.addresses, message.locations, strict=True):
                     self._endpoint.introduce(address, location)
                 if self._row_stage and self.spec.rank == MAIN:
-                    return message  # whoever is new there lacks what is under way
+                    return message  # a new process there lacks what is under way
             elif self._validator.takes(message):
                 return message
             else:
@@ -162,7 +162,7 @@ class Worker:
         return None if earliest is None else max(earliest - time.perf_counter(), 0)
 
     def _give_turn(self) -> None:
-        """Nobody has a message: have a machine go on without one, and others whose rows fit into the same pass."""
+        """No message is there: have a machine go on without one, and others whose rows fit into the same pass."""
         seats = list(self._seats.values())
         works = {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
         first = seats[0] if len(seats) == 1 else self._next_in_turn(seats, works)

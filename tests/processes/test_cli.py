@@ -170,7 +170,7 @@ def in_this_process(*arguments):
 def test_a_mistake_in_a_process_of_its_own(folder):
     shown = ppd("generate", "x", "--ray-address", "127.0.0.1:9", "--model", folder)
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert "nobody answers" in shown.stderr
+    assert "nothing answers" in shown.stderr
     assert len(shown.stderr.strip().splitlines()) == 1
 
 

@@ -225,7 +225,7 @@ def test_ctrl_c_before_a_command_is_there():
 def test_an_address_of_rays_in_the_environment_that_is_wrong():
     shown = subprocess.run(COMMAND, env=environment(RAY_ADDRESS="127.0.0.1:9"), capture_output=True, text=True)
     assert shown.returncode == 2
-    assert shown.stderr.startswith("ppd: RAY_ADDRESS='127.0.0.1:9': nobody answers there")
+    assert shown.stderr.startswith("ppd: RAY_ADDRESS='127.0.0.1:9': nothing answers there")
     assert shown.stderr.count("\n") == 1
 
 

@@ -21,7 +21,7 @@ LABELS = ["autoregressive", *ROWS.split(",")]
 
 @pytest.fixture(scope="module")
 def model(model_folder: Callable[..., Path]) -> str:
-    """A small model whose second layer often foretells the token; it has 512 positions."""
+    """A small model whose second layer often predicts the token; it has 512 positions."""
     return str(model_folder("llama", quiet_from=2))
 
 

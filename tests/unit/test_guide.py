@@ -124,3 +124,11 @@ def test_the_checks_notice_what_is_wrong() -> None:
     assert unknown_in(["ppd", "train", "probe", "--out", "F"]) == []
     assert unknown_in([*JOB, "generate", "--wrong"]) == ["--wrong"]
     assert ours(["ray", "job", "submit", "--", *JOB, "generate"]) == [*JOB, "generate"]
+
+
+def test_contributing_lists_the_layers_as_the_contract_has_them() -> None:
+    contract = text_of("pyproject.toml").split("layers = [\n")[1].split("\n]")[0]
+    layers = [set(re.findall(r"ppd_runtime\.(\w+)", line)) for line in contract.splitlines()[1:]]
+    table = text_of("CONTRIBUTING.md").split("| folder of `ppd_runtime/` |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert [set(re.findall(r"`(\w+)(?:/|\.py)`", row)) for row in rows] == layers

@@ -73,7 +73,7 @@ def test_a_wrong_address_is_named_with_where_it_was_given() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         check_ray_address(f"127.0.0.1:{port}")
-    with pytest.raises(ValueError, match=rf"ray_address='127.0.0.1:{port}': nobody answers"):
+    with pytest.raises(ValueError, match=rf"ray_address='127.0.0.1:{port}': nothing answers"):
         check_ray_address(f"127.0.0.1:{port}")
     check_ray_address("auto")
 

@@ -49,7 +49,7 @@ def reserve(
 
 
 def release(group: PlacementGroup) -> None:
-    """Give the places back; whoever is still there is ended."""
+    """Give the places back; workers that are still there are ended."""
     remove_placement_group(group)
 
 

@@ -12,7 +12,7 @@ _MOST_NAMED = 6  # hosts in an error
 
 @dataclass(frozen=True)
 class RayNode:
-    """What a Ray node has in all, whoever uses it at the moment."""
+    """What a Ray node has in all, in use or not."""
 
     host: str
     """Its address."""

@@ -132,7 +132,8 @@ class RayWorkers:
             self._metrics.record(counts)
 
     def close(self) -> None:
-        """Stop the actors, the Ray node if it is ours and nobody else needs it, and remove the folder of sockets."""
+        """Stop the actors, the Ray node if it is ours and no other runtime needs it, and remove the folder of
+        sockets."""
         if self._closed:
             return
         self._closed = True
@@ -248,8 +249,8 @@ def _silent(seconds: float) -> str:
 def _bundle(spec: WorkerSpec, count: int, gpus: float | None, membership: Membership) -> Bundle:
     """What each of `count` workers asks for.
 
-    Of a node of our own no CPUs, for nobody else does, and its share of the GPUs; of a Ray that the program itself
-    started what is free but for a CPU, which stays for the program's own tasks; of a cluster all that it uses.
+    Of a node of our own no CPUs, since no other program takes any, and its share of the GPUs; of a Ray that the program
+    itself started what is free but for a CPU, which stays for the program's own tasks; of a cluster all that it uses.
     """
     cpus: float = spec.threads
     if membership.own_node:

@@ -105,7 +105,7 @@ class Recordings:
         return recording
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream to capture on, of this device and nobody else's: with the last of a stream's recordings goes the
+        """The stream to capture on, of this device alone: with the last of a stream's recordings goes the
         memory that others of the same stream work in.
         """
         if device not in self._streams:

@@ -161,7 +161,7 @@ class Stage:
     def run_rows(self, parts: Iterable[Part], position: int, first: int, last: int) -> Tensor:
         """Run layers `first` to `last` over tokens that stand behind different texts, as one pass with a row for each.
 
-        Whoever gives a part has the caches ready for it just then. A token alone has the bits of a pass of its own. The
+        The caller of a part has the caches ready for it just then. A token alone has the bits of a pass of its own. The
         hidden states are `[1, rows, hidden_size]`; the last row's position is for the record.
         """
         began = time.perf_counter()
@@ -330,7 +330,7 @@ class Stage:
             raise RuntimeError(f"layer {layer} holds {length} tokens, the pass starts at position {position}")
 
     def _wait_for_device(self) -> None:
-        if self._on_cuda:  # whoever sends or judges the result waits for it anyway
+        if self._on_cuda:  # sending or judging the result waits for it anyway
             torch.cuda.current_stream(self.device).synchronize()
 
     @torch.inference_mode()

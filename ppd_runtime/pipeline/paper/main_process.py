@@ -34,7 +34,7 @@ from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
-_MOST_ABSENCES = 3  # a sub-process that was waited for in vain so often …
+_MOST_ABSENCES = 3  # a sub-process that did not send what was waited for so often …
 _SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is in time again
 _MOST_CAUGHT_UP = 64  # tokens whose entries go, between two tokens of the text, to a sub-process that lacks them
 
@@ -226,7 +226,7 @@ class MainProcess:
         early = self._early_start(position, token)
         heard = self._heard.pop(position, _Heard())
         self._absences.update(dict.fromkeys(heard.head_starts, 0))
-        if self._heard_of:  # nobody can be wrong, or in the way, while all are gone
+        if self._heard_of:  # with all gone, none can be wrong or in the way
             self.backoff.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
         self._heard_of = False
         return early

@@ -44,7 +44,7 @@ class RunAheadSubProcess:
         self.chain = [*begin.prompt_ids, *begin.delivered]
         """The prompt, the tokens that are certain, and the candidates behind them."""
         self.layer_passes = 0
-        """Layer passes for candidates, those in vain too."""
+        """Layer passes for candidates, dropped ones too."""
         self.coherence_layer_passes = 0
         """Layer passes for the prompt and for tokens that were not in the chain."""
         self._certain = len(self.chain)

@@ -36,7 +36,7 @@ from ppd_runtime.text import StopRule
 _FIRST = 1
 _PASSES = 64  # through all layers, for the newest token to come through them …
 _MOST_DOUBLINGS = 6  # … and twice as many each time that they were too few
-_FIRST_S = 5.0  # until a pass has run here, nobody knows how long one takes
+_FIRST_S = 5.0  # until a pass has run here, its time is unknown
 _LEAST_S, _LONGEST_S = 0.25, 60.0
 _MOST_ATTEMPTS = 2**20  # at one number of tokens
 _MOST_TOKENS = 2**22
@@ -92,7 +92,7 @@ class LastStage:
             self.send((CLIENT,), message)
 
     def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int | None]:
-        """Decode to the end; the last token, which nobody has been told; None where the request was cancelled."""
+        """Decode to the end; the last token, which has not been sent; None where the request was cancelled."""
         self._sampler = sampler
         self._begin_attempt()
         while True:
@@ -120,7 +120,7 @@ class LastStage:
         self.send((CLIENT,), token)
 
     def _newest_state(self) -> Generator[Awaited, Any, Tensor | None]:
-        """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
+        """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None where it is not wanted."""
         wanted = self._patience()
         while True:
             yield from self._take_all()
