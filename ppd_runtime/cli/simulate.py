@@ -11,7 +11,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.cli.simulated_stages import StagedRuns, print_stages, simulate_stages
-from ppd_runtime.cli.stages import USUAL_LAYERS, refuse_beside_stages, refuse_without_stages
+from ppd_runtime.cli.stages import USUAL_LAYERS, Layers, refuse_beside_stages, refuse_without_stages
 from ppd_runtime.config import USUAL_K
 
 if TYPE_CHECKING:
@@ -74,12 +74,7 @@ class Disturbances:
     disturbances=options.group(Disturbances, make=Disturbances),
 )
 def simulate(
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)
-        ),
-    ] = None,
+    layers: Layers = None,
     k: Annotated[int, typer.Option(help="Early candidates for each token; with --stages, at each boundary.")] = USUAL_K,
     *,
     papers: Settings,

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ppd_runtime.config import USUAL_K
 
@@ -13,6 +15,10 @@ if TYPE_CHECKING:
 
 USUAL_LAYERS = 40
 """What `ppd tradeoff` and `ppd simulate` take where nothing else says it."""
+Layers = Annotated[
+    int | None,
+    typer.Option(help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)),
+]
 
 
 @dataclass(frozen=True)

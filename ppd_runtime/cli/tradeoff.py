@@ -15,6 +15,7 @@ from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.cli.stages import (
     USUAL_LAYERS,
     AskedStages,
+    Layers,
     StagedOptions,
     predict_staged,
     print_staged,
@@ -32,12 +33,7 @@ _EXIT_LAYER, _MATCH_RATE = "20", "0.6837"
 
 @takes(staged=options.group(StagedOptions, make=StagedOptions), times=options.group(options.LayerTimes))
 def tradeoff(
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)
-        ),
-    ] = None,
+    layers: Layers = None,
     exit_layer: Annotated[
         str | None, typer.Option(help="Predict early after this layer; several: 20,30.", show_default=_EXIT_LAYER)
     ] = None,
@@ -90,13 +86,17 @@ def tradeoff(
         refuse_without_stages(**asdict(staged))
         num_layers, settings = _settings(layers, exit_layer, k, match_rate, match_rates)
         rows = [predict(num_layers, *setting, tokens, of_passes) for setting in settings]
-        if plot is not None:
-            from ppd_runtime.cost_model.plots import draw
-
-            draw(rows, plot)
+        _draw(rows, plot)
         _give(rows, as_json, out, csv)
         if not as_json:
             _print_table(rows)
+
+
+def _draw(rows: "Sequence[Tradeoff]", plot: Path | None) -> None:
+    if plot is not None:
+        from ppd_runtime.cost_model.plots import draw
+
+        draw(rows, plot)
 
 
 def _give(rows: "Sequence[CsvRow]", as_json: bool, out: Path | None, csv: Path | None) -> None:
