@@ -4,8 +4,8 @@
     python -m benchmarks.serve_endurance --requests 10000 --bad-share 1 --fault-every-s 0
 
 Every text is compared with the one that ordinary decoding gave before. What the server and its workers hold (memory,
-open files, sockets, threads) is noted while nobody asks: after a warm-up in which every text was asked for, and at the
-end; and what is left of them behind it. Whatever is wrong is listed, and the exit code is 1 then.
+open files, sockets, threads) is noted while no request runs: after a warm-up in which every text was asked for, and at
+the end; and what is left of them behind it. Whatever is wrong is listed, and the exit code is 1 then.
 """
 
 import argparse
@@ -128,7 +128,7 @@ async def _try(
     right = tally.outcomes["right"]
     await asyncio.gather(*(client.ask_for(texts[:1]) for client in clients[:_AT_LEAST_AT_ONCE]))
     if tally.outcomes["right"] < right + min(len(clients), _AT_LEAST_AT_ONCE):
-        tally.problems.append("not all of the last requests got their texts, with nobody else there")
+        tally.problems.append("not all of the last requests got their texts, with no other client there")
     return {
         "seed": options.seed,
         "minutes": minutes,
@@ -145,7 +145,7 @@ async def _try(
 
 
 async def _settled(options: argparse.Namespace, server: ServerProcess, tally: Outcomes) -> dict[str, Holding]:
-    """What the server and each worker hold once all of them serve, and nobody is in."""
+    """What the server and each worker hold once all of them serve, and no request is in."""
     program, deadline = psutil.Process(server.process.pid), time.monotonic() + _SETTLE_S
     while time.monotonic() < deadline:
         found = {"server": held(program)}

@@ -11,7 +11,7 @@ same machines over the same texts on virtual clocks, with hops and heads of no t
 a hop what `benchmarks.hop` measures, what --hop-ms adds, and ordinary decoding's Python for a token.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
 device would take it for all rows of a pass. --hop-ms hands every message from worker to worker on so much later.
---match-rate has heads that are right with this probability, and say so; at 0 nobody foresees the text.
+--match-rate has heads that are right with this probability, and say so; at 0 no candidate is right.
 --beside runs the paper's layout, with k = 1 and with k = 3 on one sub-process, and two threads in the same turns.
 --contention says what `benchmarks.contention` leaves of the saving on two cores, for boundary 1's share of the tokens.
 The simulator then takes layers to be as much slower as their products are beside the other core's.

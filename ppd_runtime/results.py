@@ -25,7 +25,7 @@ class Live(IntEnum):
 
 @dataclass(frozen=True)
 class News:
-    """What has become known of a generation since the event before; whoever decides the tokens never waits for it."""
+    """What has become known of a generation since the event before; deciding tokens never waits for it."""
 
     boundaries: tuple[tuple[int, int], ...] = ()
     """Positions of tokens in the staged layout, each with the boundary that was the first to name it: 0 is the text's

@@ -64,7 +64,7 @@ class Fate:
             return self.deaths_of_all
 
     def error(self) -> MemoryError:
-        """One that nobody has raised before."""
+        """One that was not raised before."""
         with self._lock:
             self.words.append(f"no room for thing {len(self.words)}.")
             return MemoryError(self.words[-1])

@@ -12,7 +12,7 @@ class MachineNetwork:
     """Delivers messages between machines, one step of one machine at a time.
 
     Without a seed the order is fair: sub-processes come first, so that what they can deliver in time is there in time.
-    A wait with patience runs out only when nobody else can move, or, with `impatience`, at random: then stragglers,
+    A wait with patience runs out only when no other can move, or, with `impatience`, at random: then stragglers,
     late winners and recomputed entries are part of the run.
     """
 

@@ -5,7 +5,7 @@ of its tensors' device, whatever the current device is; while that stream captur
 capture without a stream of its own is on the one default stream of all captures, which lies on whichever device was
 current when it was first needed; before it the device is waited for. There is one capture at a time, and none on a
 device's default stream. Recordings of a stream share a workspace, which goes with the first of them that goes.
-A stream that waits for a transfer under way does so until that has arrived; nobody else can wait here, so waiting for
+A stream that waits for a transfer under way does so until that has arrived; no other can wait here, so waiting for
 such a stream, or for its device, is an error that says so.
 """
 

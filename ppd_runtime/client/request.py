@@ -34,7 +34,7 @@ _LONGEST_PATIENCE_S = 8.0  # … but no longer
 _GAP_S = 0.1  # between two questions about lost tokens
 _SILENCE_DEADLINE_S = 120.0
 _REPORT_DEADLINE_S = 2.0
-_MOST_PIECES = 256  # of spans that nobody has asked for
+_MOST_PIECES = 256  # of spans that were not asked for
 _END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that does not answer
 
 

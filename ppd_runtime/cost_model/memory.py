@@ -33,7 +33,7 @@ class Memory:
     entry: float = 0.0
     """One token's keys and values in one layer."""
     device: float | None = None
-    """What a device has; None: nobody knows, and everything fits."""
+    """What a device has; None: unknown, and everything fits."""
     tied: bool = False
     """Whether the embedding and the final head are one matrix, which a process with both holds once."""
     shared: bool = False

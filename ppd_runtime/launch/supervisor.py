@@ -176,7 +176,7 @@ class Supervisor:
                 post.losses, post.silent = 0, False
 
     def note_silence(self, rank: int) -> None:
-        """A worker has not sent what others waited for: until it has been of use again, nobody waits for it."""
+        """A worker has not sent what others waited for: until it has been of use again, it is not waited for."""
         if post := self._posts.get(rank):
             post.silent = True
 

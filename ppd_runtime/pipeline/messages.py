@@ -221,7 +221,7 @@ class Guesses(Message):
 class Foreseen(Message):
     """First stage → client, where that wants each token at once: which boundary first named the token at `position`.
 
-    0 is the text's repetitions, the number of stages none. Nobody waits for it, and it is sent once.
+    0 is the text's repetitions, the number of stages none. It is not waited for, and sent once.
     """
 
     position: Position

@@ -10,7 +10,7 @@ from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 MOST_SPANS = 65_536  # some 20 MB; a token of the main process takes about twelve
-MOST_WATCHED = 4096  # that nobody has taken
+MOST_WATCHED = 4096  # that were not taken
 _SHOWN = (Kind.LAYERS, Kind.HEAD, Kind.CHOOSE)
 
 
@@ -107,7 +107,7 @@ class Recorder:
         return None if self._spans is None else _of_process(rank, self._spans, self._num_spans - len(self._spans))
 
     def take_watched(self, rank: int) -> ProcessSpans | None:
-        """Passes and choices since the last time; None where there are none, or nobody watches."""
+        """Passes and choices since the last time; None where there are none, or where they are not watched."""
         if not self._watched:
             return None
         taken, self._watched = self._watched, deque(maxlen=MOST_WATCHED)

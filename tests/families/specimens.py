@@ -88,7 +88,7 @@ class Specimen:
         return config
 
     def build(self, seed: int = 0) -> PreTrainedModel:
-        """The model, its later layers quiet enough for earlier ones to foretell many of its tokens."""
+        """The model, its later layers quiet enough for earlier ones to predict many of its tokens."""
         config = self.config()
         with torch.device("meta"):
             size = AutoModelForCausalLM.from_config(config).num_parameters()

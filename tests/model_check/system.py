@@ -3,7 +3,7 @@
 A state is a handful of numbers: each process' state in its automaton, and the messages on their way between them.
 What may happen next: somebody takes the oldest message from somebody else (so messages of different senders come in
 every order), or nothing, where it does not wait for ever; and, as long as faults are left, messages are lost, doubled,
-swapped and delayed, workers end before or between the messages that they send, and the client asks though nobody is
+swapped and delayed, workers end before or between the messages that they send, and the client asks though none is
 late. A worker that has ended is replaced at any time or never, the main process is at some time.
 
 Of stages everyone is replaced at some time. The last one's patience ends where nothing else can happen, or by a fault.
@@ -83,8 +83,8 @@ class System:
     def options(self, state: State) -> list[Option]:
         """What can happen but for faults, each of which somebody has to call for it to happen.
 
-        The first is what happens in fair order: whoever can help the main process is quick, and waits in vain for
-        those only who have nothing to give.
+        The first is what happens in fair order: a process that can help the main process is quick, and useless waits
+        for those only who have nothing to give.
         """
         if self.reduces and not state.faults and (alone := self._independent(state)):
             return alone

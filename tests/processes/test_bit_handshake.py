@@ -37,7 +37,7 @@ def others(monkeypatch):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in OTHER.items() if rank in ranks else ():
                 patch.setenv(name, value)
-                patch.setattr(processes, "CAN_FORK", False)  # nobody who is forked has an environment of its own
+                patch.setattr(processes, "CAN_FORK", False)  # forked workers have no environment of their own
             return plain(self, rank)
 
     def spawn_by_ray(self, rank):

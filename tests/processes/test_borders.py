@@ -87,7 +87,7 @@ def test_compiled(name: str, tmp_path: Path) -> None:
 
 
 def test_cancelled_at_the_border(tmp_path: Path) -> None:
-    """The text is not read again for nobody, and what was held back of it comes with the result."""
+    """The text is not read again where that is not needed, and what was held back of it comes with the result."""
     folder = saved("phi3, longrope", tmp_path)
     ordinary = OrdinaryDecoding(folder, dtype="float32")
     stream = ordinary.stream(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)

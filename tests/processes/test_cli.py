@@ -82,7 +82,7 @@ def test_streams_prompt_and_text_over_ray(folder, tmp_path):
 def test_a_lost_sub_process_leaves_standard_output_to_the_user():
     for attempt in range(4):
         returncode, output, errors = killed_soon_after_its_sub_process_is_made(0.5 * attempt)
-        if "failed to start" not in errors:  # else it was not ready yet, or nobody had looked: that is another story
+        if "failed to start" not in errors:  # else it was not ready yet, or was not looked at: that is another case
             break
     assert returncode == 0, errors
     assert json.loads(output)["stats"]["new_tokens"] == 1500

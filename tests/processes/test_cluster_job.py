@@ -70,7 +70,7 @@ class Cluster:
         return False
 
     def processes(self) -> set[psutil.Process]:
-        """Every process that has the folder in its command line, and whom it has started: nobody else's Ray."""
+        """Every process that has the folder in its command line, and those that it has started: no other Ray's."""
         every = psutil.process_iter(["cmdline"])
         servers = [process for process in every if str(self.folder) in " ".join(process.info["cmdline"] or [])]
         return {child for server in servers for child in (server, *server.children(recursive=True))}

@@ -1,4 +1,4 @@
-"""Tensors over `torch.distributed`: bits and order are kept, and whoever died is linked to again."""
+"""Tensors over `torch.distributed`: bits and order are kept, and a process that died is linked to again."""
 
 import logging
 import multiprocessing

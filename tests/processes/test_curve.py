@@ -1,4 +1,4 @@
-"""TCP with CURVE: who belongs to the run is heard, nobody else is, and whoever comes back is found again."""
+"""TCP with CURVE: only members of the run are heard, and one that comes back is found again."""
 
 import logging
 import threading

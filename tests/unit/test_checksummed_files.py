@@ -1,4 +1,5 @@
-"""A file in the cache folder is found whole before it is read, or found damaged; whoever checks or makes it."""
+"""A file in the cache folder is found whole before it is read, or found damaged; whichever process checks or makes
+it."""
 
 import os
 import random

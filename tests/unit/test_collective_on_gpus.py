@@ -17,7 +17,7 @@ from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, 
 
 NUM_BYTES = 8
 UNDEFINED = -(2**31)
-"""NCCL's word for a setting that nobody has made."""
+"""NCCL's word for a setting that is not made."""
 
 
 class Receive:

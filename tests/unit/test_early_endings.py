@@ -157,7 +157,7 @@ class _NewMain:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_cancel_does_not_wait_for_a_main_process_that_knows_or_says_nothing(answers: bool) -> None:
-    """What has been delivered is the result; nobody asks for the rest again and again."""
+    """What has been delivered is the result; the rest is not asked for again and again."""
     workers, ending = _NewMain(answers), Ending(None)
     begin = Begin(CLIENT, 1, [5], SamplingParams(100), live=True)
     call, tokens = RequestClient(MessageExchange(workers), begin, ending), []

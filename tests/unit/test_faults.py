@@ -55,7 +55,7 @@ def ordinary(folder):
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Who waits for a lost message does not wait long, and nobody loses patience with workers that keep dying."""
+    """Who waits for a lost message does not wait long, and workers that keep dying do not end a request."""
     monkeypatch.setattr(ppd_runtime.client.request, "_ASK_AGAIN_S", 0.05)
     monkeypatch.setattr(ppd_runtime.client.request, "_CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(ppd_runtime.client.request, "_LONGEST_PATIENCE_S", 0.2)

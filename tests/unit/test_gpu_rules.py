@@ -143,7 +143,7 @@ def test_a_missing_toolkit_is_named_before_anything_is_compiled(
 @pytest.mark.parametrize("passes", [1, PassKind.SEVERAL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA's does of a mask: where nobody knows that their number is a multiple, the export is refused."""
+    """As CUDA's does of a mask: where it is not known that their number is a multiple, the export is refused."""
     config, attend = build_model("llama", num_layers=2).config, export.grouped_attention
 
     def asks(
@@ -178,7 +178,7 @@ def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever compiles may not have a stage on a GPU yet, and has the code's attention chosen."""
+    """A process that compiles may not have a stage on a GPU yet, and has the code's attention chosen."""
     config, found = build_model("llama", num_layers=2).config, list[bool]()
     monkeypatch.setattr(export, "check_toolkit", lambda: None)
     monkeypatch.setattr(export, "_export", lambda *_: found.append(torch.backends.cuda.cudnn_sdp_enabled()))

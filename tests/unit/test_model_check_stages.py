@@ -135,7 +135,7 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant
 
 @pytest.mark.parametrize("number", range(WALKS))
 def test_walks_of_chance(number: int) -> None:
-    """Longer texts, more stages and candidates, many faults, and whoever may be next is."""
+    """Longer texts, more stages and candidates, many faults, and any process may be next."""
     choose = Random(f"{SEED}-{number}")
     size, k = choose.choice([2, 3, 3, 4]), choose.choice([1, 2, 3])
     scenario = stages(

@@ -1,4 +1,5 @@
-"""Sampling is exact, repeatable, and the same for whoever predicts a token early and whoever decides it."""
+"""Sampling is exact, repeatable, and the same for the process that predicts a token early and the one that decides
+it."""
 
 import itertools
 import math

@@ -35,7 +35,7 @@ SAMPLED = (
 
 @dataclass(frozen=True)
 class Parts:
-    """A model that early layers foretell, and untrained parts for it."""
+    """A model that early layers predict, and untrained parts for it."""
 
     model: str
     adapter: Path
@@ -222,7 +222,7 @@ def test_rejection_sampling_repeats_and_is_greedy_at_zero(parts: Callable[..., P
 
 @pytest.mark.parametrize("way", WAYS)
 def test_broken_off_streams_and_calls_at_once(parts: Callable[..., Parts], way: str) -> None:
-    """Whatever came before, and whoever waits meanwhile, a request's tokens are its own."""
+    """Whatever came before, and with others waiting, a request's tokens are its own."""
     of_model, asked = parts("mistral"), {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.6}
     ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
     expected = [ordinary.generate(PROMPTS[1], seed=seed, **asked).token_ids for seed in range(3)]

@@ -1,4 +1,4 @@
-"""A stage gives transformers' own bits, wherever it is cut and whoever computed the entries in its cache."""
+"""A stage gives transformers' own bits, wherever it is cut and whichever stage computed the entries in its cache."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Cuts, rows and candidates that nobody has given: chosen by measured times, which here are made up."""
+"""Cuts, rows and candidates that are not given: chosen by measured times, which here are made up."""
 
 import json
 from itertools import combinations, pairwise

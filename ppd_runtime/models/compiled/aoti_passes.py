@@ -44,7 +44,7 @@ class LaunchedPasses:
     """Passes of one stage on a device; see `native.layers.NativePasses`, which does the same in one call.
 
     Compiled code works on the current device's stream, and leaves its own device current where it is loaded: here its
-    device is the current one meanwhile, whoever calls.
+    device is the current one meanwhile, whichever thread calls.
     """
 
     def __init__(self, device: torch.device) -> None:

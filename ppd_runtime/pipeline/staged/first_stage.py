@@ -243,7 +243,7 @@ class FirstStage(FollowerStage):
             self._untold.append(Foreseen(self.rank, self.begin.request, self.tree.root.position + 1, boundary))
 
     def _tell_client(self) -> None:
-        """What it has learned about tokens: nobody waits for that."""
+        """What it has learned about tokens, which is not waited for."""
         for told in self._untold:
             self.send((CLIENT,), told)
         self._untold.clear()

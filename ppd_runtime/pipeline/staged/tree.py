@@ -147,7 +147,7 @@ class NodeTree:
 def number_of(parent: int, token: int) -> int:
     """The number of the node of a token behind a parent, which says its whole path.
 
-    So a row means the same whoever has sent it: a stage before or after a restart, or in another attempt.
+    So a row means the same whichever stage has sent it: one before or after a restart, or in another attempt.
     """
     return int.from_bytes(blake2b(b"%d %d" % (parent, token), digest_size=8).digest(), "little") >> 1
 
