@@ -1,5 +1,4 @@
-"""A file in the cache folder is found whole before it is read, or found damaged; whichever process checks or makes
-it."""
+"""A file in the cache folder is found whole before it is read, or found damaged, in whichever process."""
 
 import os
 import random

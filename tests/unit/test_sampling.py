@@ -1,5 +1,4 @@
-"""Sampling is exact, repeatable, and the same for the process that predicts a token early and the one that decides
-it."""
+"""Sampling is exact, repeatable, and the same in the process that predicts a token early and in the one that decides."""
 
 import itertools
 import math
