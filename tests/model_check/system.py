@@ -83,8 +83,8 @@ class System:
     def options(self, state: State) -> list[Option]:
         """What can happen but for faults, each of which somebody has to call for it to happen.
 
-        The first is what happens in fair order: a process that can help the main process is quick. It waits in
-        vain only for those that have nothing to give.
+        The first is what happens in fair order: a process that can help the main process is quick. It waits
+        uselessly only for those that have nothing to give.
         """
         if self.reduces and not state.faults and (alone := self._independent(state)):
             return alone

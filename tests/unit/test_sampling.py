@@ -1,4 +1,4 @@
-"""Sampling is exact, repeatable, and the same in the process that predicts a token early and in the one that decides."""
+"""Sampling is exact, repeatable, and the same where a token is predicted early and where it is decided."""
 
 import itertools
 import math
