@@ -132,3 +132,9 @@ def test_contributing_lists_the_layers_as_the_contract_has_them() -> None:
     table = text_of("CONTRIBUTING.md").split("| folder of `ppd_runtime/` |")[1].split("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     assert [set(re.findall(r"`(\w+)(?:/|\.py)`", row)) for row in rows] == layers
+
+
+def test_every_benchmark_is_listed() -> None:
+    programs = [path for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    listed = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (.*?) \|", text_of("docs/benchmarks.md"), re.MULTILINE)))
+    assert {path.stem for path in programs} - {"__main__"} <= set(listed)
