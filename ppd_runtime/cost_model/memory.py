@@ -122,7 +122,7 @@ class GivenMemory:
         if measured is None and "layer" not in sizes:
             for name in ("memory_gb", "head_mb", "entry_kb"):
                 if (value := getattr(self, name)) is not None:
-                    way_out = "give layer_mb too, or leave a time out to have the model measured"
+                    way_out = "give a layer's size too, or leave a time out to have the model measured"
                     raise ValueError(f"{name}={value:g}: nothing says how large a layer is; {way_out}")
             return None
         memory = replace(measured, **sizes) if measured else Memory(**sizes)

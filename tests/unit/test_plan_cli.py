@@ -254,4 +254,4 @@ def test_what_a_device_has_no_memory_for_is_left_out(rates: Path, tmp_path: Path
     assert "GB" not in invoke("--match-rates", rates, *TIMES, "--devices", 4).stdout
     mistake = invoke("--match-rates", rates, *TIMES, "--memory-gb", 3)
     assert (mistake.exit_code, mistake.stderr.count("\n")) == (2, 1)
-    assert "--memory-gb 3: nothing says how large a layer is; give --layer-mb too" in mistake.stderr
+    assert "--memory-gb 3: nothing says how large a layer is; give a layer's size too" in mistake.stderr

@@ -101,7 +101,7 @@ def test_given_memory_takes_the_place_of_what_was_measured():
 @pytest.mark.parametrize(
     ("given_values", "named"),
     [
-        ({"memory_gb": 16}, "memory_gb=16: nothing says how large a layer is; give layer_mb too, or"),
+        ({"memory_gb": 16}, "memory_gb=16: nothing says how large a layer is; give a layer's size too, or"),
         ({"entry_kb": 2}, "entry_kb=2: nothing says how large a layer is"),
         ({"memory_gb": 0, "layer_mb": 1}, "memory_gb=0: give a number above 0"),
         ({"layer_mb": -1}, "layer_mb=-1: give a finite number of at least 0"),
