@@ -11,7 +11,7 @@ from grids import nightly
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.launch import processes
+from ppd_runtime.launch.fork_server import open_fork_server
 from ppd_runtime.launch.processes import ProcessWorkers
 from ppd_runtime.launch.ray.workers import RayWorkers
 
@@ -28,16 +28,26 @@ def folder(model_folder):
     return str(model_folder("llama", num_layers=4))
 
 
+@pytest.fixture(scope="module")
+def with_others():
+    """Starts workers that compute with other instructions: their fork server has chosen them in its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in OTHER.items():
+            patch.setenv(name, value)
+        server = open_fork_server()
+    yield server.fork
+    server.close()
+
+
 @pytest.fixture
-def others(monkeypatch):
+def others(monkeypatch, with_others):
     """Ranks whose workers have other instructions from their next start on; a list to add to."""
     ranks, plain, by_ray = [], ProcessWorkers._spawn, RayWorkers._spawn
 
     def spawn(self, rank):
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in OTHER.items() if rank in ranks else ():
-                patch.setenv(name, value)
-                patch.setattr(processes, "CAN_FORK", False)  # forked workers have no environment of their own
+            if rank in ranks:
+                patch.setattr(self, "_start", with_others)
             return plain(self, rank)
 
     def spawn_by_ray(self, rank):

@@ -205,6 +205,7 @@ def check_metrics(cluster: Cluster) -> None:
     assert set(by_worker) == {"main", "sub-1"}
 
 
+@nightly
 def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("The quick brown fox\n")
@@ -215,6 +216,7 @@ def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_pa
     assert " with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
 
 
+@nightly
 def test_a_job_without_the_token_is_told_so(cluster, arguments, tmp_path, monkeypatch):
     file = tmp_path / "prompts.txt"
     file.write_text("The quick brown fox\n")

@@ -68,6 +68,12 @@ def test_a_specification_survives_its_journey(folder, head, emulate):
     assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 
 
+def test_tests_share_a_fork_server(folder, one_fork_server):
+    """Else each runtime would start one, which takes as long as importing PyTorch."""
+    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
+        assert runtime._workers._servers == [one_fork_server]
+
+
 @pytest.mark.parametrize(("transport", "dtype"), [("unix", "float32"), ("zeromq", "bfloat16")])
 def test_tokens_are_ordinary_decodings(folder, transport, dtype):
     ordinary = OrdinaryDecoding(folder, dtype=dtype)

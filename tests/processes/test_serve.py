@@ -1,10 +1,8 @@
 """`ppd serve` as a user runs it: a process of its own over two stages, its page in a browser, and its end."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +14,12 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
-from served import DEADLINE_S, PPD, PROMPT, Served
+from served import DEADLINE_S, PROMPT, Served
+from typer.testing import CliRunner
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.cli.main import app
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def test_sigterm_finishes_what_runs_and_a_second_one_does_not(tmp_path: Path) ->
         (["--stages", "1"], "--stages"),
     ],
 )
-def test_mistakes_get_one_line_and_exit_code_2(options: list[str], words: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PPD_API_KEY"}
-    ended = subprocess.run([*PPD, *options], capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+def test_mistakes_get_one_line_and_exit_code_2(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PPD_API_KEY", raising=False)
+    ended = CliRunner().invoke(app, ["serve", *options])  # spared an interpreter's imports
+    assert (ended.exit_code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
     assert words in ended.stderr

@@ -99,7 +99,7 @@ def _named(layout):
         pytest.param(mishaps, layout, id=f"{mishaps}-{_named(layout)}", marks=() if by_day else pytest.mark.nightly)
         for i, mishaps in enumerate(MISHAPS)
         for by_day, layout in [
-            *(((i + j) % 2, layout) for j, layout in enumerate(PAPER)),
+            *((i % len(PAPER) == j, layout) for j, layout in enumerate(PAPER)),
             *((i % len(STAGED) == j, layout) for j, layout in enumerate(STAGED)),
         ]
     ],

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from grids import pairs_first
 from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench
 
@@ -21,11 +22,17 @@ from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.tracing.timeline import Timeline
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("cuts", "k", "rows"), [((2,), 1, 1), ((1, 2, 3), 3, 4), ((1, 3), 2, 8)])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-def test_tokens_and_bits_are_ordinary_decodings(model_folder, family, cuts, k, rows, temperature, dtype):
+@pytest.mark.parametrize(
+    ("family", "layout", "temperature", "dtype"),
+    pairs_first(
+        ["llama", "gemma2", "mistral"],
+        [((2,), 1, 1), ((1, 2, 3), 3, 4), ((1, 3), 2, 8)],
+        [0.0, 1.0],
+        ["float32", "bfloat16"],
+    ),
+)
+def test_tokens_and_bits_are_ordinary_decodings(model_folder, family, layout, temperature, dtype):
+    cuts, k, rows = layout
     bench = Bench.of(model_folder(family), dtype)
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
     for number, text in enumerate(PROMPTS[:4]):
