@@ -1,8 +1,8 @@
 """One specimen against the oracles: ordinary decoding against transformers, every layout and method against it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,17 @@ import torch
 from families.specimens import BORDER, MOST_POSITIONS, Specimen
 from models_for_tests import VOCAB_SIZE, build_tokenizer
 from pipeline_runs import Bench, Decoded
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime.client.ending import Ending
 from ppd_runtime.cost_model.staged import even_cuts
-from ppd_runtime.methods.steps import parts_of
-from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
+from ppd_runtime.methods.steps import Step, Totals, in_parts
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.results import PathStats
 from ppd_runtime.sampling_params import SamplingParams
 
 NEW_TOKENS = 14
@@ -109,11 +111,9 @@ class Attack:
 
     def _by_layout(self, layout: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
         params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
-        tokens: list[int] = []
-        for most in parts_of(len(prompt), NEW_TOKENS, self.bench.info.recomputed_at):
-            wanted = replace(params, max_new_tokens=most)
-            tokens += self._run(layout, [*prompt, *tokens], wanted).tokens
-        return tokens
+        decoder = _Layout(self.bench.info, self.ordinary.tokenizer, partial(self._run, layout))
+        steps = in_parts(decoder, prompt, params, True, Ending(None))
+        return [step.token_id for step in steps if isinstance(step, Step)]
 
     def _run(self, layout: str, prompt: list[int], params: SamplingParams) -> Decoded:
         if "stage" not in layout:
@@ -150,6 +150,23 @@ class Attack:
             kind = "sampled" if sampling else "greedy"
             at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(got))
             self.differences.append(f"{self.specimen.name}: {way}, {kind}, prompt of {len(prompt)}, token {at}")
+
+
+@dataclass
+class _Layout:
+    """A layout's machines as what `in_parts` has the parts of a request from."""
+
+    info: ModelInfo
+    tokenizer: PreTrainedTokenizerBase
+    run: Callable[[list[int], SamplingParams], Decoded]
+
+    def _steps(
+        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
+        decoded = self.run(prompt_ids, params)
+        for number, token in enumerate(decoded.tokens, 1):
+            yield Step(token, None, number == len(decoded.tokens))
+        yield Totals(decoded.reason, PathStats())
 
 
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
