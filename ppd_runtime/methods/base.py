@@ -55,7 +55,7 @@ class TextGenerator(ABC):
     @property
     def process_names(self) -> tuple[str, ...]:
         """Of the processes that compute, by rank."""
-        return ("this process",)
+        return ("one process",)
 
     @property
     def max_requests(self) -> int:

@@ -30,7 +30,7 @@ from ppd_runtime.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _ANSWERS: Mapping[int | str, dict[str, Any]] = {

@@ -75,6 +75,24 @@ def test_a_streams_pieces_tell_the_usage_up_to_them_where_that_is_wanted(client)
     assert prompts[0] < prompts[1]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_streams_timeline_comes_where_it_is_wanted(client, chat) -> None:
+    extra = {"extra_body": {"ppd": {"timeline": True}}}
+    if chat:
+        messages = [{"role": "user", "content": PROMPT}]
+        chunks = [*client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True, **extra)]
+    else:
+        chunks = [*complete(client, stream=True, **extra)]
+    told = [getattr(chunk.choices[0], "ppd", None) or {} for chunk in chunks]
+    assert (told[0]["processes"], told[0]["stages"]) == (["one process"], None)
+    passes = [one for ppd in told[1:] for one in ppd.get("passes", ())]
+    assert [token for _, what, _, _, token in passes if what == "choice"] == list(range(12))
+    assert {what for _, what, *_ in passes} == {"layers", "head", "choice"}
+    assert all("passes" not in (getattr(c.choices[0], "ppd", None) or {}) for c in complete(client, stream=True))
+    with pytest.raises(openai.BadRequestError, match="ppd: is for stream=true"):
+        complete(client, **extra)
+
+
 def test_a_streams_log_probabilities_are_the_whole_answers(client) -> None:
     whole = complete(client, logprobs=1).choices[0].logprobs
     told = [chunk.choices[0].logprobs for chunk in complete(client, logprobs=1, stream=True)][:-1]
