@@ -5,6 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -369,10 +370,12 @@ class Worker:
                 spec.repetitions,
                 only_chains=spec.emulate is None and stage.most_together == 1,
                 row_cost=spec.row_cost,
+                backoff=replace(self._backoff),  # requests at once may be texts of different kinds
             )
         else:
             stage = self._row_stage.another()
-            helper = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, seat.send, begin)
+            backoff = replace(self._backoff)
+            helper = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, seat.send, begin, backoff)
         seat.machine = helper
         return helper.serve()
 

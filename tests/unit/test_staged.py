@@ -195,3 +195,27 @@ def test_colours_in_a_terminal_say_who_named_a_token(model_folder, capsys, monke
     assert re.sub(r"\x1b\[\d*m", "", printed.err) == (
         "named first by the text's repetitions, boundary 1; plain: by none\n"
     )
+
+
+class WrongForLong:
+    """Names the right token from a position on; it notes which it is asked about."""
+
+    def __init__(self, text, right_from):
+        self._text, self._right_from, self.asked = text, right_from, []
+
+    def guesses(self, hidden, texts, k):
+        self.asked += [len(text) for text in texts if text == self._text[: len(text)]]
+        return [[(self._text[len(text)] + (len(text) < self._right_from), 1.0)] for text in texts]
+
+
+def test_a_head_that_is_never_right_rests_and_is_tried_again(model_folder):
+    bench = Bench.of(model_folder("llama"))
+    params = SamplingParams(max_new_tokens=70, ignore_eos=True)
+    prompt = bench.prompt_ids(PROMPTS[1])
+    expected = bench.ordinary(prompt, params)
+    start = len(prompt)
+    head = WrongForLong([*prompt, *expected.tokens], right_from=start + 40)
+    staged = bench.staged(prompt, params, (1,), k=1, head=head)
+    assert staged.tokens == expected.tokens
+    assert set(head.asked) == {*range(start, start + 24), *range(start + 48, start + 70)}, "24 wrong ones, 24 to rest"
+    assert staged.first.first_boundary == [21, 48], "each token behind the first is counted"

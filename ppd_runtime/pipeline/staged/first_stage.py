@@ -11,6 +11,7 @@ from torch import Tensor
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Foreseen, Guesses, Message, PromptStates, Report
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
@@ -55,8 +56,9 @@ class FirstStage(FollowerStage):
         repetitions: bool = True,
         only_chains: bool = False,
         row_cost: float = 0.0,
+        backoff: SpeculationBackoff | None = None,
     ) -> None:
-        super().__init__(stage, head, 1, num_stages, k, send, begin)
+        super().__init__(stage, head, 1, num_stages, k, send, begin, backoff)
         self.num_stages, self.rows, self.only_chains, self.row_cost = num_stages, rows, only_chains, row_cost
         self.calibration, self._has_boundary_0 = calibration or ChanceCalibration(), repetitions
         self.first_boundary = [0] * num_stages
@@ -125,7 +127,9 @@ class FirstStage(FollowerStage):
 
     def _name(self, nodes: Sequence[Node], hidden: Tensor) -> Machine:
         for node, guesses in (yield from self._guesses(nodes, hidden)):
-            self._successors.setdefault(node.number, Successors()).by_boundary[self.rank] = guesses
+            successors = self._successors.setdefault(node.number, Successors())
+            if guesses:
+                successors.by_boundary[self.rank] = guesses
 
     def _keep_step(self) -> Generator[Awaited, Any, bool]:
         """Wait, for a moment, for the stages behind to be done with the passes before this one's last; whether it has.
@@ -223,15 +227,12 @@ class FirstStage(FollowerStage):
 
     def _learn(self, known: int) -> None:
         self._repetitions.follow(self.history)
-        for position in range(known, len(self.history)):
-            if self.tree.root.position == position - 1:
-                self._tally(self.history[position])
-            self.tree.settle()
+        super()._learn(known)
         alive = {node.number for node in self.tree.alive()}
         self._successors = {number: named for number, named in self._successors.items() if number in alive}
 
     def _tally(self, token: int) -> None:
-        """What followed the newest certain node is known."""
+        super()._tally(token)
         successors = self._successors.get(self.tree.root.number)
         if successors is None or self.begin.params.max_new_tokens == 1:
             return

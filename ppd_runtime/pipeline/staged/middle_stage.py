@@ -56,6 +56,7 @@ class MiddleStage(FollowerStage):
 
     def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
         """Tell the first stage what may follow, and that this stage has got so far."""
+        named = [(node, of_node) for node, of_node in named if of_node]
         guesses = [guess for _, of_node in named for guess in of_node]
         message = Guesses(
             sender=self.rank,
