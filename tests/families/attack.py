@@ -54,18 +54,19 @@ class Attack:
     specimen: Specimen
     folder: Path
     dtype: str = "float32"
+    new_tokens: int = NEW_TOKENS
     differences: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """By method, why it is refused."""
     runs: int = 0
 
     @staticmethod
-    def on(specimen: Specimen, folder: Path, dtype: str = "float32") -> "Attack":
+    def on(specimen: Specimen, folder: Path, dtype: str = "float32", new_tokens: int = NEW_TOKENS) -> "Attack":
         """Save the specimen; ValueError where it is refused."""
         specimen.build().to(getattr(torch, dtype)).save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
         describe(str(folder))
-        return Attack(specimen, folder, dtype)
+        return Attack(specimen, folder, dtype, new_tokens)
 
     @cached_property
     def ordinary(self) -> OrdinaryDecoding:
@@ -87,7 +88,7 @@ class Attack:
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=getattr(torch, self.dtype)).eval()
         for prompt in prompts:
             with torch.inference_mode():
-                text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
+                text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=self.new_tokens)
             self._compare("ordinary decoding", prompt, {}, self._expected(prompt, {}), text[0, len(prompt) :].tolist())
 
     def against_ordinary(self, prompts: Sequence[list[int]], layouts: Sequence[str], methods: Sequence[str]) -> None:
@@ -101,16 +102,16 @@ class Attack:
             if method := self._method(name):
                 for prompt in prompts:
                     for sampling in ({}, SAMPLED):
-                        asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+                        asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
                         got = list(method.generate(prompt, **asked).token_ids)
                         self._compare(name, prompt, sampling, got, self._expected(prompt, sampling))
 
     def _expected(self, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-        asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+        asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
         return list(self.ordinary.generate(prompt, **asked).token_ids)
 
     def _by_layout(self, layout: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-        params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
+        params = SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, **sampling)
         decoder = _Layout(self.bench.info, self.ordinary.tokenizer, partial(self._run, layout))
         steps = in_parts(decoder, prompt, params, True, Ending(None))
         return [step.token_id for step in steps if isinstance(step, Step)]

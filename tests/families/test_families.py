@@ -54,7 +54,7 @@ def test_a_layout_and_a_method(number: int, tmp_path: Path) -> None:
     Where the positions end at the border, so does the text. Families without windows have one in their configuration
     that their code overlooks.
     """
-    attack = Attack.on(QUICK[number], tmp_path)
+    attack = Attack.on(QUICK[number], tmp_path, new_tokens=10)
     layout, method = _PAIRS[number % len(_PAIRS)]
     border = QUICK[number].border
     length = min(border - 6, MOST_POSITIONS - NEW_TOKENS) if border else 17
