@@ -176,6 +176,13 @@ class PPDRuntime(TextGenerator):
         return StagedLayout(spec.cuts, spec.rows, spec.k, spec.row_cost, guess_vocab) if spec.cuts else None
 
     @property
+    def shape(self) -> dict[str, Any]:
+        """As `TextGenerator` has it: of stages their cuts, rows and k, of the paper's layout k and the exit layer."""
+        if layout := self.layout:
+            return {"method": "ppd", "cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}
+        return {"method": "ppd", "k": self.config.num_candidates, "exit_layer": self.exit_layer}
+
+    @property
     def restarts(self) -> int:
         """Restarts of workers that were lost, up to now."""
         return sum(_restarts(self._workers, self._specs).values()) if self._workers else 0

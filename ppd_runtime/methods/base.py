@@ -62,6 +62,16 @@ class TextGenerator(ABC):
         """Requests that run at once; further calls wait for their turn."""
         return self._turns.most
 
+    @property
+    def room_taken(self) -> float:
+        """The share of the room for keys and values that requests have, new tokens' yet to come among them; 0 to 1."""
+        return self._turns.usage
+
+    @property
+    @abstractmethod
+    def shape(self) -> dict[str, Any]:
+        """How it decodes, as JSON values: the `method` by its name in `open_method`, and its layout."""
+
     @abstractmethod
     def _steps(
         self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending

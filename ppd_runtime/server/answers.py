@@ -3,14 +3,14 @@
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
 from ppd_runtime.logprobs import TokenLogprobs
-from ppd_runtime.results import GenerationResult, News, Stats, TokenEvent
+from ppd_runtime.results import GenerationResult, News, TokenEvent
 from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.timeline import as_told
 from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs, text_of
@@ -34,6 +34,8 @@ class Asked(NamedTuple):
     most_tokens: int | None
     """New tokens that are part of the answer; 0: a token was made, and none is wanted."""
     logprobs: bool
+    shape: Mapping[str, Any]
+    """How the generator decodes."""
     layout: dict[str, Any] | None
     """Told at a stream's beginning, where its timeline is wanted."""
 
@@ -80,7 +82,9 @@ class Answer:
         rest = self._text_of(result)[self._told[number] :]
         text = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}
         return self._chunk(
-            number, {**text, "ppd": {**ppd_of(result), **self._news(number, result.news)}}, self._reason(result)
+            number,
+            {**text, "ppd": {**ppd_of(result, self._asked.shape), **self._news(number, result.news)}},
+            self._reason(result),
         )
 
     def _news(self, number: int, news: News) -> dict[str, Any]:
@@ -110,7 +114,7 @@ class Answer:
             **self._text(self._asked.echoes[number] + self._text_of(result), "message"),
             "logprobs": self._all_logprobs(result) if self._asked.logprobs else None,
             "finish_reason": self._reason(result),
-            "ppd": ppd_of(result),
+            "ppd": ppd_of(result, self._asked.shape),
         }
 
     def _text_of(self, result: GenerationResult) -> str:
@@ -149,12 +153,12 @@ def _counted(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def ppd_of(result: GenerationResult) -> dict[str, Any]:
-    """How a choice was decoded; times in seconds."""
+def ppd_of(result: GenerationResult, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """How a choice was decoded, by a generator of this `shape`; times in seconds."""
     stats = result.stats
     return {
         "finish_reason": result.finish_reason,
-        "layout": _layout(stats),
+        "layout": dict(shape),
         "hits": stats.hits,
         "misses": stats.misses,
         "first_boundary": list(stats.first_boundary),
@@ -164,8 +168,3 @@ def ppd_of(result: GenerationResult) -> dict[str, Any]:
         "time_to_first_token_s": stats.time_to_first_token_s,
         "tokens_per_second": stats.tokens_per_second,
     }
-
-
-def _layout(stats: Stats) -> dict[str, Any] | None:
-    layout = stats.layout
-    return None if layout is None else {"cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}

@@ -74,7 +74,7 @@ class Completions:
             options, layout = asked.stream_options or StreamOptions(), None
             if asked.live == Live.PASSES:
                 layout = layout_of(self.generator)
-            form = Asked(chat, self.model, echoes, sizes, asked.n, options, most, wanted, layout)
+            form = Asked(chat, self.model, echoes, sizes, asked.n, options, most, wanted, self.generator.shape, layout)
             answer = Answer(form, self.generator.tokenizer)
             if asked.stream:
                 return EventStream(self.jobs, generations, answer, form, room.pop_all())

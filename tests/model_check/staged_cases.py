@@ -50,10 +50,17 @@ MENDED = Case("two stages, what is sent again", mendable(stages(3, 2, 1, 0)), 1,
 MISSED = Case("two stages, a wrong guess, a fault, two deviations", stages(3, 2, 0, 1), 1, Bounds(deviations=2))
 TWO_AT_ONCE = Case("two stages, two requests at once, a fault, a deviation", at_once(stages(2, 2, 1)), 1, Bounds(1))
 LEFT = Case("two stages of two layers, passes that are left", stages(2, 2, 0, k=2, rows=2, trees=True, layers=2))
+ONE_CANCELLED = Case(
+    "two stages, two requests at once, one cancelled, a deviation",
+    replace(at_once(stages(2, 2, 1)), cancelled_behind=1),
+    0,
+    Bounds(1),
+)
 STAGED_QUICK = (
     LEFT,
     Case("two stages of two layers, wrong guesses, a fault", stages(2, 2, 0, layers=2), 1, Bounds(1)),
     TWO_AT_ONCE,
+    ONE_CANCELLED,
     Case("two stages, two requests at once, eight deviations", at_once(stages(2, 2, 1)), 0, Bounds(8)),
     Case(
         "three stages, two requests at once, two deviations",

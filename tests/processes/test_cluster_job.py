@@ -19,6 +19,7 @@ import psutil
 import pytest
 from grids import nightly
 
+from cluster.health import is_well
 from ppd_runtime import OrdinaryDecoding
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +195,41 @@ def test_stages_as_a_job(cluster, folder, arguments, tmp_path):
     for number, layers in ((1, 1), (2, 2), (3, 1)):
         words = rf"\(stage {number} pid=\d+\).* serves with {layers} of 4 layers in float32 on cpu"
         assert re.search(words, done.stdout), done.stdout
+
+
+@nightly
+def test_a_server_as_a_job(cluster, folder):
+    """It answers over stages of the cluster, replaces a lost one, and ends when its job is stopped."""
+    (port,) = _free_ports(1)
+    place = [RAY, "job", "submit", "--no-wait", "--submission-id", "serving", "--working-dir", ".", "--", "python"]
+    options = ["--model", folder, "--stages", 2, "--dtype", "float32", "--port", port]
+    submitted = cluster.run(*place, "-m", "cluster.job", "serve", *options)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    url = f"http://127.0.0.1:{port}"
+    wait_for(lambda: _listens(url))
+    expected = OrdinaryDecoding(folder, dtype="float32").generate("The quick", max_new_tokens=9)
+    assert _completed(url) == expected.text
+    kill(cluster, "ray::PPDStage")
+    wait_for(lambda: not is_well(url))
+    assert _completed(url) == expected.text
+    wait_for(lambda: is_well(url))
+    stopped = cluster.run(RAY, "job", "stop", "serving")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    wait_for(lambda: not _listens(url))
+    wait_for(lambda: not [process for process in cluster.processes() if process.name().startswith("ray::PPD")])
+
+
+def _listens(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=10):
+        return True
+    return False
+
+
+def _completed(url: str) -> str:
+    body = json.dumps({"prompt": "The quick", "max_tokens": 9, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())["choices"][0]["text"]
 
 
 def check_metrics(cluster: Cluster) -> None:

@@ -68,6 +68,7 @@ def test_a_streams_pieces_tell_who_foresaw_each_token_and_its_passes_where_that_
 def test_a_lost_worker_is_replaced_while_nobody_asks(served: Served, expected: str) -> None:
     workers = worker_processes(psutil.Process(served.process.pid))
     workers["stage-1"].kill()
+    served.wait_until(lambda: served.client.get("/health").status_code == 503)
     served.wait_until(lambda: "stage 1 is lost" in served.log.read_text())
     served.wait_until(lambda: served.client.get("/health").status_code == 200)
     assert served.complete()["choices"][0]["text"] == expected
@@ -197,9 +198,17 @@ def test_the_page_is_dark_or_light_and_narrow(page: Page) -> None:
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_a_server_without_workers_ends_with_one_line(tmp_path: Path) -> None:
+    with Served(tmp_path / "log", "--stages", "2", "--max-restarts", "0") as served:
+        worker_processes(psutil.Process(served.process.pid))["stage-2"].kill()
+        assert served.process.wait(DEADLINE_S) == 1
+        assert "the workers are lost" in served.log.read_text().splitlines()[-1]
+        assert "Traceback" not in served.log.read_text()
+
+
 def test_sigterm_finishes_what_runs_and_a_second_one_does_not(tmp_path: Path) -> None:
-    for again in (False, True):
-        with Served(tmp_path / "log", "--method", "autoregressive") as served:
+    for again, layout in ((False, ("--stages", "2")), (True, ("--method", "autoregressive"))):
+        with Served(tmp_path / "log", *layout) as served:
             asked = {"prompt": PROMPT, "max_tokens": 1500 if again else 60, "ignore_eos": True, "stream": True}
             with served.client.stream("POST", "/v1/completions", json=asked) as answer:
                 lines = answer.iter_lines()
