@@ -126,7 +126,7 @@ def test_the_server_on_kubernetes_is_what_kuberay_and_kubernetes_take() -> None:
     assert spec["workerGroupSpecs"][0]["replicas"] == int(words[words.index("--stages") + 1])
     container = head["spec"]["containers"][0]
     assert container["readinessProbe"]["exec"]["command"] == ["python", "-m", "cluster.health", "--ready"]
-    assert "livenessProbe" not in container, "KubeRay's own looks at Ray; a server that has lost its workers ends by itself"
+    assert "livenessProbe" not in container, "KubeRay's own looks at Ray; a server without workers ends by itself"
     assert "PPD_API_KEY" in [variable["name"] for variable in head["spec"]["containers"][0]["env"]]
     assert (spec["rayVersion"], spec["authOptions"]) == (ray_version(), {"mode": "token"})
 
