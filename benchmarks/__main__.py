@@ -25,6 +25,9 @@ _CONDITIONS = "Warm-up dropped; compared runs are paired and in turn; medians, w
 _DEADLINE_S = 900
 _WIDE = "--model random:512x12 --dtype float32"
 _STARTS = "'ordinary,compiled,threads-1,ray-3,ppd --help,ppd tradeoff,ppd generate'"
+_SHORT = "--rounds 1 --limit 3 --no-repetitions"
+_EMULATED_ALIKE = "The same number of emulated devices, used in several ways"
+_DEVICES = "--emulate-layer-ms 3 --compile --rows 8 --tokens 64 --rounds 1"
 PLAN = (
     ("Ordinary decoding and its floor", "decode --dtype float32 --rounds 5"),
     ("", f"decode {_WIDE} --rounds 3"),
@@ -46,11 +49,14 @@ PLAN = (
     ("", "pipeline --k 3 --compile --emulate-layer-ms 1 --tokens 64 --rounds 2"),
     ("", "pipeline --k 3 --workers 1 --compile --emulate-layer-ms 1 --tokens 64 --rounds 2"),
     ("Stages", "stages --stages 2 --rounds 2"),
-    ("", "stages --stages 2 --compile --rounds 2"),
+    ("", "stages --stages 2 --compile --rounds 2 --beside --contention"),
     (_EMULATED, "stages --stages 4 --rows 8 --compile --emulate-layer-ms 3 --rounds 1"),
     ("", "stages --stages 4 --rows 8 --compile --emulate-layer-ms 3 --rounds 1 --temperature 1"),
     ("", "stages --stages 6 --rows 8 --compile --emulate-layer-ms 3 --rounds 1"),
     ("", "stages --stages 4 --rows 8 --row-cost 0.05 --compile --emulate-layer-ms 3 --rounds 1"),
+    ("", "stages --stages 4 --rows 8 --compile --emulate-layer-ms 3 --rounds 1 --prompts repeating"),
+    ("", f"stages --stages 4 --rows 8 --compile --emulate-layer-ms 3 {_SHORT} --hop-ms 5"),
+    ("", f"stages --stages 4 --rows 8 --compile --emulate-layer-ms 3 {_SHORT} --match-rate 0"),
     ("Fewer sub-processes than candidates", "pipeline --k 3 --workers 1 --dtype float32 --tokens 64 --rounds 1"),
     ("", "pipeline --k 3 --workers 2 --dtype float32 --tokens 64 --rounds 1"),
     ("", "pipeline --k 3 --workers 3 --dtype float32 --tokens 64 --rounds 1"),
@@ -58,10 +64,13 @@ PLAN = (
     ("", "pipeline --k 3 --workers 2 --dtype bfloat16 --tokens 64 --rounds 1"),
     ("", "pipeline --k 3 --workers 3 --dtype bfloat16 --tokens 64 --rounds 1"),
     ("The same devices, used in several ways", "equal_devices --rounds 2"),
-    ("The server", "serve --requests 8 --tokens 32 --at-once 1,4"),
+    (_EMULATED_ALIKE, f"equal_devices --devices 3 {_DEVICES}"),
+    ("", f"equal_devices --devices 4 {_DEVICES}"),
+    ("", f"equal_devices --devices 6 {_DEVICES}"),
+    ("The server", "serve --stages 2 --compile --beside --own-cost --requests 16 --tokens 32 --at-once 1,2,4,8,16"),
     ("The planner's predictions", "planner --exit-layers 6 --tokens 64 --rounds 2"),
 )
-"""(heading, command) each; less than 15 minutes on two cores."""
+"""(heading, command) each; about 20 minutes on two cores."""
 
 
 def report(plan: Sequence[tuple[str, str]]) -> tuple[str, int]:

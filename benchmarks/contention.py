@@ -56,7 +56,7 @@ _LONGEST_TURN_S, _DEADLINE_S, _STOP_DEADLINE_S = 30.0, 60.0, 5.0
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimedTurn:
     """Passes through the layers `first` to `last` (half-open); those from `begin` to `end` count (perf_counter)."""
 
     first: int
@@ -95,7 +95,7 @@ class CoreProcess:
         self._process.start()
         theirs.close()  # or its end would go unnoticed
 
-    def ask(self, turn: Turn | None) -> None:
+    def ask(self, turn: TimedTurn | None) -> None:
         """Have it take a turn; None: end."""
         self._connection.send(turn)
 
@@ -117,7 +117,7 @@ class CoreProcess:
         self._connection.close()
 
 
-class Pair:
+class ProcessPair:
     """The two processes, and what each of a round's turns has them do."""
 
     def __init__(self, main: CoreProcess, sub: CoreProcess, num_layers: int, exit_layer: int, seconds: float) -> None:
@@ -150,7 +150,7 @@ class Pair:
         for _ in range(_MOST_TRIES):
             begin = time.perf_counter() + 2 * _RAMP_S
             for process, layers in asked:
-                process.ask(Turn(*layers, begin, begin + self._seconds))
+                process.ask(TimedTurn(*layers, begin, begin + self._seconds))
             answers = [process.answer() for process, _ in asked]
             if all(seconds is not None for seconds, _ in answers):
                 return answers
@@ -169,7 +169,7 @@ def serve(connection: Connection, info: ModelInfo, last: int, dtype: torch.dtype
 
 
 @torch.inference_mode()
-def pass_time(products: Products, turn: Turn) -> tuple[float | None, float]:
+def pass_time(products: Products, turn: TimedTurn) -> tuple[float | None, float]:
     """Median seconds of the passes that count, None where none was short enough; and the share of the core it had.
 
     A median, because now and then a pass also holds another program's turn on the core.
@@ -197,7 +197,7 @@ def measure(options: argparse.Namespace) -> Figures:
             for (name, last), place in zip(depths.items(), cores, strict=True)
         )
         layer_bytes, _ = main.answer(START_DEADLINE_S), sub.answer(START_DEADLINE_S)
-        pair = Pair(main, sub, info.num_layers, exit_layer, options.seconds)
+        pair = ProcessPair(main, sub, info.num_layers, exit_layer, options.seconds)
         rounds = [pair.round(number) for number in range(options.rounds + 1)][1:]
     return {
         "model": options.model,

@@ -1,11 +1,13 @@
 """Request after request through one runtime while its processes are killed and stopped: every token, and no growth.
 
     python -m benchmarks.endurance --requests 500 --tokens 20 --fault-every-s 3 --seed 7
+    python -m benchmarks.endurance --stages 3 --requests 150 --tokens 20 --faults 60 --seed 7
 
 A seed draws prompts, sampling and faults. At random times, on average every so many seconds, a random worker is killed
 (SIGKILL) or, one time in five by default, stopped (SIGSTOP): while it serves, and while it starts. Where it is missing
-already nothing happens, so that a worker lives as long as chance has it, however many others there are. Every text is
-compared with ordinary decoding's; one that differs ends the run. What the owning process and its workers hold (memory,
+already nothing happens, so that a worker lasts as long as chance has it, however many others there are. With --stages
+the workers are stages, each as likely to be struck. Every text is compared with ordinary decoding's; one that differs
+ends the run. What the owning process and its workers hold (memory,
 open files, sockets, threads) is noted after each request, and at the end what is left of them.
 """
 
@@ -45,7 +47,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 
 _OWNERS = (*HELD, "children")
 _AGES = (1, 10, 100, 1000)
-_WARM_UP = 10  # requests of a life after which growth counts
+_WARM_UP = 10  # requests of a worker after which growth counts
 _TELL_EVERY = 50  # requests
 _LEAVE_S = 10.0  # for what has been told to end
 
@@ -129,7 +131,8 @@ def measure(options: argparse.Namespace) -> Figures:
         raise ValueError(f"--stop-share {options.stop_share}: a share of the faults, from 0 to 1")
     print(f"seed {options.seed}", file=sys.stderr)
     generator, tally = random.Random(options.seed + 1), Tally()
-    trouble = Trouble(generator, options.fault_every_s, 1 + options.k, options.stop_share)
+    trouble = Trouble(generator, options.fault_every_s, options.stages or 1 + options.k, options.stop_share)
+    deciding, others = ("last stage", "other stages") if options.stages else ("main process", "sub-processes")
     began, shared = time.monotonic(), shared_memory()
     with own_temporary_folder() as temporary:
         _serve(options, trouble, tally)
@@ -138,19 +141,20 @@ def measure(options: argparse.Namespace) -> Figures:
     return {
         "seed": options.seed,
         "launcher": options.launcher,
+        "stages": options.stages,
         "requests": tally.requests,
         "tokens": tally.tokens,
         "texts equal": tally.requests,
         "hits": tally.hits,
         "killed": done["killed"],
         "stopped": done["stopped"],
-        "of these main, sub, starting": f"{done['main']}, {done['sub']}, {done['starting']}",
+        f"of these {deciding}, {others}, starting": f"{done['main']}, {done['sub']}, {done['starting']}",
         "new lives": tally.restarts,
         "slowest request, s": tally.slowest_s,
         "minutes": (time.monotonic() - began) / 60,
         "left": left,
         "held": {name: _early_and_late([note[at] for note in tally.owner]) for at, name in enumerate(_OWNERS)},
-        "lives": {"main process": _by_age(tally.watch, True), "sub-processes": _by_age(tally.watch, False)},
+        "lives": {deciding: _by_age(tally.watch, True), others: _by_age(tally.watch, False)},
     }
 
 
@@ -173,6 +177,7 @@ def table(figures: Figures) -> str:
 def _serve(options: argparse.Namespace, trouble: Trouble, tally: Tally) -> None:
     generator = random.Random(options.seed)
     settings = {"k": options.k, "launcher": options.launcher, "dtype": "float32", "max_restarts": 10**6}
+    settings |= {"stages": options.stages, "rows": options.rows} if options.stages else {}
     with model_folder(options.model) as folder, PPDRuntime(folder, **settings) as runtime:
         ordinary = OrdinaryDecoding(folder, dtype="float32")
         with trouble.brewing():
@@ -186,7 +191,8 @@ def _serve(options: argparse.Namespace, trouble: Trouble, tally: Tally) -> None:
                     found = f"{got.token_ids}, ordinary decoding's are {expected}"
                     raise RuntimeError(f"seed {options.seed}, request {tally.requests}, {prompt}, {wanted}: {found}")
                 tally.requests += 1
-                tally.tokens, tally.hits = tally.tokens + len(expected), tally.hits + got.stats.hits
+                tally.tokens += len(expected)
+                tally.hits += got.stats.hits + sum(got.stats.first_boundary[:-1])
                 tally.note()
                 if not tally.requests % _TELL_EVERY:
                     print(f"{tally.requests} requests, {trouble.faults} faults", file=sys.stderr)
@@ -210,7 +216,7 @@ def left_behind(
 
 
 def _by_age(watch: Watch, main: bool) -> list[tuple[str, list[float | None]]]:
-    """Rows of a table: how many lives there were, and what they held."""
+    """Rows of a table: how many workers there were, and what they held."""
     lives = watch.lives_of(main)
     rows: list[tuple[str, list[float | None]]] = [
         ("lives so long", [*(sum(len(notes) >= age for notes in lives) for age in _AGES), None, None])
@@ -243,6 +249,8 @@ def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__)
     options.add_argument("--model", default="demo")
     options.add_argument("--k", type=positive, default=2)
+    options.add_argument("--stages", type=positive, help="instead of a main process and sub-processes")
+    options.add_argument("--rows", type=positive, default=4, help="of a stage's pass, at the most")
     options.add_argument("--launcher", choices=("ray", "processes"), default="processes")
     options.add_argument("--requests", type=positive, default=500)
     options.add_argument("--tokens", type=positive, default=20)

@@ -2,9 +2,10 @@
 
     python -m benchmarks.hop --count 300 --json figures.json
 
-Each process stays on a core of its own where there are two. Both read the same clock, so a latency is one way: from
-before the send to when the receiver holds the decoded message. Between two messages the sender pauses: a receiver that
-looks for messages for a while before it sleeps is found awake after the short pause and asleep after the long one.
+Each process stays on a core of its own where there are two, as a worker does; with tensors of GPUs on none. Both read
+the same clock, so a latency is one way: from before the send to when the receiver holds the decoded message. Between
+two messages the sender pauses: a receiver that looks for messages for a while before it sleeps is found awake after
+the short pause and asleep after the long one.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def table(figures: Figures) -> str:
 
 
 def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
-    here, there = assign_cores(2, 1)
+    here, there = assign_cores(2, 1, device=series.device)
     with _temporary_socket_folder() as folder:
         arriving = pool.submit(arrivals, series, folder, there)
         began, ended = departures(series, folder, here)

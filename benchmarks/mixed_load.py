@@ -29,7 +29,7 @@ bad and not refused as it should be."""
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownRequest:
     """A request, and what ordinary decoding answers."""
 
     path: str
@@ -38,7 +38,7 @@ class Known:
     """Text and finish reason of each."""
 
 
-def known(ordinary: OrdinaryDecoding, generator: random.Random, most_tokens: int, most_prompt: int) -> Known:
+def known(ordinary: OrdinaryDecoding, generator: random.Random, most_tokens: int, most_prompt: int) -> KnownRequest:
     """A request drawn by chance: prompts and answers of all lengths, greedy and sampled, texts, ids and chats."""
     settings = _settings(generator, most_tokens)
     body = {**settings, "max_tokens": settings["max_new_tokens"]}
@@ -55,7 +55,7 @@ def known(ordinary: OrdinaryDecoding, generator: random.Random, most_tokens: int
         body |= {"logprobs": True} if "messages" in body else {"logprobs": 1}
     results = ordinary.generate(prompt, n=n, add_special_tokens=special, **settings)
     choices = ((result.text, "length" if result.finish_reason == "length" else "stop") for result in results)
-    return Known(path, {**body, "n": n}, tuple(choices))
+    return KnownRequest(path, {**body, "n": n}, tuple(choices))
 
 
 def _settings(generator: random.Random, most_tokens: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _ids(generator: random.Random, ordinary: OrdinaryDecoding, most: int) -> lis
 
 
 @dataclass
-class Tally:
+class Outcomes:
     """What came of the requests."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -107,31 +107,31 @@ class Client:
     """One of several, which asks again as soon as it has its answer."""
 
     url: str
-    texts: Sequence[Known]
-    tally: Tally
+    texts: Sequence[KnownRequest]
+    tally: Outcomes
     generator: random.Random
     leave_share: float
+    """Of the requests that are not bad."""
     bad_share: float
 
     async def ask_until(self, over: asyncio.Event) -> None:
         """Ask by chance until it is over."""
         async with self._connected() as http:
             while not over.is_set():
-                drawn = self.generator.random()
-                if drawn < self.bad_share:
+                if self.generator.random() < self.bad_share:
                     await self._send_bad()
-                elif drawn < self.bad_share + self.leave_share:
+                elif self.generator.random() < self.leave_share:
                     await self._leave(http, self.generator.choice(self.texts))
                 else:
                     await self.ask(http, self.generator.choice(self.texts), self.generator.random() < 0.5)
 
-    async def ask_for(self, texts: Sequence[Known]) -> None:
+    async def ask_for(self, texts: Sequence[KnownRequest]) -> None:
         """Ask for each of some texts once."""
         async with self._connected() as http:
             for text in texts:
                 await self.ask(http, text, self.generator.random() < 0.5)
 
-    async def ask(self, http: httpx.AsyncClient, text: Known, stream: bool) -> None:
+    async def ask(self, http: httpx.AsyncClient, text: KnownRequest, stream: bool) -> None:
         """One request, to the end of its answer."""
         began = time.monotonic()
         try:
@@ -144,7 +144,7 @@ class Client:
     def _connected(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=_DEADLINE_S, trust_env=False)
 
-    async def _whole(self, http: httpx.AsyncClient, text: Known) -> tuple[str, str]:
+    async def _whole(self, http: httpx.AsyncClient, text: KnownRequest) -> tuple[str, str]:
         answer = await http.post(text.path, json=text.body)
         if answer.status_code != 200:
             return self._refused(answer.status_code, answer.json()["error"]["message"])
@@ -156,7 +156,7 @@ class Client:
         ]
         return self._compared(text, found)
 
-    async def _streamed(self, http: httpx.AsyncClient, text: Known) -> tuple[str, str]:
+    async def _streamed(self, http: httpx.AsyncClient, text: KnownRequest) -> tuple[str, str]:
         reasons = dict[int, str]()
         pieces: dict[int, list[str]] = {number: [] for number in range(len(text.choices))}
         body = {**text.body, "stream": True, "stream_options": {"include_usage": True}}
@@ -185,12 +185,12 @@ class Client:
             return "refused", ""
         return ("failed" if status >= 500 else "lost"), f"{status} {message}"
 
-    def _compared(self, text: Known, found: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    def _compared(self, text: KnownRequest, found: Sequence[tuple[str, str]]) -> tuple[str, str]:
         if tuple(found) == text.choices:
             return "right", ""
         return "wrong text", f"{found}, ordinary decoding's are {text.choices}"
 
-    async def _leave(self, http: httpx.AsyncClient, text: Known) -> None:
+    async def _leave(self, http: httpx.AsyncClient, text: KnownRequest) -> None:
         """Ask, and go away before the answer or in the middle of it."""
         with contextlib.suppress(httpx.HTTPError, asyncio.TimeoutError):
             if self.generator.random() < 0.5:

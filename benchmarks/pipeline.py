@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace) -> Figures:
 def woken_at_once() -> Iterator[bool]:
     """Real-time scheduling for this thread and whatever it starts; whether it was granted.
 
-    An emulated device sleeps most of the time: whoever wakes should not queue behind programs that only compute.
+    An emulated device sleeps most of the time: a device that wakes should not queue behind programs that only compute.
     """
     try:
         before, priority = os.sched_getscheduler(0), os.sched_getparam(0)

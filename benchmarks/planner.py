@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner --exit-layers 6,7,8,9,10,11 --k 1 --rounds 5 --json figures.json
 
-Each round calibrates anew, then decodes every prompt with every setting, in turn, so that a machine that changes
+Each round calibrates again, then decodes every prompt with every setting, in turn, so that a machine that changes
 changes both alike. Predictions take match rates measured on the same prompts beforehand, not those of the timed runs;
 times are for a token after the first, medians over rounds and prompts. Settings need a core for each worker.
 """

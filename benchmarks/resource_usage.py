@@ -52,7 +52,7 @@ def rank_served(process: psutil.Process) -> int | None:
 
 @dataclass
 class Watch:
-    """Looks at the workers after each request, and keeps what it saw of each life."""
+    """Looks at the workers after each request, and keeps what it saw of each process."""
 
     of: psutil.Process = field(default_factory=psutil.Process)
     """Whose workers."""
@@ -77,21 +77,21 @@ class Watch:
                     self.lives.setdefault(worker, []).append(holding)
 
     def lives_of(self, main: bool) -> list[list[Holding]]:
-        """The lives of main processes, or of sub-processes."""
+        """What main processes held, or sub-processes, one list a process."""
         return [notes for worker, notes in self.lives.items() if (self.ranks[worker] == 0) == main]
 
 
 def at_age(lives: Iterable[Sequence[Holding]], place: int, age: int) -> float | None:
-    """The median of what lives held after so many requests; None where none lasted so long."""
+    """The median of what processes held after so many requests; None where none lasted so long."""
     values = [notes[age - 1][place] for notes in lives if len(notes) >= age]
     return statistics.median(values) if values else None
 
 
 def growth(lives: Iterable[Sequence[Holding]], place: int, warm_up: int) -> float | None:
-    """How much more is held per request, once `warm_up` requests have passed; None where no life lasted longer.
+    """How much more is held per request, once `warm_up` requests have passed; None where no process lasted longer.
 
-    The slope of least squares with a constant of its own for each life (the within estimator): a life is compared with
-    itself only, and a long one tells more. So short lives add up to one figure.
+    The slope of least squares with a constant of its own for each process (the within estimator): it is compared with
+    itself only, and a long one tells more. So short runs add up to one figure.
     """
     covariance = variance = 0.0
     for notes in lives:

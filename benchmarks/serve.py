@@ -34,7 +34,7 @@ _DEADLINE_S = 300.0
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """One request as its client saw it; times in seconds since it was sent."""
 
     arrivals: list[float] = field(default_factory=list)
@@ -47,9 +47,9 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
-async def ask(url: str, prompt: str, tokens: int) -> Answer:
+async def ask(url: str, prompt: str, tokens: int) -> TimedAnswer:
     """Stream one completion over a connection of its own."""
-    place, answer = urlsplit(url), Answer()
+    place, answer = urlsplit(url), TimedAnswer()
     body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
     head += f"connection: close\r\ncontent-length: {len(body.encode())}\r\n\r\n"
@@ -68,9 +68,9 @@ async def ask(url: str, prompt: str, tokens: int) -> Answer:
     return answer
 
 
-async def closed_loop(url: str, prompts: Sequence[str], tokens: int, at_once: int) -> list[Answer]:
+async def closed_loop(url: str, prompts: Sequence[str], tokens: int, at_once: int) -> list[TimedAnswer]:
     """Each of `at_once` clients asks again as soon as it has its answer, until all prompts are answered."""
-    left, answers = list(prompts)[::-1], list[Answer]()
+    left, answers = list(prompts)[::-1], list[TimedAnswer]()
 
     async def client() -> None:
         while left:
@@ -80,7 +80,7 @@ async def closed_loop(url: str, prompts: Sequence[str], tokens: int, at_once: in
     return answers
 
 
-async def open_loop(url: str, prompts: Sequence[str], tokens: int, rate: float) -> list[Answer]:
+async def open_loop(url: str, prompts: Sequence[str], tokens: int, rate: float) -> list[TimedAnswer]:
     """Requests arrive at random, `rate` a second on the average."""
     chance, tasks = random.Random(0), []
     for prompt in prompts:
@@ -89,10 +89,10 @@ async def open_loop(url: str, prompts: Sequence[str], tokens: int, rate: float) 
     return list(await asyncio.gather(*tasks))
 
 
-def under_load(load: Callable[[], Awaitable[list[Answer]]], about: Figures) -> Figures:
+def under_load(load: Callable[[], Awaitable[list[TimedAnswer]]], about: Figures) -> Figures:
     """The figures of one load."""
 
-    async def timed() -> tuple[list[Answer], float]:
+    async def timed() -> tuple[list[TimedAnswer], float]:
         began = time.perf_counter()
         answers = await load()
         return answers, time.perf_counter() - began
@@ -167,7 +167,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 def _all_loads(options: argparse.Namespace, url: str, beside: str | None, prompts: Sequence[str]) -> list[Figures]:
     """One round: each load, and in turn with it one request at a time beside."""
-    tokens, loads = options.tokens, list[tuple[Figures, Callable[[], Awaitable[list[Answer]]]]]()
+    tokens, loads = options.tokens, list[tuple[Figures, Callable[[], Awaitable[list[TimedAnswer]]]]]()
     for at_once in options.at_once:
         about: Figures = {"loop": "closed", "at_once": at_once}
         loads.append((about, lambda n=at_once: closed_loop(url, prompts, tokens, n)))

@@ -4,8 +4,8 @@
     python -m benchmarks.serve_endurance --requests 10000 --bad-share 1 --fault-every-s 0
 
 Every text is compared with the one that ordinary decoding gave before. What the server and its workers hold (memory,
-open files, sockets, threads) is noted while nobody asks: after a warm-up in which every text was asked for, and at the
-end; and what is left of them behind it. Whatever is wrong is listed, and the exit code is 1 then.
+open files, sockets, threads) is noted while no request runs: after a warm-up in which every text was asked for, and at
+the end; and what is left of them behind it. Whatever is wrong is listed, and the exit code is 1 then.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from benchmarks.endurance import Trouble, left_behind
-from benchmarks.mixed_load import OUTCOMES, Client, Known, Tally, known, write_template
+from benchmarks.mixed_load import OUTCOMES, Client, KnownRequest, Outcomes, known, write_template
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from benchmarks.resource_usage import (
@@ -42,7 +42,7 @@ from ppd_runtime.config import DTYPES
 _SETTLE_S = 60.0  # until lost workers are replaced and connections closed
 _TOLD_TO_END = 143  # exit code
 _TELL_EVERY_S = 60.0
-_WARM_UP = 10  # looks at a life, one a second, after which growth counts
+_WARM_UP = 10  # looks at a process, one a second, after which growth counts
 _AT_LEAST_AT_ONCE = 4
 _WAITING = 4  # with more clients than run at once some are refused
 _MOST_MORE = dict(zip(HELD, (None, 50.0, 3, 3, 8), strict=True))
@@ -51,12 +51,7 @@ _MOST_MORE = dict(zip(HELD, (None, 50.0, 3, 3, 8), strict=True))
 
 def measure(options: argparse.Namespace) -> Figures:
     """Serve until minutes, requests and faults are enough; what happened, what is held, what is left, what is wrong."""
-    if min(options.bad_share, options.leave_share) < 0 or options.bad_share + options.leave_share > 1:
-        raise ValueError(
-            f"--bad-share {options.bad_share} and --leave-share {options.leave_share}: shares, together at most 1"
-        )
-    if options.faults and not options.fault_every_s:
-        raise ValueError(f"--faults {options.faults}: none happen with --fault-every-s 0")
+    check(options)
     print(f"seed {options.seed}", file=sys.stderr)
     shared = shared_memory()
     with own_temporary_folder() as temporary, model_folder(options.model) as model:
@@ -71,7 +66,16 @@ def measure(options: argparse.Namespace) -> Figures:
     return {**figures, "wrong": _wrong(figures)}
 
 
-def _texts(options: argparse.Namespace, model: str) -> list[Known]:
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot work."""
+    for name, share in (("bad", options.bad_share), ("leave", options.leave_share), ("stop", options.stop_share)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"--{name}-share {share}: choose a share from 0 to 1")
+    if options.faults and not options.fault_every_s:
+        raise ValueError(f"--faults {options.faults}: none happen with --fault-every-s 0")
+
+
+def _texts(options: argparse.Namespace, model: str) -> list[KnownRequest]:
     generator = random.Random(options.seed)
     with OrdinaryDecoding(model, dtype=options.dtype, compile=options.compile) as ordinary:
         return [known(ordinary, generator, options.tokens, options.prompt_tokens) for _ in range(options.texts)]
@@ -89,8 +93,10 @@ def _arguments(options: argparse.Namespace, model: str, folder: Path) -> list[st
     return [f"--{name}={value}" for name, value in given.items()] + ["--compile"] * options.compile
 
 
-async def _try(options: argparse.Namespace, server: ServerProcess, texts: Sequence[Known]) -> tuple[Figures, Watch]:
-    program, tally, over = psutil.Process(server.process.pid), Tally(), asyncio.Event()
+async def _try(
+    options: argparse.Namespace, server: ServerProcess, texts: Sequence[KnownRequest]
+) -> tuple[Figures, Watch]:
+    program, tally, over = psutil.Process(server.process.pid), Outcomes(), asyncio.Event()
     watch, notes = Watch(program, strangers=set()), list[Holding]()
     trouble = Trouble(
         random.Random(options.seed + 1), options.fault_every_s, options.stages, options.stop_share, program
@@ -122,7 +128,7 @@ async def _try(options: argparse.Namespace, server: ServerProcess, texts: Sequen
     right = tally.outcomes["right"]
     await asyncio.gather(*(client.ask_for(texts[:1]) for client in clients[:_AT_LEAST_AT_ONCE]))
     if tally.outcomes["right"] < right + min(len(clients), _AT_LEAST_AT_ONCE):
-        tally.problems.append("not all of the last requests got their texts, with nobody else there")
+        tally.problems.append("not all of the last requests got their texts, with no other client there")
     return {
         "seed": options.seed,
         "minutes": minutes,
@@ -138,8 +144,8 @@ async def _try(options: argparse.Namespace, server: ServerProcess, texts: Sequen
     }, watch
 
 
-async def _settled(options: argparse.Namespace, server: ServerProcess, tally: Tally) -> dict[str, Holding]:
-    """What the server and each worker hold once all of them serve, and nobody is in."""
+async def _settled(options: argparse.Namespace, server: ServerProcess, tally: Outcomes) -> dict[str, Holding]:
+    """What the server and each worker hold once all of them serve, and no request is in."""
     program, deadline = psutil.Process(server.process.pid), time.monotonic() + _SETTLE_S
     while time.monotonic() < deadline:
         found = {"server": held(program)}
@@ -211,8 +217,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--texts", type=positive, default=60, help="different requests with known answers")
     options.add_argument("--tokens", type=positive, default=64, help="of an answer, at the most")
     options.add_argument("--prompt-tokens", type=positive, default=600, help="at the most")
-    options.add_argument("--leave-share", type=float, default=0.15, help="of the requests: their clients go away")
     options.add_argument("--bad-share", type=float, default=0.2, help="of the requests are nonsense")
+    options.add_argument("--leave-share", type=float, default=0.2, help="of the others: their clients go away")
     options.add_argument("--fault-every-s", type=float, default=5.0, help="on average; 0: none")
     options.add_argument("--stop-share", type=float, default=0.05, help="of the faults are stops")
     options.add_argument("--seed", type=int, default=0)

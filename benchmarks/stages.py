@@ -3,18 +3,24 @@
     python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --launcher processes
     python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --hop-ms 5
     python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --match-rate 0 --no-repetitions
+    python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --prompts repeating
     python -m benchmarks.stages --stages 2 --k 3 --compile --beside --contention
 
 Times are for a token after the first; the first round is dropped, and serves the heads' calibration. "Lock-step" is the
 same machines over the same texts on virtual clocks, with hops and heads of no time: the best that they could reach.
 "Simulator" is the same with times: a layer's or the emulated device's, ordinary decoding's head for every head, and for
-a hop what `benchmarks.hop` measures, what --hop-ms adds, and ordinary decoding's Python for a token.
+a hop what `benchmarks.hop` measures, what --hop-ms adds, and ordinary decoding's Python for a token. "Planner" is the
+formulas' time for the same times and the first boundaries that were counted. An error is the predicted time over the
+measured one, less 1.
+Below the row stands where the time went: by ordinary decoding's and the last stage's ledgers, and by stage in a further
+pass over the texts that records what each does, which costs some time of its own.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
 device would take it for all rows of a pass. --hop-ms hands every message from worker to worker on so much later.
---match-rate has heads that are right with this probability, and say so; at 0 nobody foresees the text.
+--match-rate has heads that are right with this probability, and say so; at 0 no candidate is right.
 --beside runs the paper's layout, with k = 1 and with k = 3 on one sub-process, and two threads in the same turns.
 --contention says what `benchmarks.contention` leaves of the saving on two cores, for boundary 1's share of the tokens.
 The simulator then takes layers to be as much slower as their products are beside the other core's.
+--prompts repeating: prompts of code that repeats itself (repeating_prompts.jsonl), for boundary 0.
 """
 
 import argparse
@@ -22,7 +28,8 @@ import contextlib
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -30,11 +37,15 @@ from benchmarks import contention, hop
 from benchmarks.keep_cores_awake import keep_cores_awake
 from benchmarks.models import model_folder
 from benchmarks.pipeline import exit_head, woken_at_once
-from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
+from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from benchmarks.slow_links import found_sockets, slow_links
+from benchmarks.stage_ledgers import by_stage
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
+from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.cost_model.planner import ordinary_ms
 from ppd_runtime.cost_model.staged import speedup_bound
+from ppd_runtime.cost_model.staged_planner import plan_stages
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
@@ -44,6 +55,9 @@ from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
 
 STAGES, THREADS = "stages", "2 threads"
+REPEATING = "repeating"
+_REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")
+_TRACED = 3  # texts
 _HIDDEN_SIZE = 512  # of the messages whose hop is measured; a hop of others takes about as long
 _PAPERS = {"PPD, k=1": {"k": 1}, "PPD, k=3 on 1 sub-process": {"k": 3, "workers": 1}}
 Pair = tuple[GenerationResult, GenerationResult]
@@ -53,7 +67,8 @@ Pair = tuple[GenerationResult, GenerationResult]
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
     _check(options)
-    texts = [prompt.text for prompt in read_prompts(options.prompts, options.limit)]
+    source = str(_REPEATING_FILE) if options.prompts == REPEATING else options.prompts
+    texts = [prompt.text for prompt in read_prompts(source, options.limit)]
     params = SamplingParams(options.tokens, options.temperature, seed=1, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(model_folder(options.model))
@@ -66,33 +81,23 @@ def measure(options: argparse.Namespace) -> Figures:
         ordinary = OrdinaryDecoding(model, **place)
         prompts = [ordinary.tokenizer.encode(text) for text in texts]
         head = exit_head(options, ordinary, prompts)
-        folder = stack.enter_context(found_sockets())
-        runtime = PPDRuntime(
-            model,
-            stages=options.stages,
-            cuts=options.cuts,
-            k=options.k,
-            rows=options.rows,
-            repetitions=not options.no_repetitions,
-            launcher=options.launcher,
-            exit_head=head,
-            **place,
-        )
-        stack.enter_context(runtime)
-        if options.hop_ms:
-            stack.enter_context(slow_links(folder, options.hop_ms / 1000))
-        others = _others(options, model, head, stack) if options.beside else {}
-        pairs = _paired_runs(options.rounds, ordinary, {STAGES: runtime} | others, prompts, params)
-        figures = _figures(options, runtime, pairs)
-        figures["contention"] = _contention(options, model, figures) if options.contention else None
-        return figures | _simulated(options, runtime, head, prompts, params, figures)
+        with contextlib.ExitStack() as timed:
+            runtime = timed.enter_context(_opened(options, model, exit_head=head, **place))
+            others = _others(options, model, head, timed) if options.beside else {}
+            pairs = _paired_runs(options.rounds, ordinary, {STAGES: runtime} | others, prompts, params)
+            figures = _figures(options, runtime, pairs)
+            figures["contention"] = _contention(options, model, figures) if options.contention else None
+            figures |= _predicted(options, runtime, head, prompts, params, figures)
+        traced = stack.enter_context(_opened(options, model, exit_head=head, trace=True, **place))
+        found = [traced.generate(prompt, params) for prompt in prompts[:_TRACED]]
+        return figures | {"by_stage_ms": by_stage([one.trace for one in found if one.trace], options.tokens)}
 
 
 def table(figures: Figures) -> str:
     """The figures in Markdown, as an emulation's where they are."""
     emulated = figures["emulated_layer_ms"]
     columns = ["layout", "ordinary, ms a token", "stages", "speed-up", "quartiles", "lock-step", "N/E[J]"]
-    columns += ["realised saving", "simulator, ms a token", "stages over simulator"]
+    columns += ["realised saving", "simulator, ms a token", "its error", "planner, ms a token", "its error"]
     columns += ["tokens first named at boundary 1, 2, …, never", "tokens identical", "texts"]
     layout = f"{figures['stages']} stages, k={figures['k']}, rows={figures['rows']}, T={figures['temperature']:g}"
     layout += "" if figures["repetitions"] else ", without repetitions"
@@ -104,12 +109,12 @@ def table(figures: Figures) -> str:
         *(figures[name] for name in ("autoregressive_ms", "staged_ms", "speedup")),
         f"{figures['speedup_quartiles'][0]:.2f} to {figures['speedup_quartiles'][2]:.2f}",
         *(figures[name] for name in ("lock_step_speedup", "bound", "realised_saving")),
-        *(figures[name] for name in ("simulated_ms", "measured_over_simulated")),
+        *(word for name in ("simulated", "planned") for word in _with_error(figures, name)),
         ", ".join(map(str, figures["first_boundary"])),
         figures["identical_tokens"],
         figures["texts"],
     ]
-    tables = [markdown(columns, [row])]
+    tables = [markdown(columns, [row]), *_ledgers(figures)]
     if figures["beside"]:
         names = ("way", "ms", "speedup", "identical")
         rows = [[way[name] for name in names] for way in figures["beside"]]
@@ -125,6 +130,27 @@ def table(figures: Figures) -> str:
         names = ("match_rate", "step_to_floor", "ratio", "measured_ratio", "realised")
         tables.append(markdown(columns, [[told[name] for name in names]]))
     return "\n\n".join(tables)
+
+
+def _with_error(figures: Figures, name: str) -> tuple[float, str]:
+    return figures[f"{name}_ms"], f"{figures[f'{name}_error']:+.1%}"
+
+
+def _ledgers(figures: Figures) -> list[str]:
+    is_emulated = figures["emulated_layer_ms"] is not None
+    path = {"ordinary decoding": figures["ordinary_ledger_ms"], "stages, the tokens' path": figures["ledger_ms"]}
+    return [ledger_table(rows, is_emulated) for rows in (path, figures["by_stage_ms"])]
+
+
+@contextlib.contextmanager
+def _opened(options: argparse.Namespace, model: str, **settings: object) -> Iterator[PPDRuntime]:
+    """The staged layout, on links as slow as they are asked for."""
+    asked = {name: getattr(options, name) for name in ("stages", "cuts", "k", "rows", "launcher")}
+    asked["repetitions"] = not options.no_repetitions
+    with found_sockets() as folder, PPDRuntime(model, **asked, **settings) as runtime:
+        slow = slow_links(folder, options.hop_ms / 1000) if options.hop_ms else contextlib.nullcontext()
+        with slow:
+            yield runtime
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -180,6 +206,7 @@ def _figures(options: argparse.Namespace, runtime: PPDRuntime, by_way: Mapping[s
     return {
         "model": options.model,
         "stages": runtime.config.stages,
+        "num_layers": runtime.info.num_layers,
         "cuts": options.cuts,
         "k": options.k,
         "rows": options.rows,
@@ -244,7 +271,7 @@ def _contention(options: argparse.Namespace, model: str, figures: Figures) -> Fi
     }
 
 
-def _simulated(
+def _predicted(
     options: argparse.Namespace,
     runtime: PPDRuntime,
     head: str | OracleHead,
@@ -252,7 +279,7 @@ def _simulated(
     params: SamplingParams,
     figures: Figures,
 ) -> Figures:
-    """What the machines could reach over these texts, and what the simulator says that they take."""
+    """What the machines could reach over these texts, and what the simulator and the planner say that they take."""
     oracle = head if isinstance(head, OracleHead) else None
     layout = (runtime.cuts, options.k, options.rows, options.compile, not options.no_repetitions)
     simulated = SimulatedStages(runtime.info, *layout, head=oracle)
@@ -268,9 +295,26 @@ def _simulated(
     return {
         "lock_step_speedup": allowed,
         "realised_saving": (1 - 1 / figures["speedup"]) / (1 - 1 / allowed) if allowed > 1 else None,
-        "simulated_ms": taken,
+        **_beside(figures, "simulated", taken),
+        **_beside(figures, "planned", planned_ms(timed, runtime.cuts, options.k, options.rows, figures)),
         "measured_over_simulated": figures["staged_ms"] / taken,
     }
+
+
+def _beside(figures: Figures, name: str, ms: float) -> Figures:
+    """A predicted time and its error: the predicted over the measured time, less 1."""
+    return {f"{name}_ms": ms, f"{name}_error": ms / figures["staged_ms"] - 1}
+
+
+def planned_ms(times: StageTimes, cuts: Sequence[int], k: int, rows: int, figures: Figures) -> float:
+    """The planner's time of a token for these times and the shares of the first boundaries that were counted."""
+    counted = figures["first_boundary"]
+    shares = tuple(count / sum(counted) for count in counted)
+    widths = {rows: 1 + (rows - 1) * times.row_cost} if rows > 1 else {}
+    known = Calibration(times.layer, times.head, times.exit_head, times.hop, widths=widths)
+    num_layers = figures["num_layers"]
+    ordinary = ordinary_ms(num_layers, known)
+    return plan_stages(num_layers, tuple(cuts), k, {k: shares}, known, ordinary, max(k, rows)).ms_per_token
 
 
 def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -> StageTimes:
@@ -293,7 +337,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     found = new_parser(__doc__)
     found.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
-    found.add_argument("--prompts", default="demo", help="JSON Lines, or demo")
+    found.add_argument("--prompts", default="demo", help="JSON Lines, demo, or repeating")
     found.add_argument("--limit", type=positive, default=6, help="prompts")
     found.add_argument("--stages", type=positive)
     found.add_argument("--cuts")

@@ -32,31 +32,8 @@ def job() -> None:
     """Pipelined decoding as a job on a running Ray cluster."""
 
 
-_RUNTIME = (
-    "model",
-    "k",
-    "stages",
-    "cuts",
-    "rows",
-    "repetitions",
-    "guess_vocab",
-    "guess_counts",
-    "exit_layer",
-    "exit_head",
-    "workers",
-    "transport",
-    "placement",
-    "placement_timeout_s",
-    "gpus_per_worker",
-    "max_restarts",
-    "max_requests",
-    "max_cache_tokens",
-    "prefix_cache_tokens",
-    "dtype",
-    "device",
-    "threads_per_worker",
-    "compile",
-)
+_RUNTIME = options.runtime_but("launcher", "ray_address", "bind_interface", "run_ahead", "trace")
+"""All but what a job decides itself."""
 
 
 @app.command()

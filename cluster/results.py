@@ -19,7 +19,7 @@ def fingerprint(prompt: str, settings: Mapping[str, Any]) -> str:
 
 
 class ResultsFile:
-    """Results that outlive any death of whoever writes them; one writer at a time, for as long as it is open.
+    """Results that outlive their writer's end, however it comes; one writer at a time, for as long as it is open.
 
     Args:
         path: the file; what it holds of this batch is kept, and a last line that was cut short is taken off.

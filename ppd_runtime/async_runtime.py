@@ -65,11 +65,12 @@ class AsyncDecoding(Generic[Decoder]):
         params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        passes: bool = False,
         **settings: Any,
     ) -> "AsyncGeneration":
         """As `PPDRuntime.stream`, for `async for`; the request is sent, or waits for its turn, from now on."""
-        wanted = sampling_from(params, settings)
-        return self.follow(self.generator.request(prompt, wanted, add_special_tokens=add_special_tokens))
+        settings = {"add_special_tokens": add_special_tokens, "passes": passes, **settings}
+        return self.follow(self.generator.stream(prompt, params, **settings))
 
     def follow(self, generation: Generation, on_start: Callable[[], None] | None = None) -> "AsyncGeneration":
         """Run a request, and give its events; `on_start` is called, in its thread, when its turn has come."""
@@ -131,7 +132,7 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
         self._work = threads.submit(self._run)
 
     def _run(self) -> None:
-        """In a thread: hand each event to the loop; where that is closed, nobody waits for more."""
+        """In a thread: hand each event to the loop; where that is closed, no more are wanted."""
         try:
             end: BaseException | None = None
             try:

@@ -50,7 +50,6 @@ SHARED = "shared"
 USUAL_K = 3
 """Candidates, where nothing says how many."""
 _MOST_ROWS = 64
-_USUAL_REQUESTS = 8  # at once
 _USUAL_PREFIXES = 8192  # tokens
 _NUMBERS = (  # least and most
     ("rows", 1, _MOST_ROWS),
@@ -58,16 +57,16 @@ _NUMBERS = (  # least and most
     ("max_cache_tokens", 2, None),
     ("prefix_cache_tokens", 0, None),
 )
-_FOR_STAGES: Mapping[str, object] = {
-    "rows": None,
-    "repetitions": True,
-    "guess_vocab": None,
-    "guess_counts": None,
-    "max_requests": None,
-    "max_cache_tokens": None,
-    "prefix_cache_tokens": None,
-}
-"""Settings of the staged layout alone, with what they are where they are not given."""
+_FOR_STAGES = (
+    "rows",
+    "repetitions",
+    "guess_vocab",
+    "guess_counts",
+    "max_requests",
+    "max_cache_tokens",
+    "prefix_cache_tokens",
+)
+"""Settings of the staged layout alone."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,12 @@ class RuntimeConfig:
     guess_counts: str | None = None
     """A JSON file of token ids and counts, by which `guess_vocab` chooses; default: the tokenizer's order."""
     max_requests: int | None = None
-    """With `stages`, requests that are decoded at once, 8 by default; further calls wait for their turn."""
+    """With `stages`, requests that are decoded at once; further calls wait for their turn. Default: one for every 1,024
+    tokens of `max_cache_tokens`, at most 16."""
     max_cache_tokens: int | None = None
     """With `stages`, tokens of all requests at once, prompts' and new ones: further calls wait until there is room.
-    Default: `max_requests` alone bounds what stages keep."""
+    Default: half of the memory that weights leave free on the workers' devices, by the model's bytes a token, at most
+    1,048,576; no bound where workers are on other hosts."""
     prefix_cache_tokens: int | None = None
     """With `stages`, tokens of earlier prompts whose entries stages keep, 8192 by default. A prompt that begins alike
     takes them over, in whole chunks of 256 tokens."""
@@ -119,7 +120,7 @@ class RuntimeConfig:
     `benchmarks.siblings`)."""
     exit_head: "str | OracleHead" = SHARED
     """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
-    folder. With `stages` a folder of such folders is taken too: each head serves the boundary behind its layer, the
+    folder. With `stages` a folder of such folders is taken too: each head serves the boundary after its layer, the
     others share the model's. An `OracleHead` is for tests and benchmarks."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
@@ -154,9 +155,9 @@ class RuntimeConfig:
     are those of `OrdinaryDecoding` with `compile=True`."""
     run_ahead: bool = True
     """Let a lone sub-process (k=1, exit at half depth) start the next token before it hears what became of the last.
-    That saves a hit its hops, and costs some work in vain."""
+    That saves a hit its hops; after a miss the work that ran ahead is dropped."""
     max_restarts: int = 3
-    """New lives for a lost worker, in a row. A lost sub-process costs time only; a new main process goes on behind the
+    """Restarts of a lost worker, in a row. A lost sub-process costs time only; a new main process goes on behind the
     tokens already delivered. 0: a lost main process is an error at once."""
     placement: str = "auto"
     """Where Ray puts the workers: auto (one host where they fit), pack, spread, strict-pack or strict-spread. There is
@@ -205,8 +206,9 @@ class RuntimeConfig:
             self._check_cuts()
         if self.stages is None:
             check_workers(self.num_candidates, self.workers)
-            for name, usual in _FOR_STAGES.items():
-                if (value := getattr(self, name)) != usual:
+            usual = {field.name: field.default for field in fields(self)}
+            for name in _FOR_STAGES:
+                if (value := getattr(self, name)) != usual[name]:
                     raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
         check_int("stages", self.stages, 2)
@@ -297,11 +299,6 @@ class RuntimeConfig:
         if self.stages is None:
             return 0
         return _USUAL_PREFIXES if self.prefix_cache_tokens is None else self.prefix_cache_tokens
-
-    @property
-    def requests_at_once(self) -> int:
-        """Requests that are decoded at once; one in the paper's layout."""
-        return 1 if self.stages is None else self.max_requests or _USUAL_REQUESTS
 
     @property
     def num_candidates(self) -> int:

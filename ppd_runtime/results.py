@@ -1,13 +1,45 @@
 """What a generation gives back: events while it runs, a result with statistics when it is done."""
 
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
 from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tracing.spans import ProcessSpans
 from ppd_runtime.tracing.trace import Trace
+
+
+class Live(IntEnum):
+    """What a caller wants to hear while a generation runs."""
+
+    NOTHING = 0
+    """Only the result; tokens may come in batches."""
+    TOKENS = 1
+    """Each token as soon as it is certain."""
+    PASSES = 2
+    """What every process computes, too."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What has become known of a generation since the event before; deciding tokens never waits for it."""
+
+    boundaries: tuple[tuple[int, int], ...] = ()
+    """Positions of tokens in the staged layout, each with the boundary that was the first to name it: 0 is the text's
+    repetitions, the number of stages none. A token's is there before the next token, or soon after; of a first stage
+    that was lost, perhaps never. The last token has none."""
+    spans: tuple[ProcessSpans, ...] = ()
+    """Passes through layers, heads and choices of each process, where they were asked for (`passes=True`)."""
+
+    def and_then(self, later: "News") -> "News":
+        """Both."""
+        return News((*self.boundaries, *later.boundaries), (*self.spans, *later.spans))
+
+
+NOTHING_NEW = News()
 
 
 @dataclass(frozen=True)
@@ -23,6 +55,8 @@ class TokenEvent:
     """Whether an early candidate was this token; None where none was used or asked for (the last token)."""
     logprobs: TokenLogprobs | None = None
     """Its log-probability and the likeliest tokens', where they were asked for."""
+    news: News = NOTHING_NEW
+    """Of the pipeline, about earlier tokens and perhaps this one."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +246,11 @@ class GenerationResult:
     """Each generated token's log-probability, where they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Those of the prompt's tokens behind its first, where they were asked for."""
+    news: News = NOTHING_NEW
+    """What came behind the last event of a stream."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the trace, in JSON's values: `json.dumps` takes it, and `json.loads` gives it back."""
+        """All but the trace and the news, in JSON's values: `json.dumps` takes it, and `json.loads` gives it back."""
         told = {name: getattr(self, name) for name in ("logprobs", "prompt_logprobs")}
         return {
             "text": self.text,

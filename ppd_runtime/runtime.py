@@ -17,6 +17,7 @@ from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.launch.base import RequestCounts, Workers
+from ppd_runtime.launch.cache_room import cache_room, requests_for
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
@@ -28,6 +29,8 @@ from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
+from ppd_runtime.process_names import process_name
+from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.tracing.trace import Trace
@@ -79,8 +82,8 @@ class PPDRuntime(TextGenerator):
         if isinstance(heads, dict) and not self.config.stages:
             for head in heads.values():
                 head.check_layers([self.exit_layer])
-        super().__init__(info, load_tokenizer(info), Turns(self.config.requests_at_once, self.config.max_cache_tokens))
         self._specs = worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
+        super().__init__(info, load_tokenizer(info), self._room())
         self._share = self._place_workers()
         self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
@@ -91,6 +94,13 @@ class PPDRuntime(TextGenerator):
         self._exchange: MessageExchange | None = None
         self._next_request, self._under_way = 1, set[int]()
         self._counting = threading.Lock()
+
+    def _room(self) -> Turns:
+        """For requests: as the settings have it, else by the memory at hand."""
+        config, most = self.config, self.config.max_cache_tokens
+        if most is None:
+            most = cache_room(self._specs, are_here=config.one_host or self.launcher != "ray")
+        return Turns(config.max_requests or requests_for(most) if config.stages else 1, most)
 
     def _place_workers(self) -> CoreShare:
         """The workers' cores of this host; raises ValueError for a transport that their devices cannot have."""
@@ -153,6 +163,12 @@ class PPDRuntime(TextGenerator):
         return self._specs[MAIN].cuts
 
     @property
+    def process_names(self) -> tuple[str, ...]:
+        """Of the workers, by rank: the main process or the last stage first."""
+        stages = len(self.cuts) + 1 if self.cuts else 0
+        return tuple(process_name(spec.rank, stages) for spec in self._specs)
+
+    @property
     def layout(self) -> StagedLayout | None:
         """The staged layout's cuts, rows and k, which are chosen when the workers start; None in the paper's layout."""
         spec = self._specs[MAIN]
@@ -160,8 +176,15 @@ class PPDRuntime(TextGenerator):
         return StagedLayout(spec.cuts, spec.rows, spec.k, spec.row_cost, guess_vocab) if spec.cuts else None
 
     @property
+    def shape(self) -> dict[str, Any]:
+        """As `TextGenerator` has it: of stages their cuts, rows and k, of the paper's layout k and the exit layer."""
+        if layout := self.layout:
+            return {"method": "ppd", "cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}
+        return {"method": "ppd", "k": self.config.num_candidates, "exit_layer": self.exit_layer}
+
+    @property
     def restarts(self) -> int:
-        """New lives of workers that were lost, up to now."""
+        """Restarts of workers that were lost, up to now."""
         return sum(_restarts(self._workers, self._specs).values()) if self._workers else 0
 
     @property
@@ -204,29 +227,31 @@ class PPDRuntime(TextGenerator):
             )
 
     def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
         self.start()
         workers, closing, exchange = self._workers, self._closing, self._exchange
         assert workers is not None
         assert closing is not None
         assert exchange is not None
-        begin = self._numbered(Begin(CLIENT, 0, prompt_ids, params, live, self._traced))
+        watched = live == Live.PASSES
+        begin = self._numbered(Begin(CLIENT, 0, prompt_ids, params, bool(live), self._traced, watched=watched))
         ending.start_clock()
         outside, guessable = 0, frozenset(self._specs[-1].guess_tokens)
-        call = RequestClient(exchange, begin, ending)
+        call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
                 outside += bool(guessable) and message.token_id not in guessable
-                known = not (last or self.config.stages)  # stages tell at the end who was right
+                known = not (last or self.config.stages)  # of stages, the first tells later who was right
                 hit = message.winner != MISS if known else None
-                yield Step(message.token_id, hit, last, message.noted(prompt_ids))
+                yield Step(message.token_id, hit, last, message.noted(prompt_ids), call.reports.news(name_of))
             with closing.step():
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
             totals = _totals(call, self._trace(call.reports, workers))
-            yield replace(totals, layout=self.layout, outside_guess_vocab=outside)
+            news = call.reports.news(name_of)
+            yield replace(totals, layout=self.layout, outside_guess_vocab=outside, news=news)
         except RuntimeError:
             self.close()
             raise
@@ -294,7 +319,7 @@ def _counts(call: RequestClient, workers: Workers, specs: list[WorkerSpec]) -> R
 
 
 def _restarts(workers: Workers, specs: list[WorkerSpec]) -> dict[int, int]:
-    return {spec.rank: max(0, workers.supervisor.lives(spec.rank) - 1) for spec in specs}
+    return {spec.rank: max(0, workers.supervisor.starts(spec.rank) - 1) for spec in specs}
 
 
 def _totals(call: RequestClient, trace: Trace | None) -> Totals:

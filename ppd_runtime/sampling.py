@@ -101,7 +101,7 @@ class Sampler:
 
         Args:
             logits_of: final norm and head over one hidden state, as a chosen token has them.
-            hidden: `[1, tokens, hidden_size]` behind all layers, of the prompt's chunk at `position`, in order; the
+            hidden: `[1, tokens, hidden_size]` after all layers, of the prompt's chunk at `position`, in order; the
                 first one is a new beginning.
         """
         if not self.params.prompt_logprobs:
@@ -278,7 +278,7 @@ class Draws:
 
     Args:
         seed: the request's (u64).
-        prompt_length: its prompt's tokens: whoever continues a text with the same seed gets other numbers.
+        prompt_length: its prompt's tokens: a continuation of a text with the same seed gets other numbers.
         earlier: requests whose numbers may still steer this one, so that the same seed must give it others.
     """
 

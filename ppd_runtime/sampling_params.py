@@ -56,8 +56,8 @@ class SamplingParams:
     """Above 0, tokens that were generated before become less likely; in [-2, 2]. It is taken off their scores. As
     OpenAI's and vLLM's, it does not count the prompt's tokens."""
     frequency_penalty: float = field(default=0.0, metadata=_ADDED)
-    """Above 0, tokens become less likely the oftener they were generated before; in [-2, 2]. It is taken off a token's
-    score for each time."""
+    """Above 0, tokens become less likely the more often they were generated before; in [-2, 2]. It is taken off a
+    token's score for each time."""
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_ADDED)
     """Token that ends the generation; may be given again. It does so with `ignore_eos` too, with the finish reason
     "stop". The token itself is in `token_ids`, and in the text unless it is a special one."""

@@ -1,4 +1,4 @@
-"""Workers as threads whose messages and lives are at the mercy of a seed: lost, doubled, late, cut, dead."""
+"""Workers as threads whose messages and ends are drawn from a seed: lost, doubled, late, cut, dead."""
 
 import contextlib
 import random
@@ -29,7 +29,7 @@ class Fate:
     late: float = 0.0
     """Held back until some later message of the same sender has left."""
     stale: float = 0.0
-    """A message from the past, of this request or an earlier one, of this life or an earlier one, comes again."""
+    """A message from the past, of this request or an earlier one, of this worker or a predecessor, comes again."""
     cut: float = 0.0
     """Its bytes end early."""
     death: float = 0.0
@@ -64,7 +64,7 @@ class Fate:
             return self.deaths_of_all
 
     def error(self) -> MemoryError:
-        """One that nobody has raised before."""
+        """One that was not raised before."""
         with self._lock:
             self.words.append(f"no room for thing {len(self.words)}.")
             return MemoryError(self.words[-1])
@@ -77,7 +77,7 @@ class Fate:
 
 @dataclass
 class Post:
-    """What an address has sent in all its lives, and what is still on its way."""
+    """What an address has sent before and after restarts, and what is still on its way."""
 
     past: list[tuple[int, Message]] = field(default_factory=list)
     held: list[tuple[int, Message]] = field(default_factory=list)
@@ -164,7 +164,7 @@ class ChaosWorkers(LocalWorkers):
 
 
 class MortalHandle(ThreadHandle):
-    """A life that may end without a word."""
+    """A worker that may end without a word."""
 
     @staticmethod
     def _serve(worker, endpoint) -> None:

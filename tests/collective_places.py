@@ -20,7 +20,7 @@ class Places:
         self.endpoints: dict[int, CollectiveEndpoint] = {}
 
     def open(self, address: int) -> CollectiveEndpoint:
-        """A new life, which everybody is told of, and which is told of everybody."""
+        """A new incarnation, which everybody is told of, and which is told of everybody."""
         new = CollectiveEndpoint(self._network, address, self._device)
         for other, endpoint in self.endpoints.items():
             if other != address:
@@ -30,7 +30,7 @@ class Places:
         return new
 
     def wait_for_links(self) -> None:
-        """Until every two workers have one; what reaches a worker meanwhile was for its last life."""
+        """Until every two workers have one; what reaches a worker meanwhile was for its last incarnation."""
         deadline = time.monotonic() + DEADLINE
         while not all(link.takes for endpoint in self.endpoints.values() for link in endpoint._links.values()):
             assert time.monotonic() < deadline

@@ -20,7 +20,7 @@ def disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 
 
 def read_only(folder: Path) -> None:
-    """Have nothing written to it any more, whoever tries."""
+    """Have nothing written to it any more, by any process."""
     _mount("-o", "remount,ro", str(folder))
 
 

@@ -12,14 +12,14 @@ class MachineNetwork:
     """Delivers messages between machines, one step of one machine at a time.
 
     Without a seed the order is fair: sub-processes come first, so that what they can deliver in time is there in time.
-    A wish with patience runs out only when nobody else can move, or, with `impatience`, at random: then stragglers,
+    A wait with patience runs out only when no other can move, or, with `impatience`, at random: then stragglers,
     late winners and recomputed entries are part of the run.
     """
 
     def __init__(self, seed: int | None, impatience: float = 0.0) -> None:
         self._fair, self._random, self._impatience = seed is None, random.Random(seed), impatience
         self._machines: dict[int, Machine] = {}
-        self._wishes: dict[int, WaitFor | None] = {}
+        self._waits: dict[int, WaitFor | None] = {}
         self._inboxes: dict[int, deque[Message]] = {CLIENT: deque()}
         self.sent: list[tuple[int, Message]] = []
         self.arriving: Callable[[int, Message], list[Message]] = lambda address, message: [message]
@@ -31,7 +31,7 @@ class MachineNetwork:
         """Let a machine take part; it starts with its first step."""
         self._machines[address] = machine
         self._inboxes[address] = deque()
-        self._wishes[address] = None
+        self._waits[address] = None
 
     def replace(self, address: int, machine: Machine) -> None:
         """Another machine takes the place of one, at once; what has arrived is still there."""
@@ -60,16 +60,16 @@ class MachineNetwork:
             if step in self.plan:
                 self.plan[step]()
             ready = [address for address in self._machines if self._grantable(address)]
-            timed = [a for a, wanted in self._wishes.items() if wanted and wanted.patience and not self._inboxes[a]]
+            timed = [a for a, wanted in self._waits.items() if wanted and wanted.patience and not self._inboxes[a]]
             if timed and (not ready or self._random.random() < self._impatience):
                 self._step(self._random.choice(timed), None)
                 continue
-            assert ready, f"every machine waits for ever: {self._wishes}"
+            assert ready, f"every machine waits for ever: {self._waits}"
             self._grant(max(ready) if self._fair else self._random.choice(ready))
         raise AssertionError(f"no end after {most_steps} steps")
 
     def _grantable(self, address: int) -> bool:
-        wanted = self._wishes[address]
+        wanted = self._waits[address]
         return bool(self._inboxes[address]) or (wanted is not None and wanted.patience == 0)
 
     def _grant(self, address: int) -> None:
@@ -78,6 +78,6 @@ class MachineNetwork:
 
     def _step(self, address: int, reply: Message | None) -> None:
         try:
-            self._wishes[address] = next_wait(self._machines[address], reply)
+            self._waits[address] = next_wait(self._machines[address], reply)
         except StopIteration:
-            del self._machines[address], self._wishes[address]
+            del self._machines[address], self._waits[address]

@@ -62,7 +62,7 @@ def build_model(
 ) -> PreTrainedModel:
     """A random model of a Hugging Face model type, with weights large enough for varied greedy text.
 
-    Layers from `quiet_from` on (counted from 0) change little, so that earlier ones often foretell the token.
+    Layers from `quiet_from` on (counted from 0) change little, so that earlier ones often predict the token.
     """
     shape = {
         "vocab_size": vocab_size,
@@ -110,7 +110,7 @@ def vary(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def quieten(model: PreTrainedModel, first: int) -> None:
-    """Have the layers from `first` on (counted from 0) change little, so that earlier ones often foretell the token."""
+    """Have the layers from `first` on (counted from 0) change little, so that earlier ones often predict the token."""
     for layer in model.model.layers[first:]:
         for name, parameter in layer.named_parameters():
             if parameter.ndim > 1 and _LAST_PRODUCT.search(name):

@@ -16,7 +16,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead
+from ppd_runtime.models.trained.exit_heads import BoundaryHead, OracleHead, SharedHead
 from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -168,6 +168,7 @@ class Bench:
         rows: int = 1,
         seed: int | None = None,
         impatience: float = 0.0,
+        head: BoundaryHead | None = None,
     ) -> Decoded:
         """The staged layout over a network with the order of `seed` (None: fair)."""
         network, begin = MachineNetwork(seed, impatience), begin_message(prompt, params)
@@ -175,7 +176,7 @@ class Bench:
         stages = [self.stage(last, first) for first, last in pairwise([0, *cuts, self.info.num_layers])]
         rows_of = [RowStage(stage, MOST_HELD) for stage in stages]
         size = len(stages)
-        heads = [SharedHead(stage, sampler) for stage in stages]
+        heads = [head or SharedHead(stage, sampler) for stage in stages]
         first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin)
         others = [MiddleStage(rows_of[i], heads[i], i + 1, size, k, network.send, begin) for i in range(1, size - 1)]
         last = LastStage(rows_of[-1], self.info.num_layers, range(1, size), network.send, begin)

@@ -18,7 +18,7 @@ _SOURCE = """
 import sys, time
 from ppd_runtime import PPDRuntime
 if __name__ == "__main__":
-    with PPDRuntime({folder!r}, k=2, launcher={launcher!r}) as runtime:
+    with PPDRuntime({folder!r}, k=2, launcher={launcher!r}, **{layout!r}) as runtime:
         stream = runtime.stream([5, 9, 200, 31], max_new_tokens=400)
         next(stream)
         print("running", "ray" in sys.modules, flush=True)
@@ -29,20 +29,21 @@ if __name__ == "__main__":
 
 
 class Program:
-    """Starts a runtime with two sub-processes, says so in the middle of a request, and hangs or raises there.
+    """Starts a runtime of three workers, says so in the middle of a request, and hangs or raises there.
 
     Args:
         folder: the model's.
         launcher: the runtime's.
         ending: one of `WORDS`.
+        layout: the runtime's; by default a main process and two sub-processes.
     """
 
-    def __init__(self, folder: str, launcher: str, ending: str) -> None:
+    def __init__(self, folder: str, launcher: str, ending: str, **layout: int) -> None:
         self._ending, self.family = ending, set[psutil.Process]()
         self._shared_before = _shared()
         self._folder = tempfile.TemporaryDirectory(dir="/tmp", prefix="t")  # leaves room for sockets' names
         script = Path(self._folder.name, "program.py")
-        script.write_text(_SOURCE.format(folder=folder, launcher=launcher, hang=ending != "exception"))
+        script.write_text(_SOURCE.format(folder=folder, launcher=launcher, layout=layout, hang=ending != "exception"))
         self._temporary = Path(self._folder.name, "t")
         self._temporary.mkdir()
         self.process = subprocess.Popen(

@@ -1,5 +1,6 @@
 """`ppd serve` as a process of its own, for tests that ask it as users do."""
 
+import json
 import subprocess
 import sys
 import time
@@ -38,6 +39,13 @@ class Served:
         """One completion."""
         asked = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, **settings}
         return self.client.post("/v1/completions", json=asked).json()
+
+    def stream(self, **settings: Any) -> list[dict[str, Any]]:
+        """The pieces of one."""
+        asked = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "stream": True, **settings}
+        *events, done = self.client.post("/v1/completions", json=asked).text.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def wait_until(self, holds: Any) -> None:
         """Wait for something, while the server runs."""

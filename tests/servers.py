@@ -1,6 +1,7 @@
 """A server on a socket of this process, over a generator whose tokens may wait for a test's permission."""
 
 import threading
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,15 @@ class Running:
         """One request."""
         with self.client() as client:
             return client.post(path, json=body)
+
+    def counts(self) -> dict[str, float]:
+        """What `/metrics` tells, by name; of several with other labels the sum."""
+        found = Counter[str]()
+        with self.client() as client:
+            for line in client.get("/metrics").text.splitlines():
+                if not line.startswith("#"):
+                    found[line.partition("{")[0]] += float(line.rpartition(" ")[2])
+        return dict(found)
 
     @property
     def taken(self) -> int:

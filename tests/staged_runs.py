@@ -1,4 +1,4 @@
-"""The staged layout's machines over real stages, whose messages and lives are at the mercy of a test."""
+"""The staged layout's machines over real stages, whose messages and restarts a test decides."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ class StagedRun:
         self.bench, self.begin, self.k, self.rows = bench, begin_message(prompt, params), k, rows
         self.borders = list(pairwise([0, *cuts, bench.info.num_layers]))
         self.network, self.sampler = MachineNetwork(seed), Sampler(params, len(prompt))
-        self.lives = 0
+        self.restarts = 0
         """Of the last stage, but the first."""
         for rank in self.others:
             self.network.add(rank, self._follower(rank))
@@ -59,10 +59,10 @@ class StagedRun:
         return tokens
 
     def lose(self, rank: int, introduced: bool = True) -> None:
-        """A new life of a stage, which knows nothing; perhaps the last stage is told."""
+        """Restart a stage, which then knows nothing; perhaps the last stage is told."""
         if rank == MAIN:
-            self.lives += 1
-            self.network.replace(MAIN, self._last(replace(self.begin, delivered=self.told, epoch=self.lives)))
+            self.restarts += 1
+            self.network.replace(MAIN, self._last(replace(self.begin, delivered=self.told, epoch=self.restarts)))
             return
         self.network.replace(rank, self._follower(rank))
         if introduced:

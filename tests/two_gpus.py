@@ -3,8 +3,9 @@
 As in CUDA, each thread has a current device and, on each device, a current stream. A kernel goes to the current stream
 of its tensors' device, whatever the current device is; while that stream captures, it is recorded and does not run. A
 capture without a stream of its own is on the one default stream of all captures, which lies on whichever device was
-current when it was first needed. Recordings of a stream share a workspace, which goes with the first of them that goes.
-A stream that waits for a transfer under way does so until that has arrived; nobody else can wait here, so waiting for
+current when it was first needed; before it the device is waited for. There is one capture at a time, and none on a
+device's default stream. Recordings of a stream share a workspace, which goes with the first of them that goes.
+A stream that waits for a transfer under way does so until that has arrived; no other can wait here, so waiting for
 such a stream, or for its device, is an error that says so.
 """
 
@@ -69,11 +70,16 @@ class Graph:
     def capture_begin(self, **_: object) -> None:
         """Capture on the current device's current stream."""
         self.stream = self._gpus.current_stream()
+        if self.stream in self._gpus.defaults.values():
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        if any(stream.capturing for stream in self._gpus.streams):
+            raise RuntimeError("only one capture may be underway at a time")
         self.stream.capturing, self._workspace = self, self.stream.workspace
 
     def capture_end(self) -> None:
         """Fails where the test says so."""
         assert self.stream
+        assert self.stream is self._gpus.current_stream(), "capture must end on the same stream it began on"
         self.stream.capturing = None
         if self._gpus.captures_fail:
             raise RuntimeError("operation failed due to a previous error during capture")
@@ -106,7 +112,8 @@ class TwoGpus:
         self._threads = threading.local()
         self._default_capture_stream: Stream | None = None
         self.streams: list[Stream] = []
-        self._defaults = {index: Stream(self, index) for index in range(2)}
+        self.defaults = {index: Stream(self, index) for index in range(2)}
+        """Each device's own stream, which a thread has until it takes another."""
         self.captures_fail = False
         self.replays = 0
         self.graphs: list[Graph] = []
@@ -138,7 +145,7 @@ class TwoGpus:
     def current_stream(self, device: Any = None) -> Stream:
         """This thread's on a device."""
         index = self.index_of(device)
-        return vars(self._threads).get(f"stream{index}", self._defaults[index])
+        return vars(self._threads).get(f"stream{index}", self.defaults[index])
 
     def set_stream(self, stream: Stream) -> None:
         """Make it this thread's on its device, and its device the current one."""

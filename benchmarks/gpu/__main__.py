@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --out DIR --pretend
 
 DIR gets stages.jsonl, a line as soon as a stage has ended or its time is up, with the rows that it had found by then,
-and report.md, written anew behind each stage. Whatever a stage does, the others run; the exit code is 1 where one
+and report.md, written again behind each stage. Whatever a stage does, the others run; the exit code is 1 where one
 failed. --pretend runs every stage on the CPU with little models: its figures mean nothing. Speed-ups of pipelines
 cannot be measured on one GPU, whose workers take turns: `forecast` computes them from what has been measured.
 """

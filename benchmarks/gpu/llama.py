@@ -1,4 +1,4 @@
-"""One-token passes of Llama-3-8B's shape against the device's bandwidth, and what that foretells for several GPUs."""
+"""One-token passes of Llama-3-8B's shape against the device's bandwidth, and what that predicts for several GPUs."""
 
 import json
 from contextlib import suppress
@@ -20,7 +20,7 @@ from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 
 _SHARES_OF_RIGHT = 0.8
-"""Of tokens that boundary 1 foretells, and of the rest, each later one: about the demo model's with k = 3."""
+"""Of tokens that boundary 1 names, and of the rest, each later one: about the demo model's with k = 3."""
 _CANDIDATES, _ROWS = 3, 8
 _FORETOLD = (2, 4, 8)
 

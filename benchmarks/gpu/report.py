@@ -4,6 +4,8 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ppd_runtime.measure.markdown import markdown_table
+
 _TITLE = "Figures of one GPU"
 _NOTES = {
     "pipelines": "Workers share the GPU and take turns: times say nothing of several, the tokens do.",
@@ -38,16 +40,12 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         kinds.setdefault(tuple(row), []).append(row)
     return [
-        "\n".join(_line(cells) for cells in (columns, ["---"] * len(columns), *(row.values() for row in found)))
+        markdown_table(columns, [[_cell(cell) for cell in row.values()] for row in found])
         for columns, found in kinds.items()
     ]
-
-
-def _line(cells: Any) -> str:
-    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
 
 
 def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value).replace("|", "/")
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)

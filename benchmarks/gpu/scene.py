@@ -73,9 +73,9 @@ class Scene:
             shutil.copy(file, folder)
 
     def wait(self) -> None:
-        """Until the device has done all that it was asked for."""
+        """Until the device has done all that this thread has asked for."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def milliseconds(self, call: Callable[[], object], rounds: int, warm_up: int = 2) -> list[float]:
         """Each round's time, waited for at both ends."""

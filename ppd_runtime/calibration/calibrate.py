@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ppd_runtime.calibration.model_memory import measured_memory
 from ppd_runtime.calibration.peer import PartnerProcess, PartnerSpec
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
@@ -123,6 +124,7 @@ class Calibrator:
             machine=f"{machine()}, {self._ordinary.stage.device.type}",
             devices=self._devices(),
             cpu_share=load.share if self._on_cpu else None,
+            memory=measured_memory(self._ordinary),
         )
 
     def _load_meter(self) -> LoadMeter:
@@ -138,7 +140,7 @@ class Calibrator:
         """The main process' cores and those of its partners, as the runtime's workers would have them."""
         fitting = len(self._all_cores) // self._threads - 1
         neighbours = min(self._conditions.max_devices - 1, fitting, _MOST_NEIGHBOURS)
-        return assign_cores(1 + max(1, neighbours), self._threads)
+        return assign_cores(1 + max(1, neighbours), self._threads, device=str(self._ordinary.stage.device))
 
     def _spec(self, rank: int, cores: tuple[int, ...], folder: str) -> PartnerSpec:
         stage = self._ordinary.stage

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ppd_runtime.checks import check_number, check_whole
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
+from ppd_runtime.cost_model.memory import GivenMemory
 from ppd_runtime.cost_model.planner import rank
 from ppd_runtime.cost_model.plans import Ranking
 from ppd_runtime.cost_model.staged import check_cuts
@@ -48,6 +49,8 @@ class Given:
     """Rows of a stage's pass to plan with; None is 1 to k."""
     all_reduce_ms: float | None = None
     """Tensor parallelism's all-reduce; None ranks it where it was measured."""
+    memory: GivenMemory = field(default_factory=GivenMemory)
+    """Of a device, and what the model takes of it, in place of what was measured."""
 
     def __post_init__(self) -> None:
         for k in self.ks or ():
@@ -132,7 +135,7 @@ def plan_with(
     ks = given.ks or range(1, min(max(_USUAL_KS, max_devices - 1), _MOST_KS) + 1)
     shares = given.shares({k for _, k in rates.rates} if rates else ks, max_devices)
     if times is not None:
-        times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
+        times = _with_given(times, given)
         _check_widths(given, times, shares)
     if rates is None:
         rates = subject.measurement.match_rates(ks, progress, max_devices)
@@ -140,7 +143,7 @@ def plan_with(
         notes.append(f"match rates from {rates.source}, which may hold texts' first tokens too")
     if times is None:
         times = subject.measurement.calibrate(max_devices, max(k for _, k in rates.rates), shares, progress)
-        times = replace(times.with_times(**given.times_ms), widths={**times.widths, **given.widths})
+        times = _with_given(times, given)
     progress("")
     ranking = rank(
         num_layers,
@@ -159,6 +162,12 @@ def plan_with(
     return Planned(ranking, times, rates, notes)
 
 
+def _with_given(times: Calibration, given: Given) -> Calibration:
+    """A calibration with what is given in place of its own."""
+    times = times.with_times(**given.times_ms)
+    return replace(times, widths={**times.widths, **given.widths}, memory=given.memory.over(times.memory))
+
+
 def _devices(times: Calibration, subject: Subject) -> int | None:
     """Devices of the machine that the times are from; without one, CPU cores here, unless the plan is for GPUs."""
     if times.devices is not None or subject.device.startswith("cuda"):
@@ -173,7 +182,7 @@ def _load_cautions(times: Calibration) -> list[str]:
 
 
 def _check_widths(given: Given, times: Calibration, shares: Sequence[int]) -> None:
-    """Refuse a wish for fewer workers where nobody knows what their passes take."""
+    """Refuse fewer workers than candidates where it is not known what a pass over several candidates takes."""
     if given.workers is not None and shares and not times.widths:
         asked = ",".join(map(str, given.workers))
         way_out = f"give --width {shares[-1]}:FACTOR, or leave the times out to have it measured"

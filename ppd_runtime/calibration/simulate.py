@@ -1,5 +1,5 @@
 """Runs the pipeline's own state machines on virtual clocks: what decoding takes where times are not as the theorem
-wishes, before there is a machine to measure it on."""
+assumes, before there is a machine to measure it on."""
 
 import random
 import statistics
@@ -196,7 +196,7 @@ def draw_winners(setting: Setting, match_rate: float, generator: random.Random) 
 
 
 def simulate_runs(setting: Setting, match_rate: float, runs: int, seed: int = 0) -> list[Simulated]:
-    """Simulate several generations whose hits are drawn anew with probability `match_rate` a token."""
+    """Simulate several generations whose hits are drawn at random with probability `match_rate` a token."""
     check_whole("runs", runs, 1)
     check_whole("seed", seed, 0)
     generator = random.Random(seed)

@@ -18,7 +18,7 @@ from ppd_runtime.checks import check_number, check_whole
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.theory import Times, miss_time
 from ppd_runtime.pipeline.messages import CLIENT, Begin
-from ppd_runtime.pipeline.staged.chances import Calibration
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
@@ -110,11 +110,11 @@ def predict_stages(setting: StagedSetting, shares: Sequence[float]) -> StagedSum
 def simulate_staged_runs(
     setting: StagedSetting, shares: Sequence[float], runs: int, seed: int = 0
 ) -> list[SimulatedText]:
-    """Simulate generations whose first boundaries are drawn anew, each with its share; see `staged.check_shares`."""
+    """Simulate generations whose first boundaries are drawn, each with its share; see `staged.check_shares`."""
     staged.check_shares(shares, setting.stages)
     check_whole("runs", runs, 1)
     check_whole("seed", seed, 0)
-    generator, calibration = random.Random(seed), Calibration()
+    generator, calibration = random.Random(seed), ChanceCalibration()
     return [_simulate(setting, shares, generator, calibration) for _ in range(runs)]
 
 
@@ -132,7 +132,7 @@ def summarise_staged(setting: StagedSetting, runs: Sequence[SimulatedText]) -> S
 
 
 def _simulate(
-    setting: StagedSetting, shares: Sequence[float], generator: random.Random, calibration: Calibration
+    setting: StagedSetting, shares: Sequence[float], generator: random.Random, calibration: ChanceCalibration
 ) -> SimulatedText:
     ranks = [_NEXT_RANK**rank for rank in range(setting.k)]
     size, tokens = setting.stages, setting.num_new_tokens
@@ -205,7 +205,7 @@ class VirtualRowStage:
         self.num_layers, self.rows, self.layer_passes = num_layers, 0, 0
         self._clock, self._times = clock, times
         self._has_run: set[int] = set()
-        self.cached_tokens = 0
+        self.cached_tokens, self.layers_at_once = 0, 1
 
     def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         """Forget the last sequence."""
@@ -220,15 +220,15 @@ class VirtualRowStage:
         self._clock.spend_layers(self.num_layers)
         return torch.empty(1, len(inputs) if isinstance(inputs, list) else inputs.shape[1], 0)
 
-    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
         """Spend the time of a pass of so many rows."""
         for path in paths:
             if not self._has_run.issuperset(path[:-1]):
                 raise RuntimeError(f"node {path[-1]} runs before one that it stands behind")
             self._has_run.add(path[-1])
-        self.rows += len(paths)
-        self.layer_passes += self.num_layers * len(paths)
-        self._clock.spend_layers(self.num_layers, 1 + self._times.row_cost * (len(paths) - 1))
+        self.rows += 0 if layers.start else len(paths)
+        self.layer_passes += len(layers) * len(paths)
+        self._clock.spend_layers(len(layers), 1 + self._times.row_cost * (len(paths) - 1))
         return torch.empty(1, len(paths), 0)
 
     def keep(self, node: int) -> None:

@@ -139,41 +139,41 @@ class VirtualProcess:
         self._machine = machine
         self._inbox: list[tuple[float, int, Message]] = []
         self._numbers = itertools.count()
-        self._wish = WaitFor(0)
+        self._wait = WaitFor(0)
 
     def deliver(self, message: Message, arrival: float) -> None:
         """Put a message into the inbox, to be seen from `arrival` on."""
         heapq.heappush(self._inbox, (arrival, next(self._numbers), message))
 
     def resume(self, reply: Message | None) -> None:
-        """Run the machine to its next wish."""
+        """Run the machine to its next wait."""
         try:
-            self._wish = next_wait(self._machine, reply)
+            self._wait = next_wait(self._machine, reply)
         except StopIteration:
             self.over = True
             return
-        if self._wish.patience and self._wish.deadline is None:
-            self._wish.deadline = self.clock.now + self._wish.patience * self.clock.layer_time
+        if self._wait.patience and self._wait.deadline is None:
+            self._wait.deadline = self.clock.now + self._wait.patience * self.clock.layer_time
 
     def wakes(self) -> tuple[float, bool]:
-        """When the wish is granted, and whether without a message; a message in the nick of time counts."""
+        """When the wait ends, and whether without a message. A message that comes at that very time counts."""
         now = self.clock.now
         arrival = max(self._inbox[0][0], now) if self._inbox else math.inf
         end = max(self._end_of_patience(), now)
         return (arrival, False) if arrival <= end else (end, True)
 
-    def grant(self) -> None:
-        """Go on at the time that `wakes` says."""
+    def go_on(self) -> None:
+        """End the wait, at the time that `wakes` says."""
         time, without = self.wakes()
-        if self._wish.patience != 0:
+        if self._wait.patience != 0:
             self.stalled += time - self.clock.now
         self.clock.now = time
         self.resume(None if without else heapq.heappop(self._inbox)[2])
 
     def _end_of_patience(self) -> float:
-        if self._wish.patience is None:
+        if self._wait.patience is None:
             return math.inf
-        return self.clock.now if self._wish.deadline is None else self._wish.deadline
+        return self.clock.now if self._wait.deadline is None else self._wait.deadline
 
 
 class VirtualNetwork:
@@ -199,8 +199,8 @@ class VirtualNetwork:
                 self.processes[address].deliver(message, arrival)
 
     def run(self) -> None:
-        """Start every process, then always grant the earliest wish: nothing that happens later can affect it."""
+        """Start every process, then always end the earliest wait: nothing that happens later can affect it."""
         for process in self.processes.values():
             process.resume(None)
         while waiting := [process for process in self.processes.values() if not process.over]:
-            min(waiting, key=VirtualProcess.wakes).grant()
+            min(waiting, key=VirtualProcess.wakes).go_on()

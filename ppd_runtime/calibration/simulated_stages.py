@@ -23,7 +23,7 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import BoundaryHead, SharedHead
 from ppd_runtime.pipeline.machine import Machine
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
-from ppd_runtime.pipeline.staged.chances import Calibration
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
@@ -81,7 +81,7 @@ class Machines:
     clocks: Sequence[Clock]
     k: int
     rows: int
-    calibration: Calibration
+    calibration: ChanceCalibration
     repetitions: bool = True
     hop: float = 0.0
     slow_links: Mapping[int, float] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class SimulatedStages:
     ) -> None:
         self._has_repetitions, self._head = repetitions, head
         self._info, self._k, self._rows = info, k, rows
-        self._tokenizer, self._calibration = load_tokenizer(info), Calibration()
+        self._tokenizer, self._calibration = load_tokenizer(info), ChanceCalibration()
         code = compile_ahead(info, torch.float32, "cpu") if compiled else {}
         borders = pairwise([0, *cuts, info.num_layers])
         self._stages = [
@@ -180,7 +180,7 @@ class _ClockedStage:
     def __init__(self, stage: Stage, clock: Clock, times: StageTimes) -> None:
         self._stage, self._clock, self._times = RowStage(stage, MOST_HELD), clock, times
         self.num_layers, self.rows = self._stage.num_layers, 0
-        self.cached_tokens = 0
+        self.cached_tokens, self.layers_at_once = 0, 1
 
     @property
     def layer_passes(self) -> int:
@@ -196,10 +196,10 @@ class _ClockedStage:
         self._clock.spend_layers(self.num_layers)
         return self._stage.run_prompt(inputs, position)
 
-    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        self.rows += len(paths)
-        self._clock.spend_layers(self.num_layers, 1 + self._times.row_cost * (len(paths) - 1))
-        return self._stage.run_rows(inputs, paths)
+    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
+        self.rows += 0 if layers.start else len(paths)
+        self._clock.spend_layers(len(layers), 1 + self._times.row_cost * (len(paths) - 1))
+        return self._stage.run_rows(inputs, paths, layers)
 
     def keep(self, node: int) -> None:
         self._stage.keep(node)

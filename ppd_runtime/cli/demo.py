@@ -44,7 +44,8 @@ def demo(runtime: Settings, sampling: Settings) -> None:
             for number, (name, layout) in enumerate(layouts.items()):
                 with PPDRuntime(**{**runtime, **layout}, progress=show_progress) as timed:
                     if number == 0:
-                        print_stream(timed.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT)
+                        stages = len(timed.cuts) + 1
+                        print_stream(timed.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT, stages)
                         print(f"\nTimed on {cores} CPU cores, each beside ordinary decoding: {', then '.join(layouts)}")
                     show_progress(f"timing {name} and ordinary decoding, in turn")
                     comparisons[name] = compare(timed, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)

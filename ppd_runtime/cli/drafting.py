@@ -24,7 +24,7 @@ class Acceptance(str, Enum):
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingOptions:
     """What several methods have; None is the method's own default."""
 
     num_speculations: int | None = None
@@ -44,7 +44,7 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Swift:
+class SwiftOptions:
     """What SWIFT has besides; None is its own default."""
 
     layer_set: Path | None = None
@@ -54,7 +54,7 @@ class Swift:
     search_steps: int | None = None
     """Sets to try at the most; default: 1000."""
     bayes_interval: int | None = None
-    """Choose each so manieth by Bayesian optimisation; default: 25."""
+    """Choose every so many sets by Bayesian optimisation; default: 25."""
     context_window: int | None = None
     """Generated tokens by which sets are scored; default: 32."""
     search_seed: int | None = None
@@ -63,5 +63,5 @@ class Swift:
     """Candidates for a doubtful place; default: 10; 1: chains."""
 
 
-DRAFTING = group(Drafting, panel="Drafting (layerskip, adaspeed, kangaroo, swift)")
-SWIFT = group(Swift, panel="Swift")
+DRAFTING = group(DraftingOptions, panel="Drafting (layerskip, adaspeed, kangaroo, swift)")
+SWIFT = group(SwiftOptions, panel="Swift")

@@ -28,7 +28,7 @@ def one_line_errors(command: Callable[..., Any] | None = None) -> Iterator[None]
     try:
         with _closed_by_sigterm():
             yield
-    except (typer.Exit, typer.Abort):  # RuntimeErrors by descent, but nobody's failure
+    except (typer.Exit, typer.Abort):  # RuntimeErrors by descent, but no failure
         raise
     except (ValueError, OSError) as error:
         _leave(in_its_words(error, command) if command else str(error), _code(error))

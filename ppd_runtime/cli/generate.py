@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -15,13 +16,18 @@ from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
-from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime.methods.base import Generation, TextGenerator
-    from ppd_runtime.results import GenerationResult
+    from ppd_runtime.results import GenerationResult, TokenEvent
+
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
+"""Of what boundaries 0, 1, … were the first to name; those of later ones are the last's."""
+_MOST_HELD = 2  # tokens, until it is known who named the first of them
 
 
 class Method(str, Enum):
@@ -44,7 +50,7 @@ class Outputs:
     out: Path | None = None
     """Write the same JSON into this file."""
     quiet: bool = False
-    """No line of figures behind the text."""
+    """No line of figures after the text."""
     trace: Path | None = None
     """Write what every process did and when into this JSON file, for ui.perfetto.dev."""
     timeline: Path | None = None
@@ -62,24 +68,16 @@ class Outputs:
 
 
 LAYOUT_PANEL = "Pipelined decoding"
-LAYOUT_SETTINGS = (
-    "k",
-    "stages",
-    "cuts",
-    "rows",
-    "repetitions",
-    "guess_vocab",
-    "guess_counts",
-    "exit_head",
-    "workers",
-    "transport",
-    "launcher",
-    "ray_address",
-    "placement",
-    "bind_interface",
-    "run_ahead",
-    "max_restarts",
+LAYOUT_SETTINGS = options.runtime_but(
+    *IN_PROCESS_SETTINGS.values(),  # options of every command
+    "exit_layer",  # of other methods too
+    "max_requests",
+    "max_cache_tokens",
+    "prefix_cache_tokens",
+    "placement_timeout_s",
+    "gpus_per_worker",
 )
+"""All that one request on this host can be told."""
 LAYOUT = options.group(RuntimeConfig, LAYOUT_SETTINGS, panel=LAYOUT_PANEL, given_only=True)
 """The options of pipelined decoding."""
 
@@ -136,7 +134,8 @@ def _show(generation: "Generation", generator: "TextGenerator", prompt: str, out
                 pass
             show_progress("")
         else:
-            print_stream(generation, prompt)
+            stages = len(cuts) + 1 if (cuts := getattr(generator, "cuts", ())) else 0
+            print_stream(generation, prompt, stages, legend=not outputs.quiet)
     if not (outputs.as_json or outputs.quiet):
         sys.stderr.write(f"{_figures(generation.result)}\n")
     return generation.result
@@ -210,14 +209,47 @@ def show_progress(line: str) -> None:
         sys.stderr.flush()
 
 
-def print_stream(generation: "Generation", prompt: str) -> None:
-    """Print the text while it comes; hits stand out where the terminal has colours."""
+def print_stream(generation: "Generation", prompt: str, stages: int = 0, legend: bool = False) -> None:
+    """Print the text while it comes; where the terminal has colours, they say what foresaw a token.
+
+    Of stages that becomes known after the token itself: there each is printed with the next one or two.
+    """
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
+    most_held = _MOST_HELD if stages and console.color_system else 0
+    held: deque[TokenEvent] = deque()
+    boundaries: dict[int, int] = {}
+
+    def release(most: int) -> None:
+        while held and (len(held) > most or held[0].position in boundaries):
+            event = held.popleft()
+            named = boundaries.get(event.position, stages)
+            style = _style(named) if named < stages else "green" if event.hit else None
+            console.print(event.text, end="", style=style, markup=False)
+
     for number, event in enumerate(generation):
         if number == 0:
             show_progress("")
             console.print(prompt, end="", style="dim", markup=False)
-        console.print(event.text, end="", style="green" if event.hit else None, markup=False)
+        held.append(event)
+        boundaries.update(event.news.boundaries)
+        release(most_held)
+    boundaries.update(generation.result.news.boundaries)
+    release(0)
     console.print()
+    if legend and most_held:
+        _print_legend(stages)
+
+
+def _print_legend(stages: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    names = ["the text's repetitions", *(f"boundary {number}" for number in range(1, stages))]
+    words = Text(", ").join(Text(name, _style(number)) for number, name in enumerate(names))
+    Console(stderr=True, soft_wrap=True).print(Text("named first by ") + words + Text("; plain: by none"))
+
+
+def _style(boundary: int) -> str:
+    return _COLOURS[min(boundary, len(_COLOURS) - 1)]

@@ -42,7 +42,7 @@ def match_rate(
         str | None, typer.Option(help="Measure first boundaries for so many even stages, such as 2,4.")
     ] = None,
     cuts: Annotated[
-        list[str] | None, typer.Option(help="And for stages that end behind these layers: 3,6,9; may be given again.")
+        list[str] | None, typer.Option(help="And for stages that end after these layers: 3,6,9; may be given again.")
     ] = None,
     *,
     sampling: Settings,

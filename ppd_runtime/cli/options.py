@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig
+from ppd_runtime.config import IN_PROCESS_SETTINGS, RUNTIME_SETTINGS, RuntimeConfig
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import default_of, summary
 
@@ -35,6 +35,20 @@ Out = Annotated[Path | None, typer.Option(help="Write the same JSON into this fi
 KeptOut = Annotated[
     Path | None, typer.Option(help="Write the same JSON into this file; results are kept beside it until then.")
 ]
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Times of the cost model, by their names in a calibration; None: not given."""
+
+    layer_ms: float | None = None
+    """Time of a layer."""
+    head_ms: float | None = None
+    """Time of the final head."""
+    exit_head_ms: float | None = None
+    """Time of an exit head."""
+    hop_ms: float | None = None
+    """Time of a message between two processes."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ def group(
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of groups, in the places of its parameters of these names, which get what they make.
 
-    Typer, and whoever else asks for the command's signature, sees the single options.
+    Typer, and all else that asks for the command's signature, sees the single options.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -159,6 +173,11 @@ def _kind(declared: Any) -> Any:
     if isinstance(declared, str):
         return str
     return list[get_args(declared)[0]] if get_origin(declared) is tuple else declared  # type: ignore[misc]
+
+
+def runtime_but(*names: str) -> tuple[str, ...]:
+    """The settings of `RuntimeConfig` in its order, without those of these names: a new one is an option everywhere."""
+    return tuple(name for name in RUNTIME_SETTINGS if name not in names)
 
 
 PLACE = {name: own for name, own in IN_PROCESS_SETTINGS.items() if name in ("dtype", "device", "threads")}

@@ -12,6 +12,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
+from ppd_runtime.cost_model.memory import GivenMemory
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _MOST_ROWS = 12
 
 
 @dataclass(frozen=True)
-class Known:
+class PlanInputs:
     """What need not be measured, and what to plan with."""
 
     match_rates: Path | None = None
@@ -40,7 +41,7 @@ class Known:
     width: tuple[str, ...] = ()
     """N:FACTOR, a pass over N candidates in passes over one; may be given again."""
 
-    def given(self, times: "Times", run_ahead: bool, all_reduce_ms: float | None) -> "Given":
+    def given(self, times: "GivenTimes", run_ahead: bool, all_reduce_ms: float | None, memory: GivenMemory) -> "Given":
         """As the library has it; ValueError for what cannot be."""
         from ppd_runtime.calibration.planning import Given
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
@@ -50,11 +51,11 @@ class Known:
         rows = None if self.rows is None else parse_list("--rows", self.rows, int)
         widths = parse_factors("--width", self.width)
         known = (self.match_rates, self.calibration, self.layers, ks, asdict(times), counts, widths)
-        return Given(*known, run_ahead, rows, all_reduce_ms)
+        return Given(*known, run_ahead, rows, all_reduce_ms, memory)
 
 
 @dataclass(frozen=True)
-class Times:
+class GivenTimes:
     """Times by their names in a calibration; None: not given."""
 
     layer_ms: float | None = None
@@ -68,8 +69,9 @@ class Times:
 
 
 @takes(
-    known=options.group(Known, make=Known),
-    times=options.group(Times, make=Times),
+    known=options.group(PlanInputs, make=PlanInputs),
+    times=options.group(GivenTimes, make=GivenTimes),
+    memory=options.group(GivenMemory),
     sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64),
     place=options.IN_PROCESS,
 )
@@ -81,11 +83,12 @@ def plan(
         typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
     ] = None,
     *,
-    known: Known,
+    known: PlanInputs,
     run_ahead: Annotated[
         bool, typer.Option(help="With k=1 and the exit at half depth, plan with running ahead, the runtime's default.")
     ] = True,
-    times: Times,
+    times: GivenTimes,
+    memory: Settings,
     tensor_parallel_efficiency: Annotated[
         float | None,
         typer.Option(
@@ -107,6 +110,9 @@ def plan(
     Even stages of the staged layout are ranked as well, up to a stage for each device; with --match-rates, those whose
     first boundaries the file has (`ppd match-rate --stages`).
 
+    A layout whose fullest device would hold more than --memory-gb is left out, and so is one that this machine has no
+    memory for where the model is measured.
+
     What is not given is measured here. With --match-rates and either --calibration or all four times nothing is, and
     the answer comes at once.
     """
@@ -117,7 +123,7 @@ def plan(
         check_outputs(out, html)
         max_devices = (os.cpu_count() or 1) if devices is None else devices
         check_request(max_devices, tensor_parallel_efficiency, all_reduce_ms)
-        given = known.given(times, run_ahead, all_reduce_ms)
+        given = known.given(times, run_ahead, all_reduce_ms, GivenMemory(**memory))
         subject = Subject(model, prompts, limit, SamplingParams(**sampling), **place)
         planned = plan_with(given, max_devices, tensor_parallel_efficiency, subject, show_progress)
         _give(planned, model, as_json, out, html)
@@ -142,7 +148,8 @@ def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for heading in ("exit", "k", "devices", "match", "ms/token", "speed-up", "compute"):
+    sized = ["GB"] if ranking.ordinary.memory_gb is not None else []
+    for heading in ("exit", "k", "devices", "match", "ms/token", "speed-up", "compute", *sized):
         table.add_column(heading, justify="right", no_wrap=True)
     rows: list[Plan | StagedPlan | Alternative] = [ranking.ordinary, *ranking.parallel]
     rows += [*ranking.plans[:_MOST_ROWS], *ranking.staged[:_MOST_ROWS]]
@@ -162,10 +169,11 @@ def _cells(ranking: "Ranking", row: "Plan | StagedPlan | Alternative") -> list[s
     from ppd_runtime.cost_model.plans import Plan, StagedPlan
 
     figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.compute_per_token:.2f}"]
+    figures += [] if row.memory_gb is None else [f"{row.memory_gb:.3g}"]
     if isinstance(row, Plan):
         number = f"{ranking.plans.index(row) + 1}{', running ahead' if row.runs_ahead else ''}"
         return [number, str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", *figures]
     if isinstance(row, StagedPlan):
         several = f" ({row.rows} rows)" if row.rows > 1 else ""
         return [f"{row.devices} stages{several}", "", str(row.k), str(row.devices), "", *figures]
-    return [row.name, "", "", str(row.devices), "", *figures]
+    return [row.name if row.fits else "ordinary, too large", "", "", str(row.devices), "", *figures]

@@ -24,7 +24,7 @@ def search_layers(
     skip_ratio: Annotated[float, typer.Option(help="Share of attentions and MLPs to leave out.")] = 0.45,
     search_steps: Annotated[int, typer.Option(help="Sets to try at the most.")] = 1000,
     bayes_interval: Annotated[
-        int, typer.Option(help="Choose each so manieth by Bayesian optimisation; 0: all at random.")
+        int, typer.Option(help="Choose every so many sets by Bayesian optimisation; 0: all at random.")
     ] = 25,
     search_windows: Annotated[
         int, typer.Option(help="Score a set by so many windows of text before its score ends the search.")
@@ -60,7 +60,7 @@ def search_layers(
         print(json.dumps(json.loads(out.read_text(encoding="utf-8"))))
         return
     best = search.best
-    found = f"the best foretells {search.matchness:.3f} of the tokens" if search.steps else "so it is the uniform one"
+    found = f"the best predicts {search.matchness:.3f} of the tokens" if search.steps else "so it is the uniform one"
     print(f"{out}: {search.steps} sets tried, {found}")
     print(f"left out, layers counted from 0: attention {list(best.attention)}, MLP {list(best.mlp)}")
 

@@ -1,6 +1,6 @@
 """`ppd simulate`: the machines of either layout on virtual clocks, beside what its formulas predict."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,76 +8,81 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.options import Settings
+from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.cli.simulated_stages import StagedRuns, print_stages, simulate_stages
-from ppd_runtime.cli.stages import USUAL_LAYERS, refuse_beside_stages, refuse_without_stages
+from ppd_runtime.cli.stages import USUAL_LAYERS, Layers, refuse_beside_stages, refuse_without_stages
+from ppd_runtime.config import USUAL_K
 
 if TYPE_CHECKING:
     from ppd_runtime.calibration.simulate import Prediction, Summary
 
-_EXIT_LAYER, _K, _MATCH_RATE = 20, 3, 0.6837
+
+@dataclass(frozen=True)
+class PaperOptions:
+    """Options of the paper's layout."""
+
+    exit_layer: int = 20
+    """Predict early after this layer."""
+    workers: int | None = None
+    """Sub-processes, at most k; default: k."""
+    match_rate: float = 0.6837
+    """How often a candidate is right."""
+    width: float = 1.0
+    """With fewer workers than k: a pass over a worker's candidates, in passes over one."""
 
 
+@dataclass(frozen=True)
+class StagesOptions:
+    """Options of the staged layout."""
+
+    cuts: str | None = None
+    """With --stages: their borders, such as 3,6,9; default: as even as can be."""
+    first_boundary: str | None = None
+    """With --stages: how often boundary 1, 2, …, or none is the first to name the right token: .8,.1,.05,.05."""
+    match_rates: Path | None = None
+    """With --stages: take that from this file, which `ppd match-rate --out` wrote."""
+    rows: int = 1
+    """With --stages: tokens of a pass, at the most."""
+    row_cost: float = 0.0
+    """With --stages: what each further token adds to a pass; 0.05: 5 % of one token's."""
+
+
+@dataclass(frozen=True)
+class Disturbances:
+    """What makes times differ from each other."""
+
+    jitter: float = 0.0
+    """Deviation of the random factor on each layer's time; 0.1: 10 %."""
+    slow: tuple[str, ...] = ()
+    """RANK:FACTOR slows a process, 0 the main one, which is the last stage; may be given again."""
+    slow_link: tuple[str, ...] = ()
+    """RANK:FACTOR slows messages to and from a process; may be given again."""
+
+    def factors(self) -> Settings:
+        """As the settings of a simulation have them; ValueError for what has another form."""
+        from ppd_runtime.cost_model.tradeoff import parse_factors
+
+        slow, links = parse_factors("--slow", self.slow), parse_factors("--slow-link", self.slow_link)
+        return {"jitter": self.jitter, "slow": slow, "slow_links": links}
+
+
+@takes(
+    papers=options.group(PaperOptions, given_only=True),
+    staged=options.group(StagesOptions, given_only=True),
+    times=options.group(options.LayerTimes, layer_ms=1.0, head_ms=0.0, exit_head_ms=0.0, hop_ms=0.0),
+    disturbances=options.group(Disturbances, make=Disturbances),
+)
 def simulate(
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)
-        ),
-    ] = None,
-    exit_layer: Annotated[
-        int | None, typer.Option(help="Predict early after this layer.", show_default=str(_EXIT_LAYER))
-    ] = None,
-    k: Annotated[int, typer.Option(help="Early candidates for each token; with --stages, at each boundary.")] = _K,
-    workers: Annotated[int | None, typer.Option(help="Sub-processes, at most k; default: k.")] = None,
-    match_rate: Annotated[
-        float | None, typer.Option(help="How often a candidate is right.", show_default=str(_MATCH_RATE))
-    ] = None,
+    layers: Layers = None,
+    k: Annotated[int, typer.Option(help="Early candidates for each token; with --stages, at each boundary.")] = USUAL_K,
+    *,
+    papers: Settings,
     stages: Annotated[int | None, typer.Option(help="The staged layout with so many stages instead.")] = None,
-    cuts: Annotated[
-        str | None, typer.Option(help="With --stages: their borders, such as 3,6,9; default: as even as can be.")
-    ] = None,
-    first_boundary: Annotated[
-        str | None,
-        typer.Option(
-            help="With --stages: how often the first boundary to name the right token is no. 1, 2, …, and none of "
-            "them: .8,.1,.05,.05."
-        ),
-    ] = None,
-    match_rates: Annotated[
-        Path | None, typer.Option(help="With --stages: take that from this file, which `ppd match-rate --out` wrote.")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(help="With --stages: tokens of a pass, at the most.", show_default="1")
-    ] = None,
-    row_cost: Annotated[
-        float | None,
-        typer.Option(
-            help="With --stages: what each further token adds to a pass; 0.05: 5 % of one token's.", show_default="0"
-        ),
-    ] = None,
+    staged: Settings,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-    layer_ms: Annotated[float, typer.Option(help="Time of a layer.")] = 1.0,
-    head_ms: Annotated[float, typer.Option(help="Time of the final head.")] = 0.0,
-    exit_head_ms: Annotated[float, typer.Option(help="Time of an exit head.")] = 0.0,
-    hop_ms: Annotated[float, typer.Option(help="Time of a message between two processes.")] = 0.0,
-    width: Annotated[
-        float | None,
-        typer.Option(
-            help="With fewer workers than k: a pass over a worker's candidates, in passes over one.", show_default="1"
-        ),
-    ] = None,
-    jitter: Annotated[
-        float, typer.Option(help="Deviation of the random factor on each layer's time; 0.1: 10 %.")
-    ] = 0.0,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(help="RANK:FACTOR slows a process, 0 the main one, which is the last stage; may be given again."),
-    ] = None,
-    slow_link: Annotated[
-        list[str] | None, typer.Option(help="RANK:FACTOR slows messages to and from a process; may be given again.")
-    ] = None,
+    times: Settings,
+    disturbances: Disturbances,
     run_ahead: Annotated[
         bool, typer.Option(help="With k=1 and the exit at half depth, go on without exit states, as the runtime does.")
     ] = True,
@@ -95,47 +100,46 @@ def simulate(
     tokens are first named at a boundary drawn by --first-boundary or by the shares in the file of --match-rates.
     """
     with one_line_errors(simulate):
-        from ppd_runtime.calibration.simulate import Setting, predict, simulate_runs, summarise
-        from ppd_runtime.cost_model.theory import Times
-        from ppd_runtime.cost_model.tradeoff import parse_factors
-
         check_outputs(out)
-        factors: Settings = {
-            "jitter": jitter,
-            "slow": parse_factors("--slow", slow or ()),
-            "slow_links": parse_factors("--slow-link", slow_link or ()),
-        }
+        factors = disturbances.factors()
         if stages is not None:
-            papers = {"exit_layer": exit_layer, "workers": workers, "match_rate": match_rate, "width": width}
             refuse_beside_stages(str(stages), **papers, no_run_ahead=None if run_ahead else "")
-            times = (layer_ms, head_ms, exit_head_ms, hop_ms, row_cost or 0.0)
-            asked = StagedRuns(
-                stages, cuts, first_boundary, match_rates, layers, k, 1 if rows is None else rows, tokens, runs, seed
-            )
-            found = simulate_stages(asked, times, factors)
+            row_cost = staged.pop("row_cost", StagesOptions.row_cost)
+            chosen = asdict(StagesOptions()) | staged
+            del chosen["row_cost"]
+            asked = StagedRuns(stages=stages, layers=layers, k=k, tokens=tokens, runs=runs, seed=seed, **chosen)
+            found = simulate_stages(asked, (*times.values(), row_cost), factors)
             give_json(found.as_dict(), as_json, out)
             if not as_json:
                 print_stages(found)
             return
-        staged = {"cuts": cuts, "first_boundary": first_boundary, "match_rates": match_rates}
-        refuse_without_stages(**staged, rows=rows, row_cost=row_cost)
-        setting = Setting(
-            num_layers=USUAL_LAYERS if layers is None else layers,
-            exit_layer=_EXIT_LAYER if exit_layer is None else exit_layer,
-            k=k,
-            num_new_tokens=tokens,
-            times=Times(layer_ms, head_ms, exit_head_ms, hop_ms, 1.0 if width is None else width),
-            **factors,
-            workers=workers,
-            run_ahead=run_ahead,
-        )
-        rate = _MATCH_RATE if match_rate is None else match_rate
-        predicted = predict(setting, rate)
-        simulated = summarise(setting, simulate_runs(setting, rate, runs, seed))
-        inputs = asdict(setting) | {"match_rate": rate, "runs": runs, "seed": seed}
-        give_json(inputs | {"predicted": asdict(predicted), "simulated": asdict(simulated)}, as_json, out)
-        if not as_json:
-            _print_table(predicted, simulated, runs)
+        refuse_without_stages(**staged)
+        num_layers = USUAL_LAYERS if layers is None else layers
+        asked_papers = {"num_layers": num_layers, "k": k, "num_new_tokens": tokens, "run_ahead": run_ahead, **factors}
+        _simulate_paper(PaperOptions(**papers), asked_papers, times, (runs, seed), as_json, out)
+
+
+def _simulate_paper(
+    papers: PaperOptions,
+    asked: Settings,
+    times: Settings,
+    runs_and_seed: tuple[int, int],
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    from ppd_runtime.calibration.simulate import Setting, predict, simulate_runs, summarise
+    from ppd_runtime.cost_model.theory import Times
+
+    runs, seed = runs_and_seed
+    layer, head, exit_head, hop = times.values()
+    of_passes = Times(layer, head, exit_head, hop, papers.width)
+    setting = Setting(exit_layer=papers.exit_layer, workers=papers.workers, times=of_passes, **asked)
+    predicted = predict(setting, papers.match_rate)
+    simulated = summarise(setting, simulate_runs(setting, papers.match_rate, runs, seed))
+    inputs = asdict(setting) | {"match_rate": papers.match_rate, "runs": runs, "seed": seed}
+    give_json(inputs | {"predicted": asdict(predicted), "simulated": asdict(simulated)}, as_json, out)
+    if not as_json:
+        _print_table(predicted, simulated, runs)
 
 
 def _print_table(predicted: "Prediction", simulated: "Summary", runs: int) -> None:

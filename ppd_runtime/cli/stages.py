@@ -3,27 +3,46 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppd_runtime.config import USUAL_K
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.staged_tradeoff import Setting, StagedTradeoff
     from ppd_runtime.cost_model.theory import Times
 
-USUAL_LAYERS, USUAL_K = 40, "3"
-"""What `ppd tradeoff` takes where nothing else says them."""
+USUAL_LAYERS = 40
+"""What `ppd tradeoff` and `ppd simulate` take where nothing else says it."""
+Layers = Annotated[
+    int | None,
+    typer.Option(help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)),
+]
 
 
 @dataclass(frozen=True)
 class StagedOptions:
-    """Options of `ppd tradeoff` that the staged layout has."""
+    """Options of `ppd tradeoff` that the staged layout alone has."""
+
+    first_boundary: str | None = None
+    """With --stages: how often boundary 1, 2, …, or none is the first to name the right token: .8,.1,.05,.05; for
+    several numbers of stages with ';' between: '.9,.1;.8,.1,.05,.05'."""
+    rows_per_token: float | None = None
+    """With --stages: further rows a token whose work is dropped; default: by k and the first boundaries."""
+    all_reduce_ms: float | None = None
+    """With --stages: tensor parallelism's all-reduce; default: 0.018 to 0.029, as in gpt-fast."""
+
+
+@dataclass(frozen=True)
+class AskedStages:
+    """What `ppd tradeoff --stages` was asked for."""
 
     stages: str
-    first_boundary: str | None
     match_rates: Path | None
     layers: int | None
     k: str | None
-    rows_per_token: float | None
-    all_reduce_ms: float | None
+    own: StagedOptions
 
 
 def refuse_beside_stages(stages: str, **given: object) -> None:
@@ -43,7 +62,7 @@ def refuse_without_stages(**given: object) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: is the staged layout's, give --stages as well")
 
 
-def predict_staged(options: StagedOptions, tokens: int, times: "Times | None") -> "list[StagedTradeoff]":
+def predict_staged(asked: AskedStages, tokens: int, times: "Times | None") -> "list[StagedTradeoff]":
     """A row for each number of stages, cuts and k.
 
     Raises:
@@ -52,13 +71,13 @@ def predict_staged(options: StagedOptions, tokens: int, times: "Times | None") -
     from ppd_runtime.cost_model.staged_tradeoff import check_rows, predict
     from ppd_runtime.cost_model.tradeoff import parse_list
 
-    rows, all_reduce = options.rows_per_token, options.all_reduce_ms
+    rows, all_reduce = asked.own.rows_per_token, asked.own.all_reduce_ms
     check_rows(rows, all_reduce)
     if all_reduce is not None and times is None:
         raise ValueError(f"--all-reduce-ms {all_reduce:g}: needs --layer-ms as well, give it too")
-    stages = parse_list("--stages", options.stages, int)
-    ks = None if options.k is None else parse_list("--k", options.k, int)
-    num_layers, settings = staged_settings(stages, options.first_boundary, options.match_rates, options.layers, ks)
+    stages = parse_list("--stages", asked.stages, int)
+    ks = None if asked.k is None else parse_list("--k", asked.k, int)
+    num_layers, settings = staged_settings(stages, asked.own.first_boundary, asked.match_rates, asked.layers, ks)
     return [predict(num_layers, setting, tokens, times, rows, all_reduce) for setting in settings]
 
 
@@ -81,10 +100,15 @@ def staged_settings(
         num_layers = measured.layers(layers, USUAL_LAYERS)
         return num_layers, measured_settings(num_layers, stages, measured, ks)
     num_layers = USUAL_LAYERS if layers is None else layers
-    if len(stages) > 1:
-        raise ValueError(f"--stages {asked}: --first-boundary is for one number of stages, --match-rates for all")
-    given = parse_list("--first-boundary", str(shares), float)
-    return num_layers, given_settings(num_layers, stages[0], given, ks or [int(USUAL_K)])
+    lists = [parse_list("--first-boundary", part, float) for part in str(shares).split(";")]
+    if len(lists) != len(stages):
+        way_out = f"`ppd match-rate --stages {asked}` measures them for --match-rates"
+        raise ValueError(
+            f"--stages {asked} with --first-boundary {shares}: give shares for each, with ';' between; or {way_out}"
+        )
+    by_stages = zip(stages, lists, strict=True)
+    given = [given_settings(num_layers, number, own, ks or [USUAL_K]) for number, own in by_stages]
+    return num_layers, [setting for settings in given for setting in settings]
 
 
 def print_staged(rows: "Sequence[StagedTradeoff]", options: StagedOptions) -> None:

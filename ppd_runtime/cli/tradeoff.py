@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,36 +10,35 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.cli.stages import (
-    USUAL_K,
     USUAL_LAYERS,
+    AskedStages,
+    Layers,
     StagedOptions,
     predict_staged,
     print_staged,
     refuse_beside_stages,
     refuse_without_stages,
 )
+from ppd_runtime.config import USUAL_K
 
 if TYPE_CHECKING:
     from ppd_runtime.cost_model.theory import Times
-    from ppd_runtime.cost_model.tradeoff import Row, Tradeoff
+    from ppd_runtime.cost_model.tradeoff import CsvRow, Tradeoff
 
 _EXIT_LAYER, _MATCH_RATE = "20", "0.6837"
 
 
+@takes(staged=options.group(StagedOptions, make=StagedOptions), times=options.group(options.LayerTimes))
 def tradeoff(
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)
-        ),
-    ] = None,
+    layers: Layers = None,
     exit_layer: Annotated[
         str | None, typer.Option(help="Predict early after this layer; several: 20,30.", show_default=_EXIT_LAYER)
     ] = None,
     k: Annotated[
-        str | None, typer.Option(help="Early candidates for each token; several: 1,3,5.", show_default=USUAL_K)
+        str | None, typer.Option(help="Early candidates for each token; several: 1,3,5.", show_default=str(USUAL_K))
     ] = None,
     match_rate: Annotated[
         str | None,
@@ -51,32 +51,18 @@ def tradeoff(
     stages: Annotated[
         str | None, typer.Option(help="The staged layout with so many stages instead; several: 2,4,8.")
     ] = None,
-    first_boundary: Annotated[
-        str | None,
-        typer.Option(
-            help="With --stages: how often the first boundary to name the right token is no. 1, 2, …, and none of "
-            "them: .8,.1,.05,.05."
-        ),
-    ] = None,
-    rows_per_token: Annotated[
-        float | None,
-        typer.Option(help="With --stages: rows a token that run in vain; default: by k and the first boundaries."),
-    ] = None,
-    all_reduce_ms: Annotated[
-        float | None,
-        typer.Option(help="With --stages: tensor parallelism's all-reduce; default: 0.018 to 0.029, as in gpt-fast."),
-    ] = None,
+    *,
+    staged: StagedOptions,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-    layer_ms: Annotated[float | None, typer.Option(help="Time of a layer; adds the time per token.")] = None,
-    head_ms: Annotated[float | None, typer.Option(help="Time of the final head.")] = None,
-    exit_head_ms: Annotated[float | None, typer.Option(help="Time of an exit head.")] = None,
-    hop_ms: Annotated[float | None, typer.Option(help="Time of a message between two processes.")] = None,
+    times: Settings,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object, or a list for several.")] = False,
     out: options.Out = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latency against compute into this image.")] = None,
 ) -> None:
     """Predict latency and compute by Theorem 4.1; lists of values give a row for every combination.
+
+    --layer-ms adds the time per token.
 
     --stages predicts the staged layout, with tensor parallelism on as many devices beside it: from --first-boundary,
     or from the first boundaries that `ppd match-rate --stages` or --cuts wrote into the file of --match-rates.
@@ -89,28 +75,31 @@ def tradeoff(
         from ppd_runtime.cost_model.tradeoff import predict
 
         check_outputs(out, csv, plot)
-        times = _times(layer_ms, head_ms, exit_head_ms, hop_ms)
+        of_passes = _times(**times)
         if stages is not None:
             refuse_beside_stages(stages, exit_layer=exit_layer, match_rate=match_rate, plot=plot)
-            asked = StagedOptions(stages, first_boundary, match_rates, layers, k, rows_per_token, all_reduce_ms)
-            staged = predict_staged(asked, tokens, times)
-            _give(staged, as_json, out, csv)
+            predicted = predict_staged(AskedStages(stages, match_rates, layers, k, staged), tokens, of_passes)
+            _give(predicted, as_json, out, csv)
             if not as_json:
-                print_staged(staged, asked)
+                print_staged(predicted, staged)
             return
-        refuse_without_stages(first_boundary=first_boundary, rows_per_token=rows_per_token, all_reduce_ms=all_reduce_ms)
+        refuse_without_stages(**asdict(staged))
         num_layers, settings = _settings(layers, exit_layer, k, match_rate, match_rates)
-        rows = [predict(num_layers, *setting, tokens, times) for setting in settings]
-        if plot is not None:
-            from ppd_runtime.cost_model.plots import draw
-
-            draw(rows, plot)
+        rows = [predict(num_layers, *setting, tokens, of_passes) for setting in settings]
+        _draw(rows, plot)
         _give(rows, as_json, out, csv)
         if not as_json:
             _print_table(rows)
 
 
-def _give(rows: "Sequence[Row]", as_json: bool, out: Path | None, csv: Path | None) -> None:
+def _draw(rows: "Sequence[Tradeoff]", plot: Path | None) -> None:
+    if plot is not None:
+        from ppd_runtime.cost_model.plots import draw
+
+        draw(rows, plot)
+
+
+def _give(rows: "Sequence[CsvRow]", as_json: bool, out: Path | None, csv: Path | None) -> None:
     from ppd_runtime.cost_model.tradeoff import write_csv
 
     if csv is not None:
@@ -118,12 +107,12 @@ def _give(rows: "Sequence[Row]", as_json: bool, out: Path | None, csv: Path | No
     give_json(rows[0].as_dict() if len(rows) == 1 else [row.as_dict() for row in rows], as_json, out)
 
 
-def _times(layer: float | None, head: float | None, exit_head: float | None, hop: float | None) -> "Times | None":
+def _times(layer_ms: float | None = None, **others: float) -> "Times | None":
     from ppd_runtime.cost_model.theory import Times
 
-    if layer is not None:
-        return Times(layer, head or 0.0, exit_head or 0.0, hop or 0.0)
-    if any(time is not None for time in (head, exit_head, hop)):
+    if layer_ms is not None:
+        return Times(layer_ms, *(others.get(name, 0.0) for name in ("head_ms", "exit_head_ms", "hop_ms")))
+    if others:
         raise ValueError("--head-ms, --exit-head-ms and --hop-ms need --layer-ms as well: give it too")
     return None
 
@@ -139,7 +128,7 @@ def _settings(
         return _measured_settings(layers, exit_layer, k, file)
     return USUAL_LAYERS if layers is None else layers, combine(
         parse_list("--exit-layer", _EXIT_LAYER if exit_layer is None else exit_layer, int),
-        parse_list("--k", USUAL_K if k is None else k, int),
+        parse_list("--k", str(USUAL_K) if k is None else k, int),
         parse_list("--match-rate", _MATCH_RATE if match_rate is None else match_rate, float),
     )
 

@@ -15,7 +15,8 @@ _SLICE_S = 0.02  # so long a call listens before it lets others send
 class MessageExchange:
     """Sockets bear one thread at a time. So of the calls that wait for a message one listens for all of them.
 
-    Whoever hears its own message goes, and another listens from then on. A call that is alone always listens itself.
+    A call that hears its own message leaves, and another listens from then on. A call that is alone always listens
+    itself.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -36,7 +37,7 @@ class MessageExchange:
             self._inboxes[request] = deque()
 
     def close(self, request: int) -> None:
-        """Nobody waits for its messages any more."""
+        """Its messages are no longer wanted."""
         with self._lock:
             self._inboxes.pop(request, None)
 

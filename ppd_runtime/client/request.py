@@ -3,8 +3,8 @@
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ppd_runtime.client.ending import CANCELLED, Ending
@@ -15,6 +15,7 @@ from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
     Finished,
+    Foreseen,
     Message,
     Report,
     Spans,
@@ -23,6 +24,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.span_messages import unpack
 from ppd_runtime.pipeline.wire import WireError
+from ppd_runtime.results import NOTHING_NEW, News
 from ppd_runtime.tracing.spans import ProcessSpans
 
 logger = logging.getLogger(__name__)
@@ -32,23 +34,46 @@ _LONGEST_PATIENCE_S = 8.0  # … but no longer
 _GAP_S = 0.1  # between two questions about lost tokens
 _SILENCE_DEADLINE_S = 120.0
 _REPORT_DEADLINE_S = 2.0
+_MOST_PIECES = 256  # of spans that were not asked for
 _END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that does not answer
 
 
 @dataclass
 class RequestReports:
-    """What the workers have told about a request at its end, by rank."""
+    """What the workers have told about a request, by rank: at its end, and meanwhile where somebody watches it."""
 
     finished: Finished | None = None
     of_workers: dict[int, Report] = field(default_factory=dict)
     spans: dict[int, list[Spans]] = field(default_factory=dict)
+    boundaries: dict[int, int] = field(default_factory=dict)
+    """The first boundary of the token at each position."""
+    _new_boundaries: list[tuple[int, int]] = field(default_factory=list)
+    _new_spans: deque[Spans] = field(default_factory=lambda: deque(maxlen=_MOST_PIECES))
 
     def take(self, message: Message) -> None:
-        """Keep counts and spans."""
+        """Keep counts, spans and boundaries."""
         if isinstance(message, Report):
             self.of_workers[message.sender] = message
+        elif isinstance(message, Foreseen):
+            if message.position not in self.boundaries:
+                self.boundaries[message.position] = message.boundary
+                self._new_boundaries.append((message.position, message.boundary))
+        elif isinstance(message, Spans) and message.watched:
+            self._new_spans.append(message)
         elif isinstance(message, Spans):
             self.spans.setdefault(message.sender, []).append(message)
+
+    def news(self, name_of: Callable[[int], str]) -> News:
+        """What has come since the last time."""
+        if not (self._new_boundaries or self._new_spans):
+            return NOTHING_NEW
+        pieces: dict[int, list[Spans]] = {}
+        for piece in self._new_spans:
+            pieces.setdefault(piece.sender, []).append(piece)
+        news = News(tuple(self._new_boundaries), _readable(pieces, name_of))
+        self._new_boundaries.clear()
+        self._new_spans.clear()
+        return news
 
     def in_order(self) -> list[Report]:
         """The sub-processes' counts."""
@@ -56,17 +81,21 @@ class RequestReports:
 
     def processes(self, name_of: Callable[[int], str]) -> tuple[ProcessSpans, ...]:
         """The workers' spans; what cannot be read is logged and left out."""
-        processes = []
-        for rank in sorted(self.spans):
-            try:
-                processes.append(unpack(self.spans[rank]))
-            except WireError as error:
-                logger.warning("left %s out of the trace: %s", name_of(rank), error)
-        return tuple(processes)
+        return _readable(self.spans, name_of)
+
+
+def _readable(pieces: Mapping[int, Sequence[Spans]], name_of: Callable[[int], str]) -> tuple[ProcessSpans, ...]:
+    processes = []
+    for rank in sorted(pieces):
+        try:
+            processes.append(unpack(pieces[rank]))
+        except WireError as error:
+            logger.warning("left out spans of %s: %s", name_of(rank), error)
+    return tuple(processes)
 
 
 class RequestClient:
-    """A request to the main process, which is asked again where it falls silent, and by whoever takes its place."""
+    """A request to the main process, which is asked again where it falls silent or is replaced."""
 
     def __init__(self, exchange: MessageExchange, begin: Begin, ending: Ending | None = None) -> None:
         self._exchange, self._supervisor, self._begin = exchange, exchange.supervisor, begin
@@ -78,7 +107,7 @@ class RequestClient:
         """Tokens by `Token.winner`."""
         self._delivered: list[int] = []
         self._cancelled = False
-        self._life, self._began, self._end_at = 0, time.monotonic(), math.inf
+        self._main_starts, self._began, self._end_at = 0, time.monotonic(), math.inf
         self._patience = _ASK_AGAIN_S
         self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
 
@@ -90,7 +119,7 @@ class RequestClient:
         """
         self._exchange.open(self._begin.request)
         self._exchange.check()
-        self._life, self._began = self._supervisor.lives(MAIN), time.monotonic()
+        self._main_starts, self._began = self._supervisor.starts(MAIN), time.monotonic()
         self._ask()
         while self.reports.finished is None:
             message = self._next_message()
@@ -118,7 +147,7 @@ class RequestClient:
             pass
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """The request is no longer listened to."""
         self._exchange.close(self._begin.request)
 
     def hear_all(self) -> None:
@@ -193,8 +222,8 @@ class RequestClient:
         self._exchange.check()
         if not self._supervisor.is_serving(MAIN):
             self._heard_at = now  # its start has a deadline of its own
-        elif (life := self._supervisor.lives(MAIN)) != self._life:
-            self._life, self._heard_at = life, now
+        elif (starts := self._supervisor.starts(MAIN)) != self._main_starts:
+            self._main_starts, self._heard_at = starts, now
             self.restarts += 1
             self._ask()
         elif now - max(self._heard_at, self._exchange.heard_at) > _SILENCE_DEADLINE_S:

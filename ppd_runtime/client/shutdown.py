@@ -1,4 +1,4 @@
-"""When workers may be closed: between two steps of a call, whoever asks for it, and never under one."""
+"""When workers may be closed: between two steps of a call and never within one, whichever thread asks for it."""
 
 import os
 import threading

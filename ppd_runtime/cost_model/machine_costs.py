@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.checks import check_number, check_share, check_whole
+from ppd_runtime.cost_model.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class Calibration:
     widths: Mapping[int, float] = field(default_factory=dict)
     """A layer's pass over several candidates at one position, in passes over one, by their number."""
     devices: int | None = None
-    """Devices of the machine that the times are from; None where nobody knows."""
+    """Devices of the machine that the times are from; None where unknown."""
     cpu_share: float | None = None
     """Of the CPU time that measuring could use, what it got; less than it needs where other programs computed. None
-    where nobody knows."""
+    where unknown."""
+    memory: Memory | None = None
+    """What the model takes and devices have; None where unknown."""
 
     def __post_init__(self) -> None:
         for name in time_names():
@@ -103,6 +106,8 @@ def read_calibration(path: Path) -> Calibration:
         row = dict(whole.get("calibration", whole))
         for name in ("parallel_speedups", "widths"):
             row[name] = {int(n): factor for n, factor in row.get(name, {}).items()}
+        if row.get("memory") is not None:
+            row["memory"] = Memory(**row["memory"])
         return Calibration(**row)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a calibration that `ppd plan --out` wrote") from error

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ppd_runtime.checks import check_layers, check_number, check_share, check_whole, check_workers
 from ppd_runtime.cost_model import verdict as words
+from ppd_runtime.cost_model.fitting import fitting
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, TokenTime
 from ppd_runtime.cost_model.run_ahead_model import entry_messages, follow
@@ -42,8 +43,10 @@ def rank(
     `all_reduce_ms` what an all-reduce takes, of which it has two a layer. With neither, what was measured is ranked,
     and nothing where nothing was: other hardware's figures say nothing of this one's.
 
-    `devices_here` is how many devices there are, None where nobody knows; plans for more are ranked, with a caution.
+    `devices_here` is how many devices there are, None where unknown; plans for more are ranked, with a caution.
     `cautions` are the caller's own, for the verdict.
+
+    What the calibration's `memory` has no room for is left out, and the verdict says so.
 
     `boundaries` are the staged layout's first boundaries; what fits of it is ranked beside, one device for each stage.
     `rows` are the numbers of rows a pass to consider; None is 1 to k.
@@ -52,13 +55,7 @@ def rank(
         ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
     """
     check_request(max_devices, efficiency, all_reduce_ms)
-    plans = [
-        plan(num_layers, exit_layer, k, rate, calibration, count, run_ahead)
-        for (exit_layer, k), rate in rates.items()
-        for count in worker_counts(k, calibration, workers)
-        if count + 1 <= max_devices
-    ]
-    plans.sort(key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
+    plans = _plans(num_layers, calibration, rates, max_devices, workers, run_ahead)
     ordinary = _ordinary(num_layers, calibration)
     staged = rank_stages(num_layers, calibration, boundaries or {}, max_devices, ordinary.ms_per_token, rows)
     counts = sorted({row.devices for row in plans} | {row.devices for row in staged} | ({max_devices} - {1}))
@@ -68,20 +65,39 @@ def rank(
         speedups = _split_speedups(counts, num_layers, calibration, all_reduce_ms)
     parallel = _parallel(ordinary, speedups)
     least = 1 + min(min(worker_counts(k, calibration, workers), default=k) for _, k in rates)
-    cautions = (*words.beyond(plans, staged, max_devices, devices_here), *cautions)
+    fit = fitting(num_layers, calibration.memory, plans, staged, parallel, ordinary)
+    cautions = (*words.beyond(fit.plans, fit.staged, max_devices, devices_here), *fit.left_out, *cautions)
     return Ranking(
         num_layers=num_layers,
         max_devices=max_devices,
         run_ahead=run_ahead,
-        plans=tuple(plans),
-        ordinary=ordinary,
-        parallel=parallel,
-        gains=any(rows[0].speedup >= words.WORTH_IT for rows in (plans, staged) if rows),
-        verdict=words.verdict(plans, staged, parallel, least, max_devices, calibration, cautions),
+        plans=tuple(fit.plans),
+        ordinary=fit.ordinary,
+        parallel=fit.parallel,
+        gains=words.pays(fit),
+        verdict=words.verdict(fit, least, max_devices, calibration, cautions),
         cautions=cautions,
         footnotes=words.footnotes(counts, parallel),
-        staged=staged,
+        staged=fit.staged,
     )
+
+
+def _plans(
+    num_layers: int,
+    calibration: Calibration,
+    rates: Rates,
+    max_devices: int,
+    workers: Sequence[int] | None,
+    run_ahead: bool,
+) -> list[Plan]:
+    """The paper's layout in every way that fits, the fastest first."""
+    plans = [
+        plan(num_layers, exit_layer, k, rate, calibration, count, run_ahead)
+        for (exit_layer, k), rate in rates.items()
+        for count in worker_counts(k, calibration, workers)
+        if count + 1 <= max_devices
+    ]
+    return sorted(plans, key=lambda row: (row.ms_per_token, row.devices, row.compute_per_token))
 
 
 def check_request(max_devices: int, efficiency: float | None, all_reduce_ms: float | None = None) -> None:
@@ -188,7 +204,7 @@ def ahead_time(num_layers: int, match_rate: float, calibration: Calibration) -> 
     late. A token takes three messages, two more for a candidate behind a wrong one, and entries go out in batches.
 
     Within 1 % of the simulated machines while a hop is shorter than d/2 layers, but it knows no rests. Nor does it
-    know jitter: where the exit head and the final one take nearly as long, an instant decides whether a pass in vain
+    know jitter: where the exit head and the final one take nearly as long, an instant decides whether a useless pass
     has begun.
     """
     exit_layer = num_layers // 2

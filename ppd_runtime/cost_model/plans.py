@@ -8,7 +8,7 @@ class TokenTime:
     """What a token takes, in milliseconds, by what it is spent on; expected values over hits and misses."""
 
     layers: float
-    """Layers on the token's path, with nobody else at work."""
+    """Layers on the token's path, with no other process at work."""
     head: float
     contention: float
     """What the layers take longer because sub-processes work at the same time."""
@@ -48,6 +48,8 @@ class Plan:
     passes by which sub-processes follow a miss; where next to nothing hits they rest, and it is less."""
     ideal_speedup: float
     """With nothing but layers taking time: Theorem 4.1's, for long texts."""
+    memory_gb: float | None = None
+    """What its fullest device holds; where devices share one memory, what all hold together. None: not known."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class StagedPlan:
     """Full passes of all layers, by all stages; ordinary decoding's is 1."""
     ideal_speedup: float
     """With nothing but layers taking time, for long texts."""
+    memory_gb: float | None = None
+    """What its fullest device holds; where devices share one memory, what all hold together. None: not known."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,10 @@ class Alternative:
     compute_per_token: float
     source: str
     """Where its speed is from: measured or given."""
+    memory_gb: float | None = None
+    """What its fullest device holds; where devices share one memory, what all hold together. None: not known."""
+    fits: bool = True
+    """Whether a device has as much memory."""
 
 
 @dataclass(frozen=True)

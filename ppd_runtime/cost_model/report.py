@@ -76,6 +76,7 @@ def _setting(row: Plan, points: list[Plan]) -> dict[str, object]:
         "devices": row.devices,
         "ahead": row.runs_ahead,
         "points": [_figures(point) for point in points],
+        **({} if row.memory_gb is None else {"memory_gb": row.memory_gb}),
     }
 
 

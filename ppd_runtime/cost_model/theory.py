@@ -165,14 +165,17 @@ def miss_time(num_layers: int, times: Times) -> float:
 def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
     """Time from one token to the next after a hit, in `times`' unit: `d̄·τ + λ + max(0, 2c + σ + (w − 1)(d − d̄)τ − λ)`.
 
-    The early start leaves the main process after the exit layer and comes back two hops, an exit head and d − d̄
-    layers later; the main process has its own d − d̄ layers and head to do until then.
+    The early start leaves the main process after the exit layer. It comes back two hops, an exit head and d − d̄ layers
+    later. Until then the main process has its own d − d̄ layers and head to do.
 
-    Exact while hops and exit heads are short beside the layers: the winner's entries reach the other sub-processes
-    before they need them (one worker, or c < (2d̄ − d)τ, or c ≤ σ where d̄ = d/2), a sub-process is back in step one
-    token after a miss (σ + (w − 1)(d − d̄)τ ≤ λ + (2d̄ − d)τ), every candidate is named before the token is
-    (2c + σ ≤ λ + (d − d̄)τ), and no early start takes longer than (d − d̄)τ to come after that. Beyond that, simulate
-    (`ppd_runtime.calibration.simulate`).
+    It is exact while hops and exit heads are short beside the layers, which means four things:
+    - The winner's entries reach the other sub-processes before they need them: one worker, or c < (2d̄ − d)τ, or c ≤ σ
+      where d̄ = d/2.
+    - A sub-process is back in step one token after a miss: σ + (w − 1)(d − d̄)τ ≤ λ + (2d̄ − d)τ.
+    - Every candidate is named before the token is: 2c + σ ≤ λ + (d − d̄)τ.
+    - After that no early start takes longer than (d − d̄)τ to come.
+
+    Where one of them does not hold, simulate (`ppd_runtime.calibration.simulate`).
     """
     check_layers(num_layers, exit_layer)
     wider = (times.width - 1) * (num_layers - exit_layer) * times.layer

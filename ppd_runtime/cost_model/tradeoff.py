@@ -27,7 +27,7 @@ class MatchRates:
     """Where they are from, for messages to people."""
     rates: Rates
     num_layers: int | None = None
-    """The model's layers; None where nobody noted them."""
+    """The model's layers; None where they are not noted."""
     first_boundary: BoundaryShares = field(default_factory=dict)
     """The staged layout's; empty where none were measured."""
 
@@ -215,14 +215,14 @@ def parse_factors(name: str, texts: Sequence[str]) -> dict[int, float]:
     return factors
 
 
-class Row(Protocol):
-    """A prediction."""
+class CsvRow(Protocol):
+    """What a line of a file is made of."""
 
     def as_dict(self) -> Mapping[str, object]:
         """Its fields by name."""
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
+def write_csv(rows: Sequence[CsvRow], path: Path) -> None:
     """Write one line a row under the fields' names, a field's numbers with spaces; the file appears when whole."""
     with whole_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0].as_dict()))

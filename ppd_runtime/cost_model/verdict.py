@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from ppd_runtime.cost_model.fitting import Fitting
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.plans import Alternative, Plan, StagedPlan
 
@@ -15,19 +16,22 @@ _PUBLISHED = (
 )
 
 
-def verdict(
-    plans: Sequence[Plan],
-    staged: Sequence[StagedPlan],
-    parallel: Sequence[Alternative],
-    least: int,
-    max_devices: int,
-    calibration: Calibration,
-    cautions: Sequence[str],
-) -> str:
+def pays(fit: Fitting) -> bool:
+    """Whether a plan is worth its devices: it gains, or ordinary decoding does not fit one device."""
+    ranked = _ranked(fit.plans, fit.staged)
+    return bool(ranked) and (ranked[0].speedup >= WORTH_IT or not fit.ordinary.fits)
+
+
+def verdict(fit: Fitting, least: int, max_devices: int, calibration: Calibration, cautions: Sequence[str]) -> str:
     """What to do, and why not, with every caution; `least` is the fewest devices that any plan needs."""
-    advice = _advice(plans, staged, least, max_devices, calibration)
-    ranked = _ranked(plans, staged)
-    advice += _beside(ranked[0], parallel) if ranked else ""
+    ranked = _ranked(fit.plans, fit.staged)
+    if fit.left_out and not ranked:
+        advice = "don't: no layout fits the memory"
+    elif ranked and not fit.ordinary.fits:
+        advice = f"{_setting(ranked[0])}: {_speed(ranked[0])}, which does not fit one device"
+    else:
+        advice = _advice(fit.plans, fit.staged, least, max_devices, calibration)
+    advice += _beside(ranked[0], fit.parallel) if ranked else ""
     return f"{advice}. {' '.join(cautions)}" if cautions else advice
 
 

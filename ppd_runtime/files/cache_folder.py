@@ -51,7 +51,7 @@ def _temporary_place() -> Path:
 
 
 def _safe(folder: Path) -> Path:
-    """The folder, made if need be, where nobody but the user and the administrator may write."""
+    """The folder, made if need be, where only the user and the administrator may write."""
     way_out = "make it your own alone (chmod 700), or set XDG_CACHE_HOME to another folder"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def capabilities(device: torch.device) -> list[str]:
 
 
 def artifact(ingredients: Mapping[str, Any], make: Callable[[Path], None], suffix: str = ".pt2") -> Path:
-    """The file made from `ingredients` (JSON values), by `make(path)` where nobody has made it yet or it is damaged.
+    """The file made from `ingredients` (JSON values), by `make(path)` where it is missing or damaged.
 
     Where the cache folder cannot have it, one in `temporary_folder`, with a line of warning.
 

@@ -64,7 +64,7 @@ def is_whole(path: Path) -> bool:
 
 def find(folder: Path, name: str, suffix: str) -> Path | None:
     """The file of this name, found whole a moment ago by this process or another one of this host; None where there is
-    none. A damaged one is removed, with a line of warning; who asks makes it anew.
+    none. A damaged one is removed, with a line of warning; who asks makes it again.
 
     Raises:
         OSError: where others take too long with it.
@@ -81,7 +81,7 @@ def find(folder: Path, name: str, suffix: str) -> Path | None:
 
 
 def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
-    """As `find`, for whoever is the `only_one`."""
+    """As `find`, for the process that is the `only_one`."""
     for path in _named(folder, name, suffix):
         if _whole_lately(path):
             return path
@@ -91,7 +91,7 @@ def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
             if is_whole(path):
                 note_whole(path, identity)
                 return path
-            logger.warning("%s is damaged, so it is removed and made anew", path)
+            logger.warning("%s is damaged, so it is removed and made again", path)
             with contextlib.suppress(OSError):  # it can be read only: so it is each time
                 path.unlink(missing_ok=True)
     return None
@@ -115,7 +115,7 @@ def keep(made: Path, folder: Path, name: str, suffix: str) -> Path:
 
 @contextlib.contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A name beside `path` that nobody else has, even where locks do not work; what is left under it goes away."""
+    """A unique name beside `path`, even where locks do not work; what is left under it is removed later."""
     own = path.with_name(f"{path.name}-{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}")
     try:
         yield own
@@ -171,7 +171,7 @@ def _is_small(path: Path) -> bool:
 
 
 def _whole_lately(path: Path) -> bool:
-    """Whether a process of this host has found it whole and nobody has written to it since."""
+    """Whether a process of this host has found it whole, and it has not been written to since."""
     try:
         when, *identity = json.loads(_note(path).read_text())
         return abs(time.time() - when) < _LATELY_S and identity == _identity(path)
@@ -194,7 +194,7 @@ def _note(path: Path) -> Path:
 
 
 def _count_as_used(path: Path) -> None:
-    """So that nobody removes it as unused. Seldom: it changes the identity that a note is about."""
+    """So that it is not removed as unused. Seldom: it changes the identity that a note is about."""
     with contextlib.suppress(OSError):  # a folder that can be read only
         if time.time() - path.stat().st_mtime > _TOUCH_S:
             os.utime(path)

@@ -13,7 +13,7 @@ from ppd_runtime.files.checksummed import find, keep
 def kept_finding(
     kind: str, about: Mapping[str, Any], names: Sequence[str], measure: Callable[[], Sequence[float]]
 ) -> tuple[float, ...]:
-    """The numbers of these names that were found for `about` (JSON values), by `measure` where nobody has found them.
+    """The numbers of these names that were found for `about` (JSON values), by `measure` where they are not known yet.
 
     Raises:
         OSError: where they cannot be kept.
@@ -25,7 +25,7 @@ def kept_finding(
         finding = json.loads(path.read_text())
         return tuple(float(finding[name]) for name in names)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged, remove it to have it made anew: {error}") from error
+        raise ValueError(f"{path} is damaged, remove it to have it made again: {error}") from error
 
 
 def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:

@@ -13,7 +13,7 @@ from ppd_runtime.transport import Endpoint
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """What a request came to, for whoever watches a cluster; by rank where it is a worker's."""
+    """What a request came to, for metrics of a cluster; by rank where it is a worker's."""
 
     tokens: int
     hits: Mapping[int, int]
@@ -23,7 +23,7 @@ class RequestCounts:
     latency_s: float
     layer_passes: Mapping[int, int]
     restarts: Mapping[int, int]
-    """New lives of each worker since the runtime started."""
+    """Restarts of each worker since the runtime started."""
     serving: Collection[int]
     """Workers that serve."""
 
@@ -35,10 +35,10 @@ class Workers(Protocol):
     """The client's place in their network."""
 
     supervisor: Supervisor
-    """Knows who lives, and replaces whoever does not."""
+    """Knows which workers run, and replaces those that have ended."""
 
     def record(self, counts: RequestCounts) -> None:
-        """Tell whoever watches the workers of a request that has ended."""
+        """Count a request that has ended in the cluster's metrics."""
 
     def close(self) -> None:
         """Stop all workers and release everything that was started for them."""
@@ -62,7 +62,7 @@ class Introductions:
         self._endpoint.introduce(rank, location)
         self._locations.pop(rank, None)
         self._endpoint.send(rank, Peers(CLIENT, 0, list(self._locations), list(self._locations.values())))
-        for other in sorted(self._locations, reverse=True):  # the last, rank 0, may have all begin anew
+        for other in sorted(self._locations, reverse=True):  # the last, rank 0, may have all begin again
             self._endpoint.send(other, Peers(CLIENT, 0, [rank], [location]))
         self._locations[rank] = location
 

@@ -6,7 +6,7 @@ from ppd_runtime.workers.bits import Bits
 
 
 class BitHandshake:
-    """Holds each life of each worker to the bits of the first one that decided tokens.
+    """Holds each start of each worker to the bits of the first one that decided tokens.
 
     Until that is there, to those of the others, so it is held to theirs itself.
     """
@@ -16,10 +16,10 @@ class BitHandshake:
         self._known: dict[int, Bits] = {}
 
     def check(self, rank: int, bits: Bits) -> None:
-        """Take in a life that is ready; RuntimeError, naming both machines, where another's bits are not its own."""
+        """Take in a worker that is ready; RuntimeError, naming both machines, where another's bits are not its own."""
         for other in [MAIN] if MAIN in self._known else list(self._known):
             if names := bits.different(self._known[other]):
-                whom = "its first life" if other == rank else named_process(other, self._num_stages)
+                whom = "its first start" if other == rank else named_process(other, self._num_stages)
                 raise RuntimeError(
                     f"it computes other bits than {whom} ({', '.join(names)}), so tokens might differ: it runs on "
                     f"{bits.machine}; {whom} on {self._known[other].machine}; give all workers one kind of machine and "

@@ -51,7 +51,7 @@ def address_to_join(config: RuntimeConfig, environment: Mapping[str, str] = os.e
 
 
 def check_ray_address(address: str, source: str = "ray_address") -> None:
-    """Raise ValueError where nobody answers at a Ray address, which is host:port or "auto".
+    """Raise ValueError where nothing answers at a Ray address, which is host:port or "auto".
 
     Args:
         source: the setting or variable that has it.
@@ -64,4 +64,4 @@ def check_ray_address(address: str, source: str = "ray_address") -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_DEADLINE_S).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f"{source}={address!r}: nobody answers there ({error}); is the cluster running?") from error
+        raise ValueError(f"{source}={address!r}: nothing answers there ({error}); is the cluster running?") from error

@@ -12,11 +12,16 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def assign_cores(num_workers: int, threads: int, taken: Collection[int] = ()) -> list[tuple[int, ...]]:
+def assign_cores(
+    num_workers: int, threads: int, taken: Collection[int] = (), device: str = "cpu"
+) -> list[tuple[int, ...]]:
     """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all.
 
-    Those that are `taken` are given where there are too few others.
+    Those that are `taken` are given where there are too few others. Workers of GPUs are given none: the threads of
+    CUDA, NCCL and ZeroMQ would share them with one that looks for messages.
     """
+    if device.startswith("cuda"):
+        return [()] * num_workers
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < num_workers * threads:
         return [()] * num_workers

@@ -59,7 +59,8 @@ class ForkServer:
         self._living: dict[int, ForkedProcess] = {}
 
     def fork(self, name: str, streams: Sequence[int]) -> "ForkedProcess":
-        """Ask for a worker with these standard streams, without waiting for it; where nobody hears, it has failed."""
+        """Ask for a worker with these standard streams, without waiting for it; where the server is gone, it has
+        failed."""
         process = ForkedProcess(self)
         with self._lock, contextlib.suppress(ConnectionError):
             self._asked.append(process)
@@ -150,7 +151,7 @@ class ForkedProcess:
     def appear(self, pid: int, descriptor: int) -> None:
         """It is there, with a descriptor that stays its own."""
         self.pid, self._descriptor = pid, descriptor
-        if self.returncode is not None:  # nobody wants it any more
+        if self.returncode is not None:  # it is no longer wanted
             self.kill()
 
     def poll(self) -> int | None:

@@ -1,9 +1,9 @@
 """Removes what a program leaves behind that ends without warning: `python orphan_reaper.py FOLDER PID`.
 
 It waits until the program has ended, or lets go of the other end of its standard input, or writes there; a fork of the
-program may hold that end for longer than the program lives. Then workers and processes of Ray that still use the folder
+program may hold that end for longer than the program runs. Then workers and processes of Ray that still use the folder
 have a moment to end by themselves, are ended otherwise, and the folder is removed. It is a script that imports nothing
-of ours, so that it is small: it lives as long as the program does.
+of ours, so that it is small: it runs as long as the program does.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def _is_ours(command_line: Path) -> bool:
 
 
 def clear(folder: str, grace_s: float = GRACE_S) -> None:
-    """End whoever uses the folder after a moment of grace, and remove it."""
+    """End what uses the folder after a moment of grace, and remove it."""
     deadline = time.monotonic() + grace_s
     while users_of(folder) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -81,7 +81,7 @@ class ProcessWorkers:
         self._introductions.introduce(rank, location)
 
     def record(self, counts: RequestCounts) -> None:
-        """Nobody watches plain processes."""
+        """Plain processes are not watched."""
 
     def close(self) -> None:
         """Stop the processes and remove the folder of sockets."""

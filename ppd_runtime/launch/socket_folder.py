@@ -1,4 +1,4 @@
-"""The folder of the sockets between workers, and who removes it where nobody else does."""
+"""The folder of the sockets between workers, and what removes it where its owner could not."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import tempfile
 
 from ppd_runtime.launch import orphan_reaper
 
-_KEEPER_S = 0.3  # that it takes where nobody is left to end
+_KEEPER_S = 0.3  # that it takes where no process is left to end
 
 
 _LONGEST_BASE = 24  # a socket's path has 107 bytes, of which Ray's own names take some seventy

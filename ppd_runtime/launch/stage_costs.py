@@ -39,18 +39,18 @@ def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progre
     """The stages with the cuts, rows and k that are given, and the others by what is measured here.
 
     The stages' devices are taken to be alike, and like this process'. Where it has none of their kind, or nothing can
-    be measured or kept, cuts are even and passes have one row. Whoever gives rows takes them to be worth their time.
+    be measured or kept, cuts are even, passes have one row, and rows that are given are taken to cost nothing.
     """
     main, stages = specs[MAIN], len(specs)
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
     costs = _emulated_costs(main.emulate) if main.emulate else None
-    if main.emulate is None and not (cuts and config.rows):
+    if main.emulate is None and not (cuts and config.rows == 1):
         costs = _kept_costs(specs[_GUESSES], progress)
     most_k = config.guess_vocab or main.info.vocab_size
     layout = choose_layout(main.info.num_layers, stages, costs, cuts, config.rows, config.k, most_k)
     logger.info("stages cut after layers %s, rows=%d, k=%d", layout.cuts, layout.rows, layout.k)
-    row_cost = 0.0 if config.rows and not main.emulate else layout.row_cost
-    chosen = [replace(spec, cuts=layout.cuts, rows=layout.rows, k=layout.k, row_cost=row_cost) for spec in specs]
+    cuts, rows, k, row_cost = layout.cuts, layout.rows, layout.k, layout.row_cost
+    chosen = [replace(spec, cuts=cuts, rows=rows, k=k, row_cost=row_cost) for spec in specs]
     return [replace(spec, code={k: files for k, files in spec.code.items() if k in spec.code_kinds}) for spec in chosen]
 
 

@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 
 
 class WorkerHandle(Protocol):
-    """One life of one worker: a process, an actor or a thread."""
+    """One start of one worker: a process, an actor or a thread."""
 
     location: str
     """Where its peers reach it, once it is ready; empty where its rank says that."""
@@ -54,32 +54,32 @@ class WorkerHandle(Protocol):
 
 @dataclass
 class _Post:
-    """A worker's place, through all its lives."""
+    """A worker's place; the worker in it may be replaced."""
 
-    life: WorkerHandle | None
+    handle: WorkerHandle | None
     deadline: float = 0.0
     """To start, by the monotonic clock."""
     serving: bool = False
-    begin_at: float = 0.0
-    """When to begin the next life, where there is none."""
+    spawn_at: float = 0.0
+    """When to start the next one, where there is none."""
     losses: int = 0
-    """Lives lost in a row."""
+    """Losses in a row."""
     excused: bool = False
-    """Whether a life that was cancelled has gone uncounted since the last loss that counts."""
-    lives: int = 0
-    """Lives that came to serve."""
+    """Whether a start that was cancelled has gone uncounted since the last loss that counts."""
+    starts: int = 0
+    """How many have come to serve."""
     silent: bool = False
-    """Whether it has let others wait in vain."""
+    """Whether others have waited for a message that it did not send."""
 
 
 class Supervisor:
-    """Begins and watches the lives of a runtime's workers; works only when called, in the caller's thread.
+    """Starts, watches and replaces a runtime's workers; works only when called, in the caller's thread.
 
     Args:
         ranks: the workers, the main process among them.
-        begin_life: starts a worker of a rank, without waiting for it.
-        most_restarts: new lives for a worker in a row, without a sign of success between them.
-        introduce: is told the rank and the location of each life that has come to serve.
+        spawn: starts a worker of a rank, without waiting for it.
+        most_restarts: restarts of a worker in a row, without a sign of success between them.
+        introduce: is told the rank and the location of each worker that has come to serve.
         num_stages: of the staged layout, where nothing is decoded without all of them; 0 in the paper's layout, where
             all but the main process cost time only.
     """
@@ -100,14 +100,14 @@ class Supervisor:
         self._dismissed, self._failure = False, CLOSED
 
     def start(self, progress: Progress) -> None:
-        """Begin everybody's first life and wait until all are ready.
+        """Start all workers and wait until all are ready.
 
         Raises:
             RuntimeError: with the words of the one that failed.
             TimeoutError: naming those that did not start in time.
         """
         for rank, post in self._posts.items():
-            self._begin(rank, post)
+            self._spawn_worker(rank, post)
         waiting: list[int] = []
         while starting := [rank for rank, post in self._posts.items() if not post.serving]:
             names = ", ".join(map(self.name_of, starting))
@@ -121,7 +121,7 @@ class Supervisor:
             time.sleep(_LOOK_EVERY_S)
 
     def check(self, hear: Callable[[], None] = lambda: None) -> None:
-        """Look at everybody once and replace whoever is lost; a loss is logged.
+        """Look at every worker once and replace those that are lost; a loss is logged.
 
         `hear` is called before a loss is told of: what the lost worker said last may have come, see `note_words`.
 
@@ -132,30 +132,30 @@ class Supervisor:
             raise RuntimeError(self._failure)  # every call of several is told why
         for rank, post in list(self._posts.items()):
             reason = None
-            if post.life is not None:
+            if post.handle is not None:
                 reason = self._loss(rank, post)
-            elif time.monotonic() >= post.begin_at:
-                reason = self._begin_again(rank, post)
+            elif time.monotonic() >= post.spawn_at:
+                reason = self._spawn_again(rank, post)
             if reason:
                 hear()
                 self.replace(rank, reason)
 
     def replace(self, rank: int, reason: str) -> None:
-        """End a worker's life, and begin a new one at the next `check` but where there were too many.
+        """End a worker, and start a new one at the next `check` unless it has been restarted too often.
 
-        A life that was cancelled belongs to the loss before, once: who goes with its host may have had a successor sent
-        there while nobody knew that the host was lost.
+        A start that was cancelled counts with the loss before, once: the successor of a worker that went with its host
+        may have been sent to that host before its loss was known.
         """
         post = self._posts[rank]
-        post.excused = post.life is not None and post.life.cancelled and not post.excused
-        if post.life is not None:
-            post.life.kill()
-        post.life, post.serving = None, False
+        post.excused = post.handle is not None and post.handle.cancelled and not post.excused
+        if post.handle is not None:
+            post.handle.kill()
+        post.handle, post.serving = None, False
         reason = self._words.pop(rank, reason)
         post.losses += not post.excused
         if post.losses <= self._most_restarts:
             pause = 0 if post.losses <= 1 else min(2.0 ** (post.losses - 2), _LONGEST_PAUSE_S)
-            post.begin_at = time.monotonic() + pause
+            post.spawn_at = time.monotonic() + pause
             logger.warning("%s is lost, a new one takes its place: %s", self.name_of(rank), reason)
             return
         again = f", after {self._most_restarts} restarts" if self._most_restarts else ""
@@ -170,13 +170,13 @@ class Supervisor:
         self._words[rank] = words
 
     def note_success(self, rank: int) -> None:
-        """A worker has been of use, the main process with all that are needed: what went wrong before is forgiven."""
+        """A worker has been of use (the main process: all that are needed): its losses in a row count from 0 again."""
         for useful in self._needed if rank == MAIN else (rank,):
             if post := self._posts.get(useful):
                 post.losses, post.silent = 0, False
 
     def note_silence(self, rank: int) -> None:
-        """A worker has let others wait in vain: nobody needs to wait for it until it has been of use again."""
+        """A worker has not sent what others waited for: until it has been of use again, it is not waited for."""
         if post := self._posts.get(rank):
             post.silent = True
 
@@ -184,13 +184,13 @@ class Supervisor:
         """The workers that serve and are worth waiting for."""
         return [rank for rank, post in self._posts.items() if post.serving and not post.silent]
 
-    def lives(self, rank: int) -> int:
-        """How many lives of a worker have come to serve."""
+    def starts(self, rank: int) -> int:
+        """How often a worker has come to serve."""
         post = self._posts.get(rank)
-        return post.lives if post else 0
+        return post.starts if post else 0
 
     def is_serving(self, rank: int) -> bool:
-        """Whether a worker has loaded its layers and lives, as far as is known."""
+        """Whether a worker has loaded its layers and runs, as far as is known."""
         return rank in self._posts and self._posts[rank].serving
 
     def serving(self) -> list[int]:
@@ -203,15 +203,15 @@ class Supervisor:
 
     @staticmethod
     def _is_well(post: _Post | None) -> bool:
-        life = post.life if post else None
-        return post is not None and post.serving and life is not None and life.end_reason() is None
+        handle = post.handle if post else None
+        return post is not None and post.serving and handle is not None and handle.end_reason() is None
 
     def name_of(self, rank: int) -> str:
         """What messages to people call a worker."""
         return named_process(rank, self._num_stages)
 
     def dismiss(self) -> None:
-        """Have the next `check` fail: from now on nobody is replaced. May be called in any thread."""
+        """Have the next `check` fail: from now on no worker is replaced. May be called in any thread."""
         self._dismissed, self._failure = True, CLOSED
 
     def stop(self, seconds: float) -> None:
@@ -219,42 +219,42 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         try:
             for post in self._posts.values():
-                if post.life is not None and post.serving:
-                    post.life.wait(max(0.0, deadline - time.monotonic()))
-        finally:  # whoever has no patience ends them at once
+                if post.handle is not None and post.serving:
+                    post.handle.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # an interrupt ends them at once
             for post in self._posts.values():
-                if post.life is not None:
-                    post.life.kill()
+                if post.handle is not None:
+                    post.handle.kill()
             self._posts.clear()
 
-    def _begin(self, rank: int, post: _Post) -> None:
-        self._words.pop(rank, None)  # the last life's
-        post.life = self._spawn(rank)
+    def _spawn_worker(self, rank: int, post: _Post) -> None:
+        self._words.pop(rank, None)  # its predecessor's
+        post.handle = self._spawn(rank)
         post.deadline = time.monotonic() + START_DEADLINE_S
 
-    def _begin_again(self, rank: int, post: _Post) -> str | None:
-        """Begin a further life; why it cannot begin, where the system or the model's files refuse."""
+    def _spawn_again(self, rank: int, post: _Post) -> str | None:
+        """Start a worker once more; the reason where the system or the model's files refuse."""
         try:
-            self._begin(rank, post)
+            self._spawn_worker(rank, post)
         except (OSError, MemoryError, ValueError) as error:
             return f"{self.name_of(rank)} cannot be started: {type(error).__name__}: {error}"
         return None
 
     def _welcome(self, rank: int, post: _Post) -> None:
         try:
-            if post.life is None or not post.life.is_ready():
+            if post.handle is None or not post.handle.is_ready():
                 return
-            self._handshake.check(rank, post.life.bits)
+            self._handshake.check(rank, post.handle.bits)
         except RuntimeError as error:
             raise RuntimeError(f"{self.name_of(rank)} failed to start: {error}") from error
-        post.serving, post.lives, post.silent = True, post.lives + 1, False
-        post.life.welcome()
+        post.serving, post.starts, post.silent = True, post.starts + 1, False
+        post.handle.welcome()
         if self._introduce:
-            self._introduce(rank, post.life.location)
+            self._introduce(rank, post.handle.location)
 
     def _loss(self, rank: int, post: _Post) -> str | None:
         if post.serving:
-            return post.life.end_reason() if post.life else None
+            return post.handle.end_reason() if post.handle else None
         try:
             self._welcome(rank, post)
         except RuntimeError as error:

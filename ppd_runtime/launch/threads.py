@@ -25,7 +25,7 @@ class LocalWorkers:
         self._threads_before = torch.get_num_threads()
         self._network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
         self._specs = {spec.rank: spec for spec in specs}
-        self._spawned: list[int] = []  # the rank of each life
+        self._spawned: list[int] = []  # the rank of each start
         self._progress: Progress = progress
         self.endpoint: Endpoint = self._network.endpoint(CLIENT)
         introduce = Introductions(self.endpoint).introduce
@@ -38,11 +38,11 @@ class LocalWorkers:
         return ThreadHandle(Worker(self._specs[rank]), self._network.endpoint(rank))
 
     def record(self, counts: RequestCounts) -> None:
-        """Nobody watches threads."""
+        """Threads are not watched."""
 
     def close(self) -> None:
         """Stop the threads and give the process its number of threads back."""
-        for rank in self._spawned:  # a life that nobody has greeted yet hears it too, or one that was given up
+        for rank in self._spawned:  # one that was not welcomed yet hears it too, and one that was given up
             self.endpoint.send(rank, Shutdown(CLIENT, 0))
         dismiss(self.supervisor, self.endpoint)
         self.supervisor.stop(_STOP_DEADLINE_S)

@@ -54,7 +54,7 @@ def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
 
 
 def _head_of(rank: int, heads: Heads, cuts: tuple[int, ...]) -> str | HeadInfo | OracleHead:
-    """A worker's exit head; of stages, the one behind whose layer its boundary lies."""
+    """A worker's exit head; of stages, the one after whose layer its boundary lies."""
     if isinstance(heads, OracleHead):
         return heads
     if not cuts:

@@ -30,7 +30,7 @@ class Comparison:
     identical: bool
     """Whether every pair's tokens were the same."""
     cpu_share: float | None = None
-    """Of the CPU time that was there for the timing, what it could have; None where nobody looked."""
+    """Of the CPU time that was there for the timing, what it could have; None where it was not looked at."""
     first_boundary: tuple[int, ...] = ()
     """Of stages, as `Stats.first_boundary`; what a boundary named counts as a hit."""
 

@@ -44,7 +44,7 @@ def exit_scores(
 
 
 def _states(pieces: Sequence[torch.nn.Module], input_ids: Tensor) -> list[Tensor]:
-    """The hidden states behind each layer."""
+    """The hidden states after each layer."""
     found, feed = [], {"input_ids": input_ids}
     for piece in pieces:
         found.append(piece(**feed, use_cache=False).last_hidden_state)

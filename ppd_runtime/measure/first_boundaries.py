@@ -10,7 +10,7 @@ from ppd_runtime.measure.match_rates import MatchRateSetting, TextPlaces
 
 @dataclass(frozen=True)
 class FirstBoundaries:
-    """For stages that end behind given layers, and one way of ranking."""
+    """For stages that end after given layers, and one way of ranking."""
 
     cuts: tuple[int, ...]
     ks: tuple[int, ...]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 UNDISTURBED = 0.9
-"""Of the CPU time that it can use, what a process has at least where nobody else computes."""
+"""Of the CPU time that it can use, what a process has at least where no other program computes."""
 _PROBE_S = 0.1
 _BLOCK = bytes(1 << 18)  # hashed in a fraction of a millisecond, without Python's lock
 

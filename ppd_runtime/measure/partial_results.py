@@ -15,7 +15,7 @@ Result = TypeVar("Result", bound="DataclassInstance")
 """What a prompt gave, in JSON values."""
 Header = Mapping[str, Any]
 _FORMAT = 1
-_WAY_OUT = "delete the file and measure anew"
+_WAY_OUT = "delete the file and measure again"
 
 
 class PartialResults(Generic[Result]):

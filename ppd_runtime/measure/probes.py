@@ -1,4 +1,4 @@
-"""How well acceptance is foretold: by a probe, and by the draft's own confidence."""
+"""How well acceptance is predicted: by a probe, and by the draft's own confidence."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ class Forecast:
     loss: float
     """Binary cross-entropy, nats a token."""
     accuracy: float
-    """Share of the tokens for which a probability of more than a half foretells what happens."""
+    """Share of the tokens for which a probability of more than a half predicts what happens."""
     auc: float
     """How often an accepted token has a higher probability than a rejected one; ties count half."""
 

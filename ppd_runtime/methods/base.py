@@ -17,7 +17,7 @@ from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.results import GenerationResult, Live, Stats, TokenEvent
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.text import TextStream
 
@@ -53,15 +53,30 @@ class TextGenerator(ABC):
         return []
 
     @property
+    def process_names(self) -> tuple[str, ...]:
+        """Of the processes that compute, by rank."""
+        return ("one process",)
+
+    @property
     def max_requests(self) -> int:
         """Requests that run at once; further calls wait for their turn."""
         return self._turns.most
 
+    @property
+    def room_taken(self) -> float:
+        """The share of the room for keys and values that requests have, new tokens' yet to come among them; 0 to 1."""
+        return self._turns.usage
+
+    @property
+    @abstractmethod
+    def shape(self) -> dict[str, Any]:
+        """How it decodes, as JSON values: the `method` by its name in `open_method`, and its layout."""
+
     @abstractmethod
     def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
-        """Yield each new token, then the totals; `live`: each as soon as it is certain."""
+        """Yield each new token, then the totals; `live` as `Live` has it."""
 
     @abstractmethod
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
@@ -129,7 +144,7 @@ class TextGenerator(ABC):
         prompts = several_prompts(prompt, n)
         texts: list[Any] = prompts or [prompt]
         requests = [
-            self.request(text, seeded, live=False, add_special_tokens=add_special_tokens)
+            self.request(text, seeded, Live.NOTHING, add_special_tokens=add_special_tokens)
             for text in texts
             for seeded in with_seeds(params, n)
         ]
@@ -166,15 +181,20 @@ class TextGenerator(ABC):
         params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        passes: bool = False,
         **settings: Any,
     ) -> "Generation":
-        """Like `generate`, but gives each token as soon as it is certain; the result is there after the last."""
-        return self.request(prompt, sampling_from(params, settings), add_special_tokens=add_special_tokens)
+        """Like `generate`, but gives each token as soon as it is certain; the result is there after the last.
+
+        `passes`: the events' `news` tell what every process computes, too.
+        """
+        live = Live.PASSES if passes else Live.TOKENS
+        return self.request(prompt, sampling_from(params, settings), live, add_special_tokens)
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, live: bool = True, add_special_tokens: bool = True
+        self, prompt: Prompt, params: SamplingParams, live: int = Live.TOKENS, add_special_tokens: bool = True
     ) -> "Generation":
-        """Check a request; it begins when its first event is asked for. `live`: each token as soon as it is certain."""
+        """Check a request; it begins when its first event is asked for. `live` is what its events tell."""
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
 
     def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
@@ -228,7 +248,7 @@ class Generation(Iterator[TokenEvent]):
     """A generation in progress: iterate over its events, then read `result`. Closing it early cancels it."""
 
     def __init__(
-        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool = True
+        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: int = Live.TOKENS
     ) -> None:
         self.prompt_tokens = len(prompt_ids)
         self.most_tokens = self.prompt_tokens + params.max_new_tokens
@@ -261,10 +281,10 @@ class _Request:
     """What one generation is made from."""
 
     def __init__(
-        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> None:
         self._generator, self._prompt_ids, self._params, self._ending = generator, prompt_ids, params, ending
-        self._live = live  # where nobody reads along, the text is made at the end
+        self._live = live  # where tokens are not read as they come, the text is made at the end
 
     def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""
@@ -283,7 +303,7 @@ class _Request:
                 position = len(self._prompt_ids) + len(events)
                 *before, own = step.logprobs or (None,)
                 of_prompt += before
-                events.append(TokenEvent(step.token_id, piece, position, step.hit, own))
+                events.append(TokenEvent(step.token_id, piece, position, step.hit, own, step.news))
                 yield events[-1]
 
     @staticmethod
@@ -305,6 +325,7 @@ class _Request:
             finish_reason=totals.finish_reason,
             stats=self._stats([event.hit for event in events], totals),
             trace=totals.trace,
+            news=totals.news,
             logprobs=tuple(event.logprobs for event in events if event.logprobs) if asked else None,
             prompt_logprobs=tuple(of_prompt) if self._params.prompt_logprobs else None,
         )

@@ -15,7 +15,7 @@ class Proposal:
 
     token: int
     confidence: float
-    """How likely the whole model is to keep the token, as far as the draft's scores foretell it; see each rule."""
+    """How likely the whole model is to keep the token, as far as the draft's scores predict it; see each rule."""
     distribution: Tensor | None = None
     """`[vocab_size]` probabilities that the token was drawn from; None where it was named outright."""
 

@@ -32,7 +32,7 @@ class EarlyExitDrafting(ABC):
         stage: the whole model.
         exit_layer: drafts come from layers 1 to this one.
         stopping: when to stop drafting.
-        probe: foretells from an exit state whether a draft will be accepted, in place of the draft's probability.
+        probe: predicts from an exit state whether a draft will be accepted, in place of the draft's probability.
     """
 
     def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:

@@ -19,7 +19,7 @@ class GreedyChains:
         stage: what drafts, and has read the text so far.
         layers: the first so many layers, which the last draft runs through too; or a piece.
         behind: what drafts go through between the layers and its head, such as an adapter's stage.
-        probe: foretells from the state after the layers whether a draft will stay, in place of the draft's softmax.
+        probe: predicts from the state after the layers whether a draft will stay, in place of the draft's softmax.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.results import PathStats
+from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
@@ -70,31 +70,31 @@ class OneProcessDecoding(TextGenerator):
         return totals
 
     def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
         threads_before = torch.get_num_threads()
         torch.set_num_threads(self.config.threads_per_worker)
         try:
-            yield from self._timed_steps(prompt_ids, params, ending)
+            yield from self._timed_steps(prompt_ids, params, live, ending)
         finally:
             torch.set_num_threads(threads_before)
 
     def _timed_steps(
-        self, prompt_ids: list[int], params: SamplingParams, ending: Ending
+        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
         recorder, passes = self.stage.recorder, self.stage.layer_passes
         ending.start_clock()
         spent, first, first_ledger, reason = 0.0, 0.0, None, None
         stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)
         tokens = self._tokens(prompt_ids, params, stop)
-        recorder.begin(self.config.trace)
+        recorder.begin(self.config.trace, live == Live.PASSES)
         while reason is None:
             began = recorder.resume()
             token, right, reason = next(tokens)
             spent += recorder.pause() - began  # the caller's own time between two tokens does not count
             reason = reason or ending.reason()
             first, first_ledger = first or spent, first_ledger or recorder.ledger()
-            yield Step(token, right, reason is not None, self._sampler.take_logprobs())
+            yield Step(token, right, reason is not None, self._sampler.take_logprobs(), self._news())
         totals = Totals(
             finish_reason=reason,
             path=PathStats(
@@ -107,6 +107,10 @@ class OneProcessDecoding(TextGenerator):
             trace=self._trace(),
         )
         yield self._counted(totals)
+
+    def _news(self) -> News:
+        watched = self.stage.recorder.take_watched(_RANK)
+        return News(spans=(watched,)) if watched else NOTHING_NEW
 
     def _trace(self) -> Trace | None:
         recorded = self.stage.recorder.spans(_RANK)

@@ -25,8 +25,8 @@ from ppd_runtime.models.trained.probe import Probe
 class Kangaroo(EarlyExitDrafting):
     """Drafts through an adapter, whose own cache follows the text.
 
-    An exit state is computed once: the last drafted token's, whose adapter pass nobody needed, is carried over into the
-    next draft where its token stays.
+    An exit state is computed once: the last drafted token's, whose adapter pass was not needed, is carried over into
+    the next draft where its token stays.
 
     Args:
         stage: the whole model.

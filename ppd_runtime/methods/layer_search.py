@@ -1,6 +1,6 @@
 """Which sub-layers to leave out, found while decoding (SWIFT, section 4.1): suggestions, scores, and when it ends.
 
-No model is in it: whoever has one scores the suggestions, each by one draft pass over tokens that are there already.
+It holds no model: its caller scores the suggestions, each by one draft pass over tokens that are there already.
 """
 
 from collections import deque
@@ -16,6 +16,8 @@ from ppd_runtime.models.stage.slicing import LayerSet
 if TYPE_CHECKING:
     from sklearn.gaussian_process import GaussianProcessRegressor
 
+LEAST_LAYERS = 3
+"""Of a model, for one to be left out."""
 _LEAST_RATE, _VERIFICATIONS, _LESS = 0.7, 100, 0.1  # below this rate in so many verifications, leave out so much less
 _CONSIDERED, _REMEMBERED = 500, 400  # sets among which Bayesian optimisation chooses, scores that it goes by
 _KAPPA, _NOISE = 2.576, 0.1  # deviations above the mean; variance of a score, as a share of the scores' own
@@ -34,14 +36,14 @@ class SearchSettings:
     steps: int = 1000
     """S: suggestions that are tried at the most; with 0 the first set stays."""
     bayes_interval: int = 25
-    """β: each so manieth suggestion is Bayesian optimisation's, the others are random; with 0 all are random."""
+    """β: every β-th suggestion is Bayesian optimisation's, the others are random; with 0 all are random."""
     patience: int = 300
     """Suggestions without a better score that end the search."""
     enough: float = 0.95
     """A score above it ends the search too."""
     windows: int = 1
     """Windows of the text by which a set must have been scored for that. With 1, the paper's, a set is scored once, so
-    that an easy window may end the search; with more, the best one is scored anew by each window that has come."""
+    that an easy window may end the search; with more, the best one is scored again by each window that has come."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,13 +79,13 @@ class LayerSearch:
     their MLPs.
 
     Args:
-        num_layers: the model's, at least 3.
+        num_layers: the model's, at least `LEAST_LAYERS`.
         settings: what to leave out, and when to stop.
     """
 
     def __init__(self, num_layers: int, settings: SearchSettings) -> None:
-        if num_layers < 3:
-            raise ValueError(f"the model has {num_layers} layers: swift keeps the first and the last, so needs 3")
+        if num_layers < LEAST_LAYERS:
+            raise ValueError(f"{num_layers} layers: the first and the last stay, give at least {LEAST_LAYERS}")
         self.settings, self._layers = settings, num_layers
         self.steps = 0
         """Suggestions scored."""

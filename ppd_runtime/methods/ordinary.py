@@ -33,6 +33,11 @@ class OrdinaryDecoding(OneProcessDecoding):
         super().__init__(describe(config.model, config.weights), config, emulate)
         self.stage = self.load_whole((PassKind.ONE,))
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """As `TextGenerator` has it."""
+        return {"method": "autoregressive"}
+
     def _tokens(
         self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
     ) -> Iterator[tuple[int, bool | None, str | None]]:

@@ -59,6 +59,11 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         self.stage.compile_for(*method.pass_kinds)  # another method may have loaded it
         self.method = start(self.stage)
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """As `TextGenerator` has it."""
+        return {"method": self._name}
+
     def _described(self) -> str:
         return f"{self._name}, {super()._described()}"
 

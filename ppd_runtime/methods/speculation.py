@@ -52,7 +52,7 @@ class SpeculativeMethod(Protocol):
         ...
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
-        """Run the whole model over a prompt: the hidden states behind all layers, newest last."""
+        """Run the whole model over a prompt: the hidden states after all layers, newest last."""
         ...
 
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:

@@ -1,4 +1,4 @@
-"""A generation step by step, as a way of decoding makes it; in two parts where the library reads a long text anew."""
+"""A generation step by step, as a way of decoding makes it; in two parts where the library reads a long text again."""
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -12,7 +12,7 @@ from ppd_runtime.client.ending import Ending
 from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.results import PathStats, Speculation, run_lengths
+from ppd_runtime.results import NOTHING_NEW, News, PathStats, Speculation, run_lengths
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
@@ -27,6 +27,7 @@ class Step:
     last: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Where they are asked for, the token's, with the first one perhaps the prompt's before it."""
+    news: News = NOTHING_NEW
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Totals:
     """As `Stats` has it."""
     layout: StagedLayout | None = None
     outside_guess_vocab: int = 0
+    news: News = NOTHING_NEW
+    """What has come since the last step."""
 
     def and_then(self, later: "Totals") -> "Totals":
         """Of both parts of a request."""
@@ -59,6 +62,7 @@ class Totals:
             first_boundary=_sums(self.first_boundary, later.first_boundary),
             layout=later.layout,
             outside_guess_vocab=self.outside_guess_vocab + later.outside_guess_vocab,
+            news=self.news.and_then(later.news),
         )
 
 
@@ -69,17 +73,17 @@ class Decoder(Protocol):
     tokenizer: PreTrainedTokenizerBase
 
     def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
-        """Yield each new token, then the totals; `live`: each as soon as it is certain."""
+        """Yield each new token, then the totals; `live` as `Live` has it."""
 
 
 def in_parts(
-    decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
 ) -> Generator[Step | Totals, None, None]:
     """The steps of a request, then its totals.
 
-    Where transformers' `generate` drops its cache and reads the text anew (`ModelInfo.recomputed_at`), so does this:
+    Where transformers' `generate` drops its cache and reads the text again (`ModelInfo.recomputed_at`), so does this:
     the text up to there is the prompt of a second part, in every layout and method alike.
     """
     parts = parts_of(len(prompt_ids), params.max_new_tokens, decoder.info.recomputed_at)
@@ -108,7 +112,7 @@ def in_parts(
                     yield replace(step, last=reason is not None or cut_short)
         if reason or before is None or before.finish_reason != "length":
             break
-        if why := ending.reason():  # before a whole text is read anew
+        if why := ending.reason():  # before a whole text is read again
             before = replace(before, finish_reason=why)
             break
     if before:

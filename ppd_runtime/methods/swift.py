@@ -15,7 +15,7 @@ from torch import Tensor
 from ppd_runtime.checks import check_whole
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.fused_drafting import GreedyChains
-from ppd_runtime.methods.layer_search import LayerSearch, SearchSettings
+from ppd_runtime.methods.layer_search import LEAST_LAYERS, LayerSearch, SearchSettings
 from ppd_runtime.methods.speculation import Propose
 from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
@@ -113,7 +113,7 @@ class Swift:
             self._leave_out(search.best)
 
     def matchness(self, left_out: LayerSet, history: Sequence[int]) -> float:
-        """The share of the newest tokens that drafts without these sub-layers foretell (equations 3 and 4).
+        """The share of the newest tokens that drafts without these sub-layers predict (equations 3 and 4).
 
         One pass over the window, behind the whole model's entries of the text before it. The window's own entries,
         which the pass overwrites, are put back.
@@ -165,7 +165,7 @@ class SwiftSettings:
     search_steps: int = SearchSettings.steps
     """S: sets that are tried at the most; with 0 the uniform set stays."""
     bayes_interval: int = SearchSettings.bayes_interval
-    """β: each so manieth set is Bayesian optimisation's, which needs the extra `swift`; with 0 all are random."""
+    """β: every β-th set is Bayesian optimisation's, which needs the extra `swift`; with 0 all are random."""
     search_windows: int = SearchSettings.windows
     """Windows of text by which a set must have been scored before its score ends the search; 1 is the paper's."""
     search_seed: int = SearchSettings.seed
@@ -180,7 +180,7 @@ class SwiftSettings:
         window, widest = self.context_window, self.widest
         check_whole("context_window", window, 1)
         check_whole("widest", widest, 1)
-        check_leaving_out(info, "swift")
+        check_leaving_out(info, "swift", LEAST_LAYERS)
         if self.layer_set is not None:
             if self.skip_ratio is not None:
                 raise ValueError(f"skip_ratio={self.skip_ratio}: layer_set says what to leave out; give one of them")

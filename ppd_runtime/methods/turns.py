@@ -66,6 +66,14 @@ class Turns:
             self._taken.remove(turn)
             self._changed.notify_all()
 
+    @property
+    def usage(self) -> float:
+        """The share of the room that is taken, from 0 to 1: of the tokens, or of the turns where any number fits."""
+        with self._changed:
+            if self.most_tokens is None:
+                return len(self._taken) / self.most
+            return sum(turn.tokens for turn in self._taken) / self.most_tokens
+
     def _fits(self, beside: list[Turn], tokens: int) -> bool:
         room = self.most_tokens is None or sum(turn.tokens for turn in beside) + tokens <= self.most_tokens
         return room and len(beside) < self.most

@@ -37,8 +37,8 @@ def load_stage(
     if code:
         from ppd_runtime.models.compiled.passes import CompiledLayers  # only compiled code needs all that it imports
 
-        shares_halves = dtype == torch.float32 and device == "cpu" and not info.weights
-        compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares_halves else {}, first=first)
+        shares = dtype == torch.float32 and device == "cpu" and not info.weights
+        compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares else {}, first=first)
     if emulate:
         return EmulatedStage(model, compiled, emulate, first, info.longest_in_chunks)
     return Stage(model, compiled, first, info.longest_in_chunks)

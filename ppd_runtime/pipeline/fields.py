@@ -42,7 +42,7 @@ class AsRecord:
     """Marks a field that is a dataclass of plain values and checks them itself: in a header, a list of its values."""
 
     stays: tuple[str, ...] = ()
-    """Its fields that are not sent; whoever reads it has their defaults."""
+    """Its fields that are not sent; the reader has their defaults."""
     functions: tuple[str, ...] = ()
     """Its fields that no bytes can hold; they must be empty."""
 

@@ -26,23 +26,23 @@ def _needed() -> Work:
 
 @dataclass(slots=True)
 class WaitFor:
-    """A wish for a message.
+    """A wait for a message.
 
     `patience` is counted in one-token layer passes: 0 takes only what is there, None waits as long as it takes.
-    Yielding the same wish again goes on with what is left of its patience.
+    Yielding the same wait again goes on with what is left of its patience.
     """
 
     patience: int | None
     least_s: float = 0.0
     """Seconds that it is at the least, whatever a pass takes, where clocks are real."""
     deadline: float | None = None
-    """Set by whoever runs the machine, in its own clock."""
+    """Set by what runs the machine, in its own clock."""
     work: Callable[[], Work] = _needed
     """What it does where it only looks for a message, and there is none."""
 
 
 class Computation:
-    """A wish for what a machine would have computed; whoever runs several may compute some of theirs at once."""
+    """What a machine asks to have computed; what runs several machines may compute for some at once."""
 
     __slots__ = ()
 
@@ -51,17 +51,17 @@ class Computation:
         raise NotImplementedError
 
 
-Wish = WaitFor | Computation
-Machine = Generator[Wish, Any, None]
-"""Yields wishes; is sent a message for each that waits, or None where the patience ran out, and what is computed."""
+Awaited = WaitFor | Computation
+Machine = Generator[Awaited, Any, None]
+"""Yields what it awaits, and is sent that: a message, or None where the patience ran out, or a computation's result."""
 
 
 def next_wait(machine: Machine, reply: Message | None) -> WaitFor:
-    """Send a message, or None, and compute by itself what the machine asks for, up to its next wish to wait."""
-    wish = machine.send(reply)
-    while isinstance(wish, Computation):
-        wish = machine.send(wish.alone())
-    return wish
+    """Send a message, or None, and compute by itself what the machine asks for, up to its next wait."""
+    awaited = machine.send(reply)
+    while isinstance(awaited, Computation):
+        awaited = machine.send(awaited.alone())
+    return awaited
 
 
 Send = Callable[[Sequence[int], Message], None]

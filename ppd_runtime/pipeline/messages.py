@@ -32,11 +32,11 @@ from ppd_runtime.sampling_params import SamplingParams
 MAIN = 0
 """The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
 CLIENT = -1
-"""The address of whoever holds the runtime."""
+"""The address of the process that holds the runtime."""
 MISS = 0
 """`Token.winner` where no candidate was right in time."""
 NOT_ASKED = -1
-"""`Token.winner` of the last token, whose successor nobody needs."""
+"""`Token.winner` of the last token, whose successor is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,12 @@ class Begin(Message):
     delivered: TokenIds = field(default_factory=list)
     """Tokens behind the prompt that the client has already got; to a stage, all that are certain."""
     epoch: Count = 0
-    """To a stage: which attempt at the request this is; each begins anew with what is certain. To the main process: how
+    """To a stage: which attempt at the request this is; each starts from what is certain. To the main process: how
     often it has been replaced since the request began."""
     under_way: Numbers = ()
     """Requests of lower numbers that are not over; all others of lower numbers are."""
+    watched: bool = False
+    """Whether the client wants every process' `Spans` of passes and choices while the request runs, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class Missing(Message):
 
 @dataclass(frozen=True, slots=True)
 class PromptStates(Message):
-    """Stage → next: hidden states behind its layers of the prompt's chunk at `position`, `[1, tokens, hidden_size]`."""
+    """Stage → next: hidden states after its layers of the prompt's chunk at `position`, `[1, tokens, hidden_size]`."""
 
     epoch: Count
     position: Position
@@ -187,7 +189,7 @@ class PromptStates(Message):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Message):
-    """Stage → next: the hidden states of a pass behind its layers, `[1, nodes, hidden_size]`, a row a node.
+    """Stage → next: the hidden states of a pass after its layers, `[1, nodes, hidden_size]`, a row a node.
 
     Each node is a token at a position behind a parent, which came before it.
     """
@@ -216,13 +218,24 @@ class Guesses(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Foreseen(Message):
+    """First stage → client, where that wants each token at once: which boundary first named the token at `position`.
+
+    0 is the text's repetitions, the number of stages none. It is not waited for, and sent once.
+    """
+
+    position: Position
+    boundary: Count
+
+
+@dataclass(frozen=True, slots=True)
 class End(Message):
     """Main → subs: the request is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Message):
-    """Client → main: nobody waits for the rest of the request."""
+    """Client → main: the rest of the request is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +283,8 @@ class Spans(Message):
     wall_offset_ns: Int64
     dropped: Count
     numbers: Int64s
+    watched: bool = False
+    """Whether it is for who watches the request, and no part of its trace."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ _NUMBERS = {name: number for number, name in enumerate(KIND_NAMES)} | {"": -1}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
-def pack(recorded: ProcessSpans, request: int) -> Iterator[Spans]:
-    """The messages that hold `recorded`, one at least."""
+def pack(recorded: ProcessSpans, request: int, watched: bool = False) -> Iterator[Spans]:
+    """The messages that hold `recorded`, one at least; `watched`: for who watches the request."""
     for start in range(0, max(len(recorded.spans), 1), MOST_SPANS):
         piece = recorded.spans[start : start + MOST_SPANS]
         numbers = [int(number) for span in piece for number in (*span[:-1], _NUMBERS[span.message])]
-        yield Spans(recorded.rank, request, recorded.pid, recorded.wall_offset_ns, recorded.dropped, numbers)
+        yield Spans(recorded.rank, request, recorded.pid, recorded.wall_offset_ns, recorded.dropped, numbers, watched)
 
 
 def unpack(pieces: Sequence[Spans]) -> ProcessSpans:

@@ -1,11 +1,12 @@
-"""When sub-processes are left alone: where none of them is ever right, their work would only be in the way."""
+"""When sub-processes, or a boundary's head, are left alone: never right, their work would only be in the way."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class SpeculationBackoff:
-    """The main process' account of right and wrong candidates; it goes on from request to request.
+    """An account of right and wrong candidates: the main process' goes on from request to request; of stages each
+    boundary has one for each request.
 
     With the defaults a match rate of 0.3 leads to a rest in one run of five thousand.
     """
@@ -25,7 +26,7 @@ class SpeculationBackoff:
 
     @property
     def now(self) -> bool:
-        """Whether nobody is to be asked for the next token."""
+        """Whether no sub-process is asked for the next token."""
         return self._left > 0
 
     def begin(self) -> None:

@@ -34,7 +34,7 @@ class Outgoing(NamedTuple):
     """So many bytes."""
 
     def bytes_of(self, tensor: Tensor) -> Frame | None:
-        """The tensor's own memory, which lives as long as this does; None where it is not in one piece on the CPU."""
+        """The tensor's own memory, which lasts as long as this does; None where it is not in one piece on the CPU."""
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return None
         memory = self.memory.from_address(tensor.data_ptr())

@@ -24,6 +24,7 @@ from ppd_runtime.pipeline.messages import (
     ExitState,
     Failed,
     Finished,
+    Foreseen,
     Guesses,
     HeadStart,
     LinkNote,
@@ -41,7 +42,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, on_the_host, outgoing
 
-WIRE_VERSION = 15
+WIRE_VERSION = 16
 _MAX_HEADER_BYTES = 16 * 2**20
 
 _KINDS: tuple[type[Message], ...] = (
@@ -67,6 +68,7 @@ _KINDS: tuple[type[Message], ...] = (
     PromptStates,
     Rows,
     Guesses,
+    Foreseen,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""

@@ -50,7 +50,7 @@ class Admission:
         self._seconds_each += 0.2 * (seconds - self._seconds_each)
 
     async def empty(self, timeout_s: float) -> bool:
-        """Wait until nobody is in; False where somebody still is after so many seconds."""
+        """Wait until no request is in; False where one still is after so many seconds."""
         self._emptied.clear()
         if self.taken:
             try:

@@ -3,15 +3,16 @@
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
 from ppd_runtime.logprobs import TokenLogprobs
-from ppd_runtime.results import GenerationResult, Stats, TokenEvent
+from ppd_runtime.results import GenerationResult, News, TokenEvent
 from ppd_runtime.server.requests import StreamOptions
+from ppd_runtime.server.timeline import as_told
 from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs, text_of
 
 _REASONS = {"length": "length", TIMEOUT: "length", CANCELLED: "length"}
@@ -33,6 +34,10 @@ class Asked(NamedTuple):
     most_tokens: int | None
     """New tokens that are part of the answer; 0: a token was made, and none is wanted."""
     logprobs: bool
+    shape: Mapping[str, Any]
+    """How the generator decodes."""
+    layout: dict[str, Any] | None
+    """Told at a stream's beginning, where its timeline is wanted."""
 
 
 class Answer:
@@ -44,7 +49,8 @@ class Answer:
         self._new = Counter[int]()  # tokens of each choice's stream
         kind, self._object = ("chatcmpl", "chat.completion") if asked.chat else ("cmpl", "text_completion")
         self.id = f"{kind}-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": asked.model}
+        self._began_ns = time.time_ns()
+        self._head = {"id": self.id, "created": self._began_ns // 10**9, "model": asked.model}
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The answer of a request without streaming."""
@@ -53,14 +59,17 @@ class Answer:
 
     def opening(self, number: int) -> list[dict[str, Any]]:
         """What a choice's stream begins with."""
+        told = {"ppd": self._asked.layout} if self._asked.layout else {}
         if self._asked.chat:
-            return [self._chunk(number, {"delta": {"role": "assistant", "content": ""}})]
+            return [self._chunk(number, {"delta": {"role": "assistant", "content": ""}, **told})]
         echo = self._asked.echoes[number]
-        return [self._chunk(number, {"text": echo})] if echo else []
+        return [self._chunk(number, {"text": echo, **told})] if echo or told else []
 
     def piece(self, number: int, event: TokenEvent) -> dict[str, Any]:
         """A token, as soon as it is certain."""
-        told: dict[str, Any] = {} if event.hit is None else {"ppd": {"hit": event.hit}}
+        hit = {} if event.hit is None else {"hit": event.hit}
+        ppd = {**hit, **self._news(number, event.news)}
+        told: dict[str, Any] = {"ppd": ppd} if ppd else {}
         self._told[number] += len(event.text)
         self._new[number] += 1
         if event.logprobs is not None:
@@ -72,7 +81,14 @@ class Answer:
         """Why a choice ended, and what it came to, with the text that was held back for more to come."""
         rest = self._text_of(result)[self._told[number] :]
         text = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}
-        return self._chunk(number, {**text, "ppd": ppd_of(result)}, self._reason(result))
+        return self._chunk(
+            number,
+            {**text, "ppd": {**ppd_of(result, self._asked.shape), **self._news(number, result.news)}},
+            self._reason(result),
+        )
+
+    def _news(self, number: int, news: News) -> dict[str, Any]:
+        return as_told(news, self._asked.prompt_tokens[number], self._began_ns)
 
     def usage_chunk(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The last piece, where the usage is wanted."""
@@ -98,7 +114,7 @@ class Answer:
             **self._text(self._asked.echoes[number] + self._text_of(result), "message"),
             "logprobs": self._all_logprobs(result) if self._asked.logprobs else None,
             "finish_reason": self._reason(result),
-            "ppd": ppd_of(result),
+            "ppd": ppd_of(result, self._asked.shape),
         }
 
     def _text_of(self, result: GenerationResult) -> str:
@@ -137,12 +153,12 @@ def _counted(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def ppd_of(result: GenerationResult) -> dict[str, Any]:
-    """How a choice was decoded; times in seconds."""
+def ppd_of(result: GenerationResult, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """How a choice was decoded, by a generator of this `shape`; times in seconds."""
     stats = result.stats
     return {
         "finish_reason": result.finish_reason,
-        "layout": _layout(stats),
+        "layout": dict(shape),
         "hits": stats.hits,
         "misses": stats.misses,
         "first_boundary": list(stats.first_boundary),
@@ -152,8 +168,3 @@ def ppd_of(result: GenerationResult) -> dict[str, Any]:
         "time_to_first_token_s": stats.time_to_first_token_s,
         "tokens_per_second": stats.tokens_per_second,
     }
-
-
-def _layout(stats: Stats) -> dict[str, Any] | None:
-    layout = stats.layout
-    return None if layout is None else {"cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,15 @@ from ppd_runtime.server.gate import Gate
 from ppd_runtime.server.jobs import Jobs
 from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ppd_runtime.server.schema import describe_refusals
 from ppd_runtime.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_ANSWERS: Mapping[int | str, dict[str, Any]] = {
-    status: {"description": "Refused, with OpenAI's error object."} for status in (400, 401, 404, 413, 415, 429, 503)
-}
 
 
 class Service:
@@ -45,7 +42,7 @@ class Service:
         self.generator = generator
         self.decoding = AsyncDecoding(generator)
         self.model = settings.served_model_name or generator.info.name
-        self.metrics = Metrics(self.model)
+        self.metrics = Metrics(self.model, lambda: generator.room_taken)
         self.admission = Admission(generator.max_requests, settings.max_waiting)
         self.chat_template = template_of(settings.chat_template)
         self.jobs = Jobs(self.decoding, self.admission, self.metrics)
@@ -67,11 +64,12 @@ class Service:
 
 def application(service: Service, settings: ServerSettings, key: bytes | None) -> ASGIApp:
     """The ASGI application of a server."""
-    app = FastAPI(title="ppd_runtime", version=__version__, docs_url=None, redoc_url=None, responses=dict(_ANSWERS))
+    app = FastAPI(title="ppd_runtime", version=__version__, docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_openai(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    describe_refusals(app, has_key=key is not None, knows_its_names=key is None and settings.is_loopback)
     if settings.page:
         app.add_api_route("/", _page, include_in_schema=False)
     gated: ASGIApp = Gate(app, settings, key, service.metrics.note_refused)

@@ -12,12 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from ppd_runtime.methods.base import Generation, TextGenerator
 from ppd_runtime.methods.several import with_seeds
-from ppd_runtime.results import GenerationResult
+from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
 from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
+from ppd_runtime.server.timeline import layout_of
 
 _MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
 
@@ -70,9 +71,10 @@ class Completions:
             sizes = [generation.prompt_tokens for generation in generations]
             wanted = asked.logprobs_wanted is not None
             chat, most = isinstance(asked, ChatRequest), asked.most_tokens
-            form = Asked(
-                chat, self.model, echoes, sizes, asked.n, asked.stream_options or StreamOptions(), most, wanted
-            )
+            options, layout = asked.stream_options or StreamOptions(), None
+            if asked.live == Live.PASSES:
+                layout = layout_of(self.generator)
+            form = Asked(chat, self.model, echoes, sizes, asked.n, options, most, wanted, self.generator.shape, layout)
             answer = Answer(form, self.generator.tokenizer)
             if asked.stream:
                 return EventStream(self.jobs, generations, answer, form, room.pop_all())
@@ -91,7 +93,7 @@ class Completions:
             ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
             params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s)
             choices = with_seeds(params, asked.n)
-            generations += [self.generator.request(ids, seeded, live=asked.stream) for seeded in choices]
+            generations += [self.generator.request(ids, seeded, asked.live) for seeded in choices]
         return generations
 
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:

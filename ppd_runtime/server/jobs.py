@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[Any]]
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The answer is no longer waited for."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Jobs:
                 arrived.put_nowait((number, event))
             self._note(followed.result, timed)
             arrived.put_nowait((number, followed.result))
-        except Exception as error:  # noqa: BLE001 (whoever reads the events gets it)
+        except Exception as error:  # noqa: BLE001 (the reader of the events gets it)
             arrived.put_nowait((number, error))
         finally:
             followed.cancel()

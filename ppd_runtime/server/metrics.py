@@ -1,5 +1,7 @@
 """What the server counts for Prometheus: vLLM's names, so that its dashboards serve here, and hits by boundary."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppd_runtime.results import GenerationResult
@@ -9,14 +11,18 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """One server's, each with the label `model_name`."""
+    """One server's, each with the label `model_name`; `room_taken` is asked for the share of the cache in use."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, room_taken: Callable[[], float]) -> None:
         self.registry, self._model_name = CollectorRegistry(), model_name
         self.running = self._gauge("vllm:num_requests_running", "Choices that are being decoded.")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Choices that wait for their turn.")
+        self._gauge("vllm:kv_cache_usage_perc", "Share of the cache that choices have.").set_function(room_taken)
+        self._total("vllm:num_preemptions", "Choices that lost their room to others: none, room is reserved before.")
         self._prompt_tokens = self._total("vllm:prompt_tokens", "Tokens of prompts.")
         self._cached_tokens = self._total("vllm:prompt_tokens_cached", "Tokens of prompts that were kept from others.")
+        self._asked_for = self._total("vllm:prefix_cache_queries", "Tokens of prompts that were looked for.")
+        self._found = self._total("vllm:prefix_cache_hits", "Of them, those that were kept.")
         self._new_tokens = self._total("vllm:generation_tokens", "New tokens.")
         self._finished = self._counter("vllm:request_success", "Choices by why they ended.", "finished_reason")
         self._sizes = {
@@ -25,6 +31,7 @@ class Metrics:
         }
         self._first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
         self._between = self._histogram("vllm:inter_token_latency_seconds", "Mean time between a choice's tokens.")
+        self._each = self._histogram("vllm:time_per_output_token_seconds", "The same, by its older name.")
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
         self._queued = self._histogram("vllm:request_queue_time_seconds", "From arrival to a choice's turn.")
         self._drafted = self._total("vllm:spec_decode_num_draft_tokens", "Tokens that had candidates.")
@@ -37,6 +44,8 @@ class Metrics:
         stats = result.stats
         self._prompt_tokens.inc(stats.prompt_tokens)
         self._cached_tokens.inc(stats.cached_tokens)
+        self._asked_for.inc(stats.prompt_tokens)
+        self._found.inc(stats.cached_tokens)
         self._new_tokens.inc(stats.new_tokens)
         self._sizes["prompt"].observe(stats.prompt_tokens)
         self._sizes["new"].observe(stats.new_tokens)
@@ -44,6 +53,7 @@ class Metrics:
         self._first.observe(queued_s + stats.time_to_first_token_s)
         if stats.new_tokens > 1:
             self._between.observe(stats.time_per_token_s)
+            self._each.observe(stats.time_per_token_s)
         self._whole.observe(whole_s)
         self._queued.observe(queued_s)
         self._drafted.inc(stats.hits + stats.misses)

@@ -6,9 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
+from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
 
 _LARGEST_SEED = 2**63 - 1
+_USUAL = SamplingParams()
+"""The library's defaults, which are OpenAI's but for the temperature."""
 _MOST_IDS = 2**21
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -68,25 +71,32 @@ class StreamOptions(Body):
         return self
 
 
+class PpdOptions(Body):
+    """What a stream tells of the pipeline besides; no other server's field."""
+
+    timeline: bool = False
+
+
 class Sampling(Body):
     """What both kinds of completion take."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=2**31 - 1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    top_p: float = Field(_USUAL.top_p, gt=0, le=1)
+    top_k: int = Field(_USUAL.top_k, ge=-1, le=2**31 - 1)
+    min_p: float = Field(_USUAL.min_p, ge=0, le=1)
+    repetition_penalty: float = Field(_USUAL.repetition_penalty, gt=0, le=100)
+    presence_penalty: float = Field(_USUAL.presence_penalty, ge=-2, le=2)
+    frequency_penalty: float = Field(_USUAL.frequency_penalty, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=_LARGEST_SEED)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
-    ignore_eos: bool = False
+    ignore_eos: bool = _USUAL.ignore_eos
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    ppd: PpdOptions | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
 
@@ -96,7 +106,16 @@ class Sampling(Body):
     def _options_with_stream(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is for stream=true, leave it out")
+        if self.ppd is not None and not self.stream:
+            raise ValueError("ppd: is for stream=true, leave it out")
         return self
+
+    @property
+    def live(self) -> Live:
+        """What is to be told while it runs."""
+        if not self.stream:
+            return Live.NOTHING
+        return Live.PASSES if self.ppd is not None and self.ppd.timeline else Live.TOKENS
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -182,7 +201,7 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
+class ChatMessage(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -199,7 +218,7 @@ class Message(Body):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=10_000)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -232,7 +251,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=10_000)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=10_000)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -10,12 +10,14 @@ from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 MOST_SPANS = 65_536  # some 20 MB; a token of the main process takes about twelve
+MOST_WATCHED = 4096  # that were not taken
+_SHOWN = (Kind.LAYERS, Kind.HEAD, Kind.CHOOSE)
 
 
 class Recorder:
     """One process' times, in seconds of `time.perf_counter`.
 
-    Whoever spends time notes it when done, one span after the other: they neither overlap nor nest, and what lies
+    Each part notes its time when done, one span after the other: they neither overlap nor nest, and what lies
     between two is Python's.
     """
 
@@ -23,8 +25,12 @@ class Recorder:
         self._most_spans = most_spans
         self.begin()
 
-    def begin(self, traced: bool = False) -> None:
-        """Forget the last request and start the clock; `traced` keeps the newest spans too."""
+    def begin(self, traced: bool = False, watched: bool = False) -> None:
+        """Forget the last request and start the clock.
+
+        `traced` keeps the newest spans too, `watched` those of passes and choices until `take_watched`.
+        """
+        self._watched: deque[Span] | None = deque(maxlen=MOST_WATCHED) if watched else None
         self._spans: deque[Span] | None = deque(maxlen=self._most_spans) if traced else None
         self._num_spans = 0
         self._spent = [0.0] * len(Kind)
@@ -63,11 +69,11 @@ class Recorder:
         self._spent[kind] += ended - began
         self._between += began - self._last
         self._last = ended
-        if self._spans is not None:
+        if self._spans is not None or self._watched is not None:
             self._keep(Span(kind, _ns(began), _ns(ended), position, token, first, last))
 
     def note_message(self, kind: Kind, began: float, ended: float, peer: int, message: Any) -> None:
-        """A span of sending or taking in `message`, or of looking for one in vain (None)."""
+        """A span of sending or taking in `message`, or of looking for one that had not come (None)."""
         self._spent[kind] += ended - began
         self._between += began - self._last
         self._last = ended
@@ -98,20 +104,21 @@ class Recorder:
 
     def spans(self, rank: int) -> ProcessSpans | None:
         """What was recorded since `begin`; None where no trace was wanted."""
-        if self._spans is None:
+        return None if self._spans is None else _of_process(rank, self._spans, self._num_spans - len(self._spans))
+
+    def take_watched(self, rank: int) -> ProcessSpans | None:
+        """Passes and choices since the last time; None where there are none, or where they are not watched."""
+        if not self._watched:
             return None
-        return ProcessSpans(
-            rank=rank,
-            pid=os.getpid(),
-            wall_offset_ns=time.time_ns() - time.perf_counter_ns(),
-            dropped=self._num_spans - len(self._spans),
-            spans=tuple(self._spans),
-        )
+        taken, self._watched = self._watched, deque(maxlen=MOST_WATCHED)
+        return _of_process(rank, taken, 0)
 
     def _keep(self, span: Span) -> None:
-        assert self._spans is not None
-        self._spans.append(span)
-        self._num_spans += 1
+        if self._spans is not None:
+            self._spans.append(span)
+            self._num_spans += 1
+        if self._watched is not None and span.kind in _SHOWN:
+            self._watched.append(span)
 
 
 class JointRecorder(Recorder):
@@ -134,6 +141,11 @@ class JointRecorder(Recorder):
         """As `Recorder.note`."""
         for recorder in self._recorders:
             recorder.note(kind, began, ended, position, token, first, last)
+
+
+def _of_process(rank: int, spans: "deque[Span]", dropped: int) -> ProcessSpans:
+    offset_ns = time.time_ns() - time.perf_counter_ns()
+    return ProcessSpans(rank, os.getpid(), offset_ns, dropped, tuple(spans))
 
 
 def _ns(seconds: float) -> int:

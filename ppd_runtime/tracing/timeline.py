@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class TokenOutcome:
-    """When a token was certain, in milliseconds, and whether its early start was used (None: nobody asked)."""
+    """When a token was certain, in milliseconds, and whether its early start was used (None: none was asked for)."""
 
     time: float
     token: int
@@ -92,7 +92,7 @@ class Timeline:
         for hop in self.trace.hops():
             won = (hop.sender, hop.sent.position) in self._winners
             if hop.sent.message == "HeadStart" and won and self._is_right(hop.sender, hop.sent):
-                used[hop.sent.position] = hop  # the newest of a sub-process that began anew
+                used[hop.sent.position] = hop  # the newest of a sub-process that began again
         for hop in used.values():
             sent, received = self._ms(hop.sent.began_ns), self._ms(hop.received.ended_ns)
             if received < self.end:
@@ -144,8 +144,8 @@ class Timeline:
                 yield self._box(process, span, "head and choice")
             elif span.kind == Kind.LAYERS and candidate is not None:
                 begun.add(span.position)
-                anew = candidate is not last_named[span.position]  # it was started from another text
-                right = not anew and self._is_right(process.rank, candidate)
+                restarted = candidate is not last_named[span.position]  # it was started from another text
+                right = not restarted and self._is_right(process.rank, candidate)
                 kind = "a candidate that was right" if right else "a candidate that was wrong"
                 yield self._box(process, span, kind, self.word(candidate.token))
             elif span.kind == Kind.LAYERS:

@@ -74,7 +74,7 @@ class Checkpoint:
         try:
             yield
         except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise ValueError(f"{self.path}: no unfinished training ({error}); delete it to begin anew") from error
+            raise ValueError(f"{self.path}: no unfinished training ({error}); delete it to begin again") from error
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         for name, value in self._settings.items():

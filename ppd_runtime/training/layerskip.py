@@ -39,7 +39,7 @@ class LayerSkipRecipe(Recipe):
     """
 
     from_scratch: bool = False
-    """Whether the weights are drawn anew, from `seed`."""
+    """Whether to begin with new weights, drawn by `seed`."""
     max_dropout: float = 0.1
     """p_max: how likely a sample leaves out the last layer, at the most."""
     dropout_curriculum: str = CONSTANT
@@ -156,7 +156,7 @@ class LayerSkipTraining(Training):
         return sum(losses)
 
     def _exits(self, input_ids: Tensor, step: int) -> Sequence[Tensor]:
-        """The hidden states behind each layer, some samples of each left out."""
+        """The hidden states after each layer, some samples of each left out."""
         kept = torch.from_numpy(self.recipe.kept(step, self.num_layers, self.num_steps, len(input_ids)))
         for layer, rows in zip(self.layers, kept, strict=True):
             layer.kept = rows

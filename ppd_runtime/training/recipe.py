@@ -63,7 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRecipe(Recipe):
-    """A recipe for something that works on the hidden states behind one layer."""
+    """A recipe for something that works on the hidden states after one layer."""
 
     exit_layer: int
 

@@ -12,10 +12,10 @@ class Endpoint(Protocol):
     """Where others reach it, such as tcp://10.0.0.2:40123; empty where its address alone says it."""
 
     def introduce(self, address: int, location: str) -> None:
-        """From now on a peer is there, in a new life: what waited for its last one is dropped."""
+        """From now on a peer is there, as a new incarnation: what waited for its last one is dropped."""
 
     def send(self, address: int, message: Message) -> None:
-        """Deliver a message; never blocks, and drops it where nobody has listened for long.
+        """Deliver a message; never blocks, and drops it where its address has not listened for long.
 
         What cannot leave at once leaves during later calls.
         """

@@ -37,8 +37,8 @@ def choose_transport(transport: str, on_gpus: bool, own_gpus: bool) -> str:
 def open_endpoint(network: Network, address: int, has_own_core: bool = False, device: str = "cpu") -> Endpoint:
     """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ where there is an interface.
 
-    A process with a core of its own looks for messages for a while before it sleeps: it disturbs nobody. `device` is
-    where its tensors live, for the collective transport.
+    A process with a core of its own looks for messages for a while before it sleeps, which disturbs no other. `device`
+    is where its tensors live, for the collective transport.
 
     Raises:
         ValueError: for a folder that others may enter, an interface that is not this host's, keys that are missing or

@@ -270,7 +270,7 @@ class _Outlet:
         return True
 
     def _drain(self) -> None:
-        """Wait for a full pipe as long as it moves: nobody else would write the rest while this process computes."""
+        """Wait for a full pipe as long as it moves: the rest would not be written while this process computes."""
         while self._queue and self._socket is not None:
             poll = select.poll()
             poll.register(self._socket, select.POLLOUT)
@@ -279,7 +279,7 @@ class _Outlet:
             self.flush()
 
     def _send(self, chunks: list[Frame]) -> int:
-        """Bytes that the kernel took; a stream that has broken is closed, and opened anew by the next flush."""
+        """Bytes that the kernel took; a stream that has broken is closed, and opened again by the next flush."""
         assert self._socket is not None
         try:
             return self._socket.sendmsg(chunks)
@@ -296,7 +296,7 @@ class _Outlet:
         connection.setblocking(False)
         try:
             connection.connect(self._path)
-        except OSError:  # nobody listens there, or too many wait to be accepted
+        except OSError:  # no process listens there, or too many wait to be accepted
             connection.close()
             self._retry_at = time.monotonic() + _RETRY_S
             return False

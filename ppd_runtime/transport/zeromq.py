@@ -1,7 +1,8 @@
 """Messages over ZeroMQ PUSH and PULL sockets: over ipc on one host, over TCP with CURVE between hosts.
 
 Between hosts every connection is encrypted, and both ends are who they should be: who connects knows the public key of
-whom it wants to reach, and who is connected to looks the other's up in its list. Nobody else gets a message through.
+whom it wants to reach, and who is connected to looks the other's up in its list. No other process gets a message
+through.
 """
 
 import asyncio
@@ -148,7 +149,7 @@ def make_keys(addresses: Sequence[int]) -> dict[int, Keys]:
 
 
 def _check_keys(keys: Keys | None, address: int) -> None:
-    """Raise ValueError for keys with which nobody could be told from a stranger."""
+    """Raise ValueError for keys that do not tell members from strangers."""
     if keys is None:
         raise ValueError("an interface to bind at, but no keys: nothing leaves the host in plain text")
     for name, key in {"secret": keys.secret, **{f"public {peer}": key for peer, key in keys.peers.items()}}.items():
@@ -200,7 +201,7 @@ class _Guard:
             logger.warning("refused %s (%d refused so far)", who, self._num_refused)
 
     def stop(self) -> None:
-        """End the thread; nobody is let in any more."""
+        """End the thread; no connection is accepted any more."""
         self._inbox.disable_monitor()
         self._thread.join()
 

@@ -31,7 +31,7 @@ class Bits:
         few = isinstance(self.hashes, Mapping) and len(self.hashes) <= _MOST_HASHES
         texts = [self.machine, *self.hashes, *self.hashes.values()] if few else [None]
         if not all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in texts):
-            raise ValueError("this is not what a worker says of its bits")
+            raise ValueError(f"these are no worker's hashes: they are texts of up to {_LONGEST} printable characters")
 
     def different(self, other: "Bits") -> list[str]:
         """What both have run with other outputs."""
@@ -39,7 +39,7 @@ class Bits:
 
 
 NO_BITS = Bits("", {})
-"""Of a worker that is a thread of its client's process: there is nobody with others."""
+"""Of a worker that is a thread of its client's process: all of them are alike."""
 
 
 def bits_of(stage: Stage) -> Bits:

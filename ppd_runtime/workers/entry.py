@@ -15,7 +15,7 @@ class Actor:
     """A worker as Ray runs it, made from the line that `start_order` gives, on the host with `own_address`.
 
     `own_device` is its GPU there, such as cuda:1, where Ray gave it one; `code` is as `open_worker` takes it. It loads
-    its layers where it serves: until then, as later, it can be asked whether it lives.
+    its layers where it serves: until then, as later, it can be asked whether it runs.
     """
 
     _name = "worker"

@@ -1,4 +1,4 @@
-"""Forks workers from a process that has imported everything: one import for all of a runtime's workers and their lives.
+"""Forks workers from a process that has imported everything: one import for all workers, restarted ones too.
 
 The program starts it, `python -m ppd_runtime.workers.entry fork-server`, with one end of a pair of sockets as standard
 input. For each worker it sends a name, with three descriptors that become the worker's standard streams. It gets back
@@ -75,7 +75,7 @@ def _tell_of_the_living(control: socket.socket, pid: int) -> None:
 
 
 def _tell_of_the_dead(control: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):  # nobody is left
+    with contextlib.suppress(ChildProcessError):  # none is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             answer = {"pid": ended[0], "exit_code": os.waitstatus_to_exitcode(ended[1])}
             with contextlib.suppress(BrokenPipeError):

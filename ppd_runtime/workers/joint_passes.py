@@ -55,9 +55,10 @@ class JointPasses:
         yield from zip(seats, compute([computation for _, computation in asked]), strict=True)
 
     def _run_passes(self, asked: Sequence[RowsPass]) -> Sequence[Any]:
-        if len(asked) == 1 or self._rows is None:
+        layers = asked[0].layers
+        if len(asked) == 1 or self._rows is None or any(one.layers != layers for one in asked):
             return [one.alone() for one in asked]
-        return self._rows.run_together([(cast(RowStage, one.stage), one.inputs, one.paths) for one in asked])
+        return self._rows.run_together([(cast(RowStage, one.stage), one.inputs, one.paths) for one in asked], layers)
 
     def _find_logits(self, asked: Sequence[Logits]) -> Sequence[Any]:
         if len(asked) == 1 or self._rows is None:

@@ -2,7 +2,7 @@
 
 A plain process reads the line from standard input and says on standard output, in one JSON line, that it has loaded its
 layers and which bits they give, or why it could not. It serves once it is told that the others have these bits, too.
-Standard input stays open for as long as the process that started it lives: when it ends, the worker ends too.
+Standard input stays open for as long as the process that started it runs: when it ends, the worker ends too.
 """
 
 import contextlib
@@ -136,7 +136,7 @@ def serve_from_standard_input() -> None:
 
 
 def _answer_parent(answers: TextIO, welcome: threading.Event) -> None:
-    """Answer each line that asks whether this process lives; leave once nobody holds standard input any more."""
+    """Answer each line that asks whether this process runs; leave once standard input is closed."""
     while read := os.read(sys.stdin.fileno(), 1):
         if read == WELCOME:
             welcome.set()

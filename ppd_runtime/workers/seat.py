@@ -31,6 +31,7 @@ from ppd_runtime.transport import Endpoint
 
 _LONGEST_HOLD_S = 1.0
 _MOST_HELD = 2**16
+_SHOW_EVERY_S = 0.03
 _STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
 
@@ -54,16 +55,16 @@ class Seat:
     def __init__(self, endpoint: Endpoint, rank: int, begin: Begin, notes_verdicts: bool) -> None:
         self._endpoint, self._rank, self.begin, self._notes_verdicts = endpoint, rank, begin, notes_verdicts
         self.recorder = Recorder()
-        self.recorder.begin(begin.traced)
+        self.recorder.begin(begin.traced, begin.watched)
         self.machine: Decider | Helper | None = None
         self.running: Machine | None = None
         self.wanted = WaitFor(0)
         self.patience = 0
-        """Of the last wish that had any."""
+        """Of the last wait that had any."""
         self.last_turn = 0
         """The worker's turn that it got last."""
         self.finished: Finished | None = None
-        self._released = self._asked = self.recorder.began
+        self._released = self._asked = self._shown = self.recorder.began
         self._first_token, self._stalled = 0.0, 0.0
         self._first_ledger: LatencyBreakdown | None = None
         self._hold_tokens = not begin.live and begin.params.logprobs is None
@@ -74,7 +75,9 @@ class Seat:
         self._asked = time.perf_counter()
 
     def wait_for(self, wanted: WaitFor, layer_seconds: float, others: int) -> None:
-        """Note a wish, which comes true at a time of this clock; `others` is the patience of all other requests."""
+        """Begin a wait, with a deadline by this clock. `others` is the patience of all other requests."""
+        if self.begin.watched and time.perf_counter() - self._shown > _SHOW_EVERY_S:
+            self._show()
         self._asked, self.wanted = time.perf_counter(), wanted
         if wanted.patience:
             self.patience = wanted.patience
@@ -82,8 +85,8 @@ class Seat:
                 wanted.deadline = self._asked + max((wanted.patience + others) * layer_seconds, wanted.least_s)
 
     def note_reply(self, message: Message | None, was_away: bool) -> None:
-        """The wish is granted. Of a wait, what came before the message was sent was its sender's time, the rest was its
-        way's; `was_away`: another request had the worker meanwhile.
+        """The wait is over. Up to when the message was sent the time was its sender's; the rest was its way's.
+        `was_away`: another request had the worker meanwhile.
         """
         began, ended = self._asked, time.perf_counter()
         if self.wanted.patience != 0 or was_away:
@@ -148,7 +151,15 @@ class Seat:
         assert self.finished is not None
         self._endpoint.send(CLIENT, self.finished)
 
+    def _show(self) -> None:
+        """Tell who watches what has been computed since the last time."""
+        recorded = self.recorder.take_watched(self._rank)
+        for message in pack(recorded, self.begin.request, watched=True) if recorded else ():
+            self._endpoint.send(CLIENT, message)
+        self._shown = time.perf_counter()
+
     def _ship_spans(self) -> None:
+        self._show()
         recorded = self.recorder.spans(self._rank)
         for message in pack(recorded, self.begin.request) if recorded else ():
             self._endpoint.send(CLIENT, message)
@@ -166,7 +177,7 @@ class Seat:
         self.recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
 
     def _hold(self, token: Token) -> None:
-        """Keep a token for the client back for a while; it hears often enough to know that this process lives."""
+        """Keep a token for the client back for a while; it hears often enough to know that this process runs."""
         if self._held and token.position != self._held[-1].position + 1:  # the client is told some again
             self.release_tokens()
         self._held.append(token)

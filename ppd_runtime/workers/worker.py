@@ -5,6 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
-from ppd_runtime.pipeline.staged.chances import Calibration
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
@@ -64,8 +66,8 @@ class Worker:
 
     Each request has a machine of its own. A message goes to its request's machine at once, and all machines that could
     compute wait for a turn: first what is needed (certain tokens, prompts), then what only speculates, and among these
-    the request that has waited for the most turns. So nobody starves, and a prompt's chunks alternate with the others'
-    tokens.
+    the request that has waited for the most turns. So no request starves, and a prompt's chunks alternate with the
+    others' tokens.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -94,7 +96,7 @@ class Worker:
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
         self._row_stage = RowStage(self.stage, MOST_HELD, spec.prefix_cache_tokens) if spec.cuts else None
-        self._calibration = Calibration() if spec.cuts else None
+        self._calibration = ChanceCalibration() if spec.cuts else None
         self._joint = JointPasses(self.stage, self._row_stage)
         joins = self._row_stage is not None and (self._row_stage.joins_requests or spec.emulate is not None)
         self._most_rows = max(spec.rows, self._row_stage.most_together) if self._row_stage and joins else 1
@@ -142,7 +144,7 @@ class Worker:
                 for address, location in zip(message.addresses, message.locations, strict=True):
                     self._endpoint.introduce(address, location)
                 if self._row_stage and self.spec.rank == MAIN:
-                    return message  # whoever is new there lacks what is under way
+                    return message  # a new process there lacks what is under way
             elif self._validator.takes(message):
                 return message
             else:
@@ -161,7 +163,7 @@ class Worker:
         return None if earliest is None else max(earliest - time.perf_counter(), 0)
 
     def _give_turn(self) -> None:
-        """Nobody has a message: have a machine go on without one, and others whose rows fit into the same pass."""
+        """No message is there: have a machine go on without one, and others whose rows fit into the same pass."""
         seats = list(self._seats.values())
         works = {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
         first = seats[0] if len(seats) == 1 else self._next_in_turn(seats, works)
@@ -207,6 +209,8 @@ class Worker:
         seat.last_turn = self._turns
         if isinstance(seat.machine, FirstStage):
             seat.machine.rows = rows
+        if isinstance(seat.machine, FollowerStage):
+            seat.machine.leaves_passes = len(self._seats) == 1  # several requests' rows run through together
         seat.note_reply(None, was_away=self._active is not seat)
         self._resume(seat, None)
 
@@ -256,7 +260,7 @@ class Worker:
                 self._step(seat, message)
 
     def _step(self, seat: Seat, reply: Message | None) -> None:
-        """Have a machine go on, with a message or without one, to its next wish."""
+        """Have a machine go on, with a message or without one, to its next wait."""
         seat.note_reply(reply, was_away=self._active is not seat)
         self._run(seat, reply)
 
@@ -271,7 +275,7 @@ class Worker:
                 self._resume(seat, result)
 
     def _resume(self, seat: Seat, reply: Any) -> None:
-        """Have a machine go on to its next wish."""
+        """Have a machine go on to its next wait."""
         self._active, self.stage.recorder = seat, seat.recorder
         assert seat.running is not None
         try:
@@ -366,10 +370,12 @@ class Worker:
                 spec.repetitions,
                 only_chains=spec.emulate is None and stage.most_together == 1,
                 row_cost=spec.row_cost,
+                backoff=replace(self._backoff),  # requests at once may be texts of different kinds
             )
         else:
             stage = self._row_stage.another()
-            helper = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, seat.send, begin)
+            backoff = replace(self._backoff)
+            helper = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, seat.send, begin, backoff)
         seat.machine = helper
         return helper.serve()
 

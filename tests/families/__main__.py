@@ -3,6 +3,7 @@
 import logging
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import transformers
@@ -30,15 +31,20 @@ _NEXT = """
 
 
 def main(out: Path) -> None:
-    """Ask for each family, without weights, and write the table."""
+    """Ask for each family, without weights, and write the page."""
     logging.disable(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
-    refusals = {family: refusal(Specimen(family)) for family in every_family()}
-    wrong = sorted(family for family in SUPPORTED if refusals[family])
-    if wrong:
+    if wrong := sorted(family for family in SUPPORTED if refusal(Specimen(family))):
         raise SystemExit(f"the tests' list of supported families has some that are refused: {', '.join(wrong)}")
-    supported = [f"| `{family}` | {without(Specimen(family))} |" for family in SUPPORTED]
-    others = [f"| `{family}` | {why} |" for family, why in refusals.items() if family not in SUPPORTED]
+    out.write_text(page(refusal, without))
+
+
+def page(why_refused: Callable[[Specimen], str], why_without: Callable[[Specimen], str]) -> str:
+    """The guide's page, whose second column is what these functions say."""
+    supported = [f"| `{family}` | {why_without(Specimen(family))} |" for family in SUPPORTED]
+    others = [
+        f"| `{family}` | {why_refused(Specimen(family))} |" for family in every_family() if family not in SUPPORTED
+    ]
     lines = [
         _HEAD.format(version=transformers.__version__),
         "## Supported\n\n| model type | methods that it is refused for |\n|---|---|",
@@ -49,7 +55,7 @@ def main(out: Path) -> None:
         *others,
         _NEXT,
     ]
-    out.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def refusal(specimen: Specimen) -> str:

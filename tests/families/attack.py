@@ -1,8 +1,8 @@
 """One specimen against the oracles: ordinary decoding against transformers, every layout and method against it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,17 @@ import torch
 from families.specimens import BORDER, MOST_POSITIONS, Specimen
 from models_for_tests import VOCAB_SIZE, build_tokenizer
 from pipeline_runs import Bench, Decoded
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime.client.ending import Ending
 from ppd_runtime.cost_model.staged import even_cuts
-from ppd_runtime.methods.steps import parts_of
-from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
+from ppd_runtime.methods.steps import Step, Totals, in_parts
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.results import PathStats
 from ppd_runtime.sampling_params import SamplingParams
 
 NEW_TOKENS = 14
@@ -52,18 +54,19 @@ class Attack:
     specimen: Specimen
     folder: Path
     dtype: str = "float32"
+    new_tokens: int = NEW_TOKENS
     differences: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """By method, why it is refused."""
     runs: int = 0
 
     @staticmethod
-    def on(specimen: Specimen, folder: Path, dtype: str = "float32") -> "Attack":
+    def on(specimen: Specimen, folder: Path, dtype: str = "float32", new_tokens: int = NEW_TOKENS) -> "Attack":
         """Save the specimen; ValueError where it is refused."""
         specimen.build().to(getattr(torch, dtype)).save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
         describe(str(folder))
-        return Attack(specimen, folder, dtype)
+        return Attack(specimen, folder, dtype, new_tokens)
 
     @cached_property
     def ordinary(self) -> OrdinaryDecoding:
@@ -85,7 +88,7 @@ class Attack:
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=getattr(torch, self.dtype)).eval()
         for prompt in prompts:
             with torch.inference_mode():
-                text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
+                text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=self.new_tokens)
             self._compare("ordinary decoding", prompt, {}, self._expected(prompt, {}), text[0, len(prompt) :].tolist())
 
     def against_ordinary(self, prompts: Sequence[list[int]], layouts: Sequence[str], methods: Sequence[str]) -> None:
@@ -99,21 +102,19 @@ class Attack:
             if method := self._method(name):
                 for prompt in prompts:
                     for sampling in ({}, SAMPLED):
-                        asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+                        asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
                         got = list(method.generate(prompt, **asked).token_ids)
                         self._compare(name, prompt, sampling, got, self._expected(prompt, sampling))
 
     def _expected(self, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-        asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+        asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
         return list(self.ordinary.generate(prompt, **asked).token_ids)
 
     def _by_layout(self, layout: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-        params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
-        tokens: list[int] = []
-        for most in parts_of(len(prompt), NEW_TOKENS, self.bench.info.recomputed_at):
-            wanted = replace(params, max_new_tokens=most)
-            tokens += self._run(layout, [*prompt, *tokens], wanted).tokens
-        return tokens
+        params = SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, **sampling)
+        decoder = _Layout(self.bench.info, self.ordinary.tokenizer, partial(self._run, layout))
+        steps = in_parts(decoder, prompt, params, True, Ending(None))
+        return [step.token_id for step in steps if isinstance(step, Step)]
 
     def _run(self, layout: str, prompt: list[int], params: SamplingParams) -> Decoded:
         if "stage" not in layout:
@@ -150,6 +151,23 @@ class Attack:
             kind = "sampled" if sampling else "greedy"
             at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(got))
             self.differences.append(f"{self.specimen.name}: {way}, {kind}, prompt of {len(prompt)}, token {at}")
+
+
+@dataclass
+class _Layout:
+    """A layout's machines as what `in_parts` has the parts of a request from."""
+
+    info: ModelInfo
+    tokenizer: PreTrainedTokenizerBase
+    run: Callable[[list[int], SamplingParams], Decoded]
+
+    def _steps(
+        self, prompt_ids: list[int], params: SamplingParams, live: bool, ending: Ending
+    ) -> Generator[Step | Totals, None, None]:
+        decoded = self.run(prompt_ids, params)
+        for number, token in enumerate(decoded.tokens, 1):
+            yield Step(token, None, number == len(decoded.tokens))
+        yield Totals(decoded.reason, PathStats())
 
 
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:

@@ -78,6 +78,13 @@ class Specimen:
         """As the tables have it."""
         return self.family if self.kind == "plain" else f"{self.family}, {self.kind}"
 
+    @property
+    def border(self) -> int | None:
+        """The length of text for which its rotary embedding was first trained, where the configuration names one."""
+        rotary = self.settings.get("rope_parameters", {})
+        ends = MOST_POSITIONS if rotary.get("rope_type") == "dynamic" else None
+        return rotary.get("original_max_position_embeddings", ends)
+
     def config(self) -> PretrainedConfig:
         """Its configuration; whatever the library's own checks raise, where they refuse it."""
         config_class = CONFIG_MAPPING[self.family]
@@ -88,7 +95,7 @@ class Specimen:
         return config
 
     def build(self, seed: int = 0) -> PreTrainedModel:
-        """The model, its later layers quiet enough for earlier ones to foretell many of its tokens."""
+        """The model, its later layers quiet enough for earlier ones to predict many of its tokens."""
         config = self.config()
         with torch.device("meta"):
             size = AutoModelForCausalLM.from_config(config).num_parameters()
@@ -121,13 +128,16 @@ def _long_rope(**settings: Any) -> dict[str, Any]:
     """One rotary table up to `BORDER` positions, another one for texts beyond."""
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
     border = {"original_max_position_embeddings": BORDER}
-    return _rope("longrope", **factors, **border, **settings) | border
+    return _rope("longrope", **factors | border | settings) | border
 
 
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _MIXED = ["sliding_attention" if i % 2 else "full_attention" for i in range(NUM_LAYERS)]
 _MULTIPLIERS = {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 2.0}
 _MULTIPLIERS |= {"embedding_multiplier": 12.0}
+
+_PHI_4_MINI = _long_rope(short_factor=[1.0, 1.1, 1.2], long_factor=[2.0, 3.0, 4.0])
+_PHI_4_MINI |= {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
 
 SPECIAL: tuple[Specimen, ...] = (
     *(Specimen(family, "linear rotary", _rope("linear", factor=2.0)) for family in ("llama", "olmo2")),
@@ -141,6 +151,7 @@ SPECIAL: tuple[Specimen, ...] = (
     Specimen("phimoe", "longrope", _long_rope(short_mscale=1.1, long_mscale=1.3)),
     Specimen("llama", "longrope", _long_rope()),
     Specimen("qwen3", "longrope", _long_rope()),
+    Specimen("phi3", "longrope, as Phi-4-mini has it", _PHI_4_MINI),
     Specimen("phi3", "longrope and a window", _long_rope() | {"sliding_window": 16}),
     Specimen("phi3", "partial rotary", {"partial_rotary_factor": 0.5}),
     *(Specimen("mistral", f"window of {size}", {"sliding_window": size}) for size in (1, 2, 5, 16)),

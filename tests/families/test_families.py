@@ -1,12 +1,23 @@
 """Every decoder that transformers has and the loader accepts gives its library's tokens, in every layout and method."""
 
 import logging
+import re
 from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
-from families.attack import LAYOUTS, METHODS, Attack, prompts
-from families.specimens import BORDER, NUM_LAYERS, SPECIAL, SUPPORTED, Specimen, every_family, overlooked_windows
+from families.__main__ import page, refusal, without
+from families.attack import LAYOUTS, METHODS, NEW_TOKENS, Attack, prompts
+from families.specimens import (
+    BORDER,
+    MOST_POSITIONS,
+    NUM_LAYERS,
+    SPECIAL,
+    SUPPORTED,
+    Specimen,
+    every_family,
+    overlooked_windows,
+)
 from transformers import CONFIG_MAPPING
 
 from ppd_runtime import open_method
@@ -16,6 +27,10 @@ OVERLOOKED = list(overlooked_windows(SUPPORTED))
 ALL = [*map(Specimen, every_family()), *SPECIAL, *OVERLOOKED]
 WITH_WINDOWS = set(SUPPORTED) - {specimen.family for specimen in OVERLOOKED}
 QUICK = [*SPECIAL, *OVERLOOKED, *map(Specimen, sorted(WITH_WINDOWS))]
+ALONE = [name for name, settings in LAYOUTS.items() if "workers" not in settings]
+"""Layouts whose passes have one row, or rows that keep their bits."""
+BFLOAT16 = [*range(0, len(QUICK), 8)]
+"""Of `QUICK`, those that run in bfloat16 by day too."""
 _PAIRS = list(zip(cycle(LAYOUTS), islice(cycle(METHODS), 30), strict=False))
 
 
@@ -36,11 +51,13 @@ def attack_or_skip(specimen: Specimen, folder: Path, dtype: str = "float32") -> 
 def test_a_layout_and_a_method(number: int, tmp_path: Path) -> None:
     """Each with one of each, in turn, on a text that outgrows windows, and crosses a border if there is one.
 
-    Families without windows have one in their configuration that their code overlooks.
+    Where the positions end at the border, so does the text. Families without windows have one in their configuration
+    that their code overlooks.
     """
-    attack = Attack.on(QUICK[number], tmp_path)
+    attack = Attack.on(QUICK[number], tmp_path, new_tokens=10)
     layout, method = _PAIRS[number % len(_PAIRS)]
-    length = BORDER - 6 if "longrope" in QUICK[number].kind else 17
+    border = QUICK[number].border
+    length = min(border - 6, MOST_POSITIONS - NEW_TOKENS) if border else 17
     attack.against_transformers(prompts([1, length]))
     attack.against_ordinary(prompts([length]), [layout], [method])
     assert attack.runs >= 4
@@ -62,9 +79,33 @@ def test_everything(specimen: Specimen, tmp_path: Path) -> None:
 def test_bfloat16(specimen: Specimen, tmp_path: Path) -> None:
     """One token a pass, whose bits are ordinary decoding's: all layouts with a worker for each candidate."""
     attack = attack_or_skip(specimen, tmp_path, "bfloat16")
-    alone = [name for name, settings in LAYOUTS.items() if "workers" not in settings]
-    attack.against_ordinary(prompts((5, 17, BORDER - 6)), alone, [])
+    attack.against_ordinary(prompts((5, 17, BORDER - 6)), ALONE, [])
     assert not attack.differences
+
+
+@pytest.mark.parametrize("number", BFLOAT16, ids=[QUICK[number].name for number in BFLOAT16])
+def test_a_layout_in_bfloat16(number: int, tmp_path: Path) -> None:
+    """Some of the families and configurations, each layout in turn; in the night all of them."""
+    attack = Attack.on(QUICK[number], tmp_path, "bfloat16")
+    attack.against_ordinary(prompts([17]), [ALONE[number // 8 % len(ALONE)]], [])
+    assert attack.runs == 2
+    assert not attack.differences
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def test_the_guide_names_these_families_and_configurations() -> None:
+    """All of the page but the reasons."""
+    reasons = re.compile(r"(?<=` \|).*", flags=re.MULTILINE)
+    expected = page(lambda _: "", lambda _: "")
+    assert reasons.sub("", GUIDE.read_text()) == reasons.sub("", expected)
+
+
+@pytest.mark.nightly
+def test_the_guide_is_what_is_written() -> None:
+    """With the reasons."""
+    assert GUIDE.read_text() == page(refusal, without)
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text", "nanochat", "mamba", "gpt2", "lfm2"])
@@ -78,16 +119,24 @@ def test_families_that_cannot_be_cut_are_refused_before_weights_are_read(family:
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("gpt_oss", "does not run without its mlp"), ("jetmoe", "has no attention")]
+    ("specimen", "reason"),
+    [
+        (Specimen("gpt_oss"), "layer 1 does not run without its mlp"),
+        (Specimen("jetmoe"), "layer 1 has no attention"),
+        *((Specimen("llama", "", {"num_hidden_layers": n}), f"it has too few layers, {n}, at least 3") for n in (1, 2)),
+    ],
+    ids=str,
 )
-def test_swift_is_refused_where_nothing_can_be_left_out(family: str, reason: str, tmp_path: Path) -> None:
+def test_swift_is_refused_where_nothing_can_be_left_out(specimen: Specimen, reason: str, tmp_path: Path) -> None:
     """Before weights are read: there are none but a file of that name."""
-    Specimen(family).config().save_pretrained(tmp_path)
+    specimen.config().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=rf"^swift cannot run model .* \({family}\): layer 1 {reason}"):
+    refused = rf"^swift cannot run model '.*{tmp_path.name}' \({specimen.family}\): {reason}.*choose another method$"
+    with pytest.raises(ValueError, match=refused):
         open_method(str(tmp_path), "swift", bayes_interval=0)
 
 
 def test_specimens_differ_from_one_another() -> None:
     assert len({specimen.name for specimen in ALL}) == len(ALL)
     assert all(specimen.config().num_hidden_layers in (2, 3, NUM_LAYERS, 13) for specimen in SPECIAL)
+    assert {"yarn", "dynamic rotary", "llama3 rotary"} <= {specimen.kind for specimen in SPECIAL if specimen.border}

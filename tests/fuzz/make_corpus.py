@@ -21,6 +21,7 @@ from ppd_runtime.pipeline.messages import (
     ExitState,
     Failed,
     Finished,
+    Foreseen,
     Guesses,
     HeadStart,
     LinkNote,
@@ -76,6 +77,7 @@ MESSAGES: tuple[Message, ...] = (
     Rows(1, 1, 2, 7, (12, 13), (11, 11), (5, 5), (17, 18), STATE.expand(1, 2, 8), 12.5),
     Guesses(1, 1, 2, 7, (12,), (17, 18), (500_000, 250_000)),
     Token(0, 1, 5, 17, 1, None, (-0.5, -0.25, -1.5), (17, 18)),
+    Foreseen(1, 1, 5, 2),
 )
 
 

@@ -24,7 +24,7 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
-from ppd_runtime.pipeline.staged.chances import Calibration, Successors
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
@@ -55,7 +55,7 @@ _READ = (
     Arrivals,
     ArrivingPrompt,
     Successors,
-    Calibration,
+    ChanceCalibration,
     ToyRows,
 )
 _CLOCKS = {"recorder", "last_turn", "patience", "_began", "_released", "_asked", "_first_token", "_stalled"}
@@ -68,7 +68,7 @@ _UNREAD: dict[type, set[str]] = {
 }
 """What only times and turns depend on, or what is told of elsewhere."""
 _DEAD = {"caller", "message", "reply", "hidden", "now", "nodes", "root", "certain"}
-"""Variables that are set anew before they are read, wherever a process can wait."""
+"""Variables that are set again before they are read, wherever a process can wait."""
 _LIVE = {"_go_on": {"token", "stop"}}
 """Of a frame that holds much of the token before, what is read again."""
 

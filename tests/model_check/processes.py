@@ -158,7 +158,7 @@ class _Supervisor:
     process: Process
     lives_seen: int = 1
 
-    def lives(self, rank: int) -> int:
+    def starts(self, rank: int) -> int:
         return self.process.main_lives if rank == MAIN else 1
 
     def is_serving(self, rank: int) -> bool:
@@ -243,7 +243,7 @@ class SharedExchange(exchange.MessageExchange):
 
 
 def start_worker(scenario: Scenario, rank: int) -> Process:
-    """A new life of a worker, up to its first wait."""
+    """A worker that has been started, up to its first wait."""
 
     def serve(process: Process) -> None:
         process.worker = Worker(scenario.spec(rank))

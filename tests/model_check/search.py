@@ -122,7 +122,7 @@ def moves_behind(system: System, path: list[Move]) -> list[Move]:
 
 
 def fair_moves(system: System, path: list[Move]) -> list[Move]:
-    """What happens next in fair order without faults, where whoever ended is replaced at once; none at the end.
+    """What happens next in fair order without faults, where an ended process is replaced at once; none at the end.
 
     Raises:
         Counterexample: as `moves_behind`.

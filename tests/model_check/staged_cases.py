@@ -19,11 +19,16 @@ def stages(
     trees: bool = False,
     requests: int = 1,
     repeats: bool = False,
+    layers: int = 1,
 ) -> Scenario:
-    """Stages of one layer each; `repeats`: the prompts repeat themselves, so that boundary 0 has something to name."""
+    """Stages of so many layers each: of several, passes may be left between them.
+
+    `repeats`: the prompts repeat themselves, so that boundary 0 has something to name.
+    """
     prompts = ((3, 1, 5, 3, 1), (2, 6, 2, 6, 2)) if repeats else ((3, 1), (2, 6))
-    model = ToyModel(size, 1, prompts, winners, boundaries)
-    return Scenario(model, k, size - 1, tokens, requests, cuts=tuple(range(1, size)), rows=rows, trees=trees)
+    model = ToyModel(layers * size, 1, prompts, winners, boundaries)
+    cuts = tuple(range(layers, layers * size, layers))
+    return Scenario(model, k, size - 1, tokens, requests, cuts=cuts, rows=rows, trees=trees)
 
 
 def mendable(scenario: Scenario) -> Scenario:
@@ -44,8 +49,18 @@ REFINED = Case("three stages, a fault, a deviation", stages(2, 3, 1, boundaries=
 MENDED = Case("two stages, what is sent again", mendable(stages(3, 2, 1, 0)), 1, Bounds(deviations=2))
 MISSED = Case("two stages, a wrong guess, a fault, two deviations", stages(3, 2, 0, 1), 1, Bounds(deviations=2))
 TWO_AT_ONCE = Case("two stages, two requests at once, a fault, a deviation", at_once(stages(2, 2, 1)), 1, Bounds(1))
+LEFT = Case("two stages of two layers, passes that are left", stages(2, 2, 0, k=2, rows=2, trees=True, layers=2))
+ONE_CANCELLED = Case(
+    "two stages, two requests at once, one cancelled, a deviation",
+    replace(at_once(stages(2, 2, 1)), cancelled_behind=1),
+    0,
+    Bounds(1),
+)
 STAGED_QUICK = (
+    LEFT,
+    Case("two stages of two layers, wrong guesses, a fault", stages(2, 2, 0, layers=2), 1, Bounds(1)),
     TWO_AT_ONCE,
+    ONE_CANCELLED,
     Case("two stages, two requests at once, eight deviations", at_once(stages(2, 2, 1)), 0, Bounds(8)),
     Case(
         "three stages, two requests at once, two deviations",
@@ -66,6 +81,7 @@ STAGED_QUICK = (
         1,
         Bounds(0),
     ),
+    Case("two stages, heads that rest, a fault", replace(stages(4, 2, 0, 0, 1), rests=True), 1, Bounds(0)),
     Case("two stages, repetitions", stages(3, 2, 0, rows=3, repeats=True)),
     Case("two stages, cancelled, then another request, a fault", _CANCELLED, 1, Bounds(deviations=1)),
     Case("three stages, two deviations", stages(3, 3, 1, boundaries=_REFINED), 0, Bounds(deviations=2)),

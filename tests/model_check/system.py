@@ -3,7 +3,7 @@
 A state is a handful of numbers: each process' state in its automaton, and the messages on their way between them.
 What may happen next: somebody takes the oldest message from somebody else (so messages of different senders come in
 every order), or nothing, where it does not wait for ever; and, as long as faults are left, messages are lost, doubled,
-swapped and delayed, workers end before or between the messages that they send, and the client asks though nobody is
+swapped and delayed, workers end before or between the messages that they send, and the client asks though none is
 late. A worker that has ended is replaced at any time or never, the main process is at some time.
 
 Of stages everyone is replaced at some time. The last one's patience ends where nothing else can happen, or by a fault.
@@ -29,7 +29,7 @@ class State(NamedTuple):
     """Of the workers by rank, then of the client, in their automata."""
     links: Links
     """Messages on their way, oldest first; from a to b at b * size + a."""
-    main_lives: int
+    main_starts: int
     faults: int
     """That may still happen."""
 
@@ -83,8 +83,8 @@ class System:
     def options(self, state: State) -> list[Option]:
         """What can happen but for faults, each of which somebody has to call for it to happen.
 
-        The first is what happens in fair order: whoever can help the main process is quick, and waits in vain for
-        those only who have nothing to give.
+        The first is what happens in fair order: a process that can help the main process is quick. It waits
+        uselessly only for those that have nothing to give.
         """
         if self.reduces and not state.faults and (alone := self._independent(state)):
             return alone
@@ -105,7 +105,7 @@ class System:
         return [*options, *(partial(_same, move) for move in births)]
 
     def births(self, state: State) -> list[Move]:
-        """New lives for those that have ended."""
+        """Restarts of those that have ended."""
         return [Move("begin", index, NOTHING, NOTHING, (), self._begun(state, index)) for index in self._dead(state)]
 
     def describe(self, move: Move) -> str:
@@ -189,8 +189,8 @@ class System:
             link = index * self.size + sender
             message, *rest = state.links[link]
             state = _with_link(state, link, tuple(rest))
-        lives = state.main_lives if index == self.client else 1
-        edge = self.automata[index].edge(state.nodes[index], (message, lives))
+        starts = state.main_starts if index == self.client else 1
+        edge = self.automata[index].edge(state.nodes[index], (message, starts))
         sent = edge.sent[:most_sent]
         what = "takes" if sender != NOTHING else "hears nothing"
         return Move(what, index, sender, message, sent, self._sent(_with_node(state, index, edge.target), index, sent))
@@ -206,8 +206,8 @@ class System:
         return state._replace(links=tuple(links))
 
     def _begun(self, state: State, index: int) -> State:
-        lives = state.main_lives + (index == MAIN)
-        state = _with_node(state, index, 0)._replace(main_lives=lives)
+        starts = state.main_starts + (index == MAIN)
+        state = _with_node(state, index, 0)._replace(main_starts=starts)
         if not self.scenario.cuts:
             return state
         known = [rank for rank in range(self.client) if rank != index] if index == MAIN else [index]

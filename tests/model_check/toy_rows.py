@@ -15,6 +15,7 @@ class ToyRows:
 
     layer_seconds, cache = ToyStage.layer_seconds, ToyStage.cache
     layer_passes = 0
+    layers_at_once = 1
     most_together = 1
     joins_requests = False
     cached_tokens = 0
@@ -35,6 +36,8 @@ class ToyRows:
         """Each layer's entries of the certain tokens."""
         self.nodes: dict[int, list[int]] = {}
         """Entries of each node in flight, one a layer."""
+        self.begun: dict[int, list[int]] = {}
+        """The same of nodes whose pass is under way."""
 
     def prompt_chunks(self, tokens: int) -> list[range]:
         """The positions of each chunk of a prompt; they are short."""
@@ -49,16 +52,17 @@ class ToyRows:
             self.kept[place] += added
         return to_tensor([states])
 
-    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
         """Run nodes, each behind the kept tokens and the nodes before it on its path."""
-        return to_tensor([[self._run(*row) for row in zip(self._states(inputs), paths, strict=True)]])
+        rows = zip(self._states(inputs), paths, strict=True)
+        return to_tensor([[self._run(state, path, layers) for state, path in rows]])
 
     @staticmethod
     def run_together(
-        asked: "Sequence[tuple[ToyRows, Sequence[int] | Tensor, Sequence[Sequence[int]]]]",
+        asked: "Sequence[tuple[ToyRows, Sequence[int] | Tensor, Sequence[Sequence[int]]]]", layers: range
     ) -> list[Tensor]:
         """What each of several requests would have alone."""
-        return [stage.run_rows(inputs, paths) for stage, inputs, paths in asked]
+        return [stage.run_rows(inputs, paths, layers) for stage, inputs, paths in asked]
 
     @staticmethod
     def logits_together(asked: "Sequence[tuple[ToyRows, Tensor]]") -> list[Tensor]:
@@ -68,17 +72,20 @@ class ToyRows:
     def _states(self, inputs: Sequence[int] | Tensor) -> list[int]:
         return to_numbers(inputs)[0] if isinstance(inputs, Tensor) else [embed(token) for token in inputs]
 
-    def _run(self, state: int, path: Sequence[int]) -> int:
+    def _run(self, state: int, path: Sequence[int], layers: range) -> int:
         *before, node = path
         assert node not in self.nodes, "a node runs once"
-        if missing := [number for number in before if number not in self.nodes]:
+        held_by = self.begun | self.nodes
+        if missing := [number for number in before if number not in held_by]:
             raise RuntimeError(f"a row attends to the nodes {missing}, which are not held")
-        entries: list[int] = []
-        for place, layer in enumerate(range(self.first, self.first + self.num_layers)):
-            held = [*self.kept[place], *(self.nodes[number][place] for number in before)]
-            (state,), added = run_layer(layer, [state], held, 1)
+        entries = self.begun.setdefault(node, [])
+        assert len(entries) == layers.start, "a pass goes on where it was"
+        for place in layers:
+            held = [*self.kept[place], *(held_by[number][place] for number in before)]
+            (state,), added = run_layer(self.first + place, [state], held, 1)
             entries += added
-        self.nodes[node] = entries
+        if layers.stop == self.num_layers:
+            self.nodes[node] = self.begun.pop(node)
         return state
 
     def keep(self, node: int) -> None:
@@ -91,6 +98,7 @@ class ToyRows:
     def drop(self, node: int) -> None:
         """Forget a node, if it has run."""
         self.nodes.pop(node, None)
+        self.begun.pop(node, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[VOCAB]`, of which one is 1; no token is decided but by ordinary decoding's very state."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from ppd_runtime.launch.fork_server import CAN_FORK, open_fork_server
+from ppd_runtime.launch.fork_server import CAN_FORK, ForkServer, open_fork_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,20 +19,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
     """Runtimes share a fork server while the environment stays; this variable names the test."""
-    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    _forget_the_tests_name()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call() -> None:
     """As `pytest_fixture_setup`."""
+    _forget_the_tests_name()
+
+
+def _forget_the_tests_name() -> None:
     os.environ.pop("PYTEST_CURRENT_TEST", None)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_fork_server(_test_cache: None) -> Iterator[None]:
-    """It has imported PyTorch before the first runtime starts, and lives as long as the last."""
+def one_fork_server(_test_cache: None) -> Iterator[ForkServer | None]:
+    """It has imported PyTorch before the first runtime starts, and runs as long as the last."""
+    _forget_the_tests_name()  # no hook of this folder is asked where a fixture is the session's
     server = open_fork_server() if CAN_FORK else None
-    yield
+    yield server
     if server:
         server.close()
 

@@ -41,7 +41,7 @@ def test_stages_are_compared_by_their_first_boundaries(model_folder: Callable[..
 
 @nightly
 def test_other_programs_are_noticed_on_the_sub_process_core(both: tuple[PPDRuntime, OrdinaryDecoding]) -> None:
-    """Ordinary decoding runs on the main process' core, which nobody else wants here."""
+    """Ordinary decoding runs on the main process' core, which no other program wants here."""
     runtime, ordinary = both
     runtime.start()
     with busy(cores()[:2][-1]):

@@ -26,7 +26,7 @@ except ValueError as error:
 
 
 def test_plain_processes_need_neither_ray_nor_zeromq(model_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """Whoever imports one of them fails, the workers too; ZeroMQ is named where it is asked for."""
+    """Importing one of them fails, in workers too; ZeroMQ is named where it is asked for."""
     for name in ("ray", "zmq"):
         (tmp_path / f"{name}.py").write_text(LACKS)
     folder = str(model_folder("llama"))

@@ -65,6 +65,7 @@ def test_first_token():
     assert found["ratio"] > 0
 
 
+@nightly
 def test_hop():
     rows = figures(hop, "--sizes 1024,200000 --pauses-ms 1 --count 10")["rows"]
     assert [(row["transport"], row["num_bytes"]) for row in rows] == [
@@ -73,6 +74,7 @@ def test_hop():
     assert all(0 < row["median_us"] <= row["p99_us"] and row["sender_us"] > 0 for row in rows)
 
 
+@nightly
 def test_equal_devices():
     rows = figures(equal_devices, "--model random:64x4 --match-rate 0.5 --tokens 6 --rounds 1")["rows"]
     assert [row["way"] for row in rows] == ["1 device, ordinary", "tensor parallel", "PPD", "stages"]

@@ -11,7 +11,7 @@ from grids import nightly
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.launch import processes
+from ppd_runtime.launch.fork_server import open_fork_server
 from ppd_runtime.launch.processes import ProcessWorkers
 from ppd_runtime.launch.ray.workers import RayWorkers
 
@@ -28,16 +28,26 @@ def folder(model_folder):
     return str(model_folder("llama", num_layers=4))
 
 
+@pytest.fixture(scope="module")
+def with_others():
+    """Starts workers that compute with other instructions: their fork server has chosen them in its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in OTHER.items():
+            patch.setenv(name, value)
+        server = open_fork_server()
+    yield server.fork
+    server.close()
+
+
 @pytest.fixture
-def others(monkeypatch):
+def others(monkeypatch, with_others):
     """Ranks whose workers have other instructions from their next start on; a list to add to."""
     ranks, plain, by_ray = [], ProcessWorkers._spawn, RayWorkers._spawn
 
     def spawn(self, rank):
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in OTHER.items() if rank in ranks else ():
-                patch.setenv(name, value)
-                patch.setattr(processes, "CAN_FORK", False)  # nobody who is forked has an environment of its own
+            if rank in ranks:
+                patch.setattr(self, "_start", with_others)
             return plain(self, rank)
 
     def spawn_by_ray(self, rank):
@@ -96,10 +106,10 @@ def test_a_new_stage_with_other_bits_ends_the_request(folder, others, caplog, na
         next(stream)
         others.extend([0, 1])
         worker_processes()[name].kill()
-        whom = "stage 2" if name == "stage-1" else "its first life"
+        whom = "stage 2" if name == "stage-1" else "its first start"
         failed = rf"{name.replace('-', ' ')} failed, after 1 restarts: .* it computes other bits than {whom} \("
         with pytest.raises(RuntimeError, match=failed):
             list(stream)
     lost = [message for message in caplog.messages if "takes its place" in message]
-    assert len(lost) == 1, "no token comes of a life that is refused: it would forgive the losses"
+    assert len(lost) == 1, "no token comes of a worker that is refused: it would forgive the losses"
     assert not worker_processes()

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from grids import nightly
 
+from cluster.health import is_well
 from ppd_runtime import OrdinaryDecoding
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ class Cluster:
         return False
 
     def processes(self) -> set[psutil.Process]:
-        """Every process that has the folder in its command line, and whom it has started: nobody else's Ray."""
+        """Every process that has the folder in its command line, and those that it has started: no other Ray's."""
         every = psutil.process_iter(["cmdline"])
         servers = [process for process in every if str(self.folder) in " ".join(process.info["cmdline"] or [])]
         return {child for server in servers for child in (server, *server.children(recursive=True))}
@@ -196,6 +197,41 @@ def test_stages_as_a_job(cluster, folder, arguments, tmp_path):
         assert re.search(words, done.stdout), done.stdout
 
 
+@nightly
+def test_a_server_as_a_job(cluster, folder):
+    """It answers over stages of the cluster, replaces a lost one, and ends when its job is stopped."""
+    (port,) = _free_ports(1)
+    place = [RAY, "job", "submit", "--no-wait", "--submission-id", "serving", "--working-dir", ".", "--", "python"]
+    options = ["--model", folder, "--stages", 2, "--dtype", "float32", "--port", port]
+    submitted = cluster.run(*place, "-m", "cluster.job", "serve", *options)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    url = f"http://127.0.0.1:{port}"
+    wait_for(lambda: _listens(url))
+    expected = OrdinaryDecoding(folder, dtype="float32").generate("The quick", max_new_tokens=9)
+    assert _completed(url) == expected.text
+    kill(cluster, "ray::PPDStage")
+    wait_for(lambda: not is_well(url))
+    assert _completed(url) == expected.text
+    wait_for(lambda: is_well(url))
+    stopped = cluster.run(RAY, "job", "stop", "serving")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    wait_for(lambda: not _listens(url))
+    wait_for(lambda: not [process for process in cluster.processes() if process.name().startswith("ray::PPD")])
+
+
+def _listens(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=10):
+        return True
+    return False
+
+
+def _completed(url: str) -> str:
+    body = json.dumps({"prompt": "The quick", "max_tokens": 9, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())["choices"][0]["text"]
+
+
 def check_metrics(cluster: Cluster) -> None:
     """Every metric of the dashboard is exported, by worker; the killed sub-process' restart is among them."""
     wanted = set(re.findall(r"\bray_ppd_\w+", (ROOT / "cluster" / "grafana_dashboard.json").read_text()))
@@ -205,6 +241,7 @@ def check_metrics(cluster: Cluster) -> None:
     assert set(by_worker) == {"main", "sub-1"}
 
 
+@nightly
 def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("The quick brown fox\n")
@@ -215,6 +252,7 @@ def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_pa
     assert " with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
 
 
+@nightly
 def test_a_job_without_the_token_is_told_so(cluster, arguments, tmp_path, monkeypatch):
     file = tmp_path / "prompts.txt"
     file.write_text("The quick brown fox\n")

@@ -1,4 +1,4 @@
-"""Tensors over `torch.distributed`: bits and order are kept, and whoever died is linked to again."""
+"""Tensors over `torch.distributed`: bits and order are kept, and a process that died is linked to again."""
 
 import logging
 import multiprocessing
@@ -177,8 +177,8 @@ def test_a_new_life_gets_a_link_of_its_own(places: Places, caplog: pytest.LogCap
     main, sub = places.open(MAIN), places.open(1)
     places.wait_for_links()
     threads = _threads()
-    for life in range(4):
-        message = Entries(1, 1, life, torch.full((3, 700 * (life + 1)), float(life)))
+    for incarnation in range(4):
+        message = Entries(1, 1, incarnation, torch.full((3, 700 * (incarnation + 1)), float(incarnation)))
         sub.send(MAIN, message)
         assert same(main.receive(DEADLINE), message)
         assert main._links[1]._num_received
@@ -191,7 +191,7 @@ def test_a_new_life_gets_a_link_of_its_own(places: Places, caplog: pytest.LogCap
     assert main.receive(DEADLINE) == End(1, 9)
     deadline = time.monotonic() + DEADLINE
     while _threads() > threads + 2:
-        assert time.monotonic() < deadline, "earlier lives' links are not closed"
+        assert time.monotonic() < deadline, "earlier incarnations' links are not closed"
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Links driven as NCCL drives them, over Gloo: no receive before its announcement, and nobody waits for a tensor.
+"""Links driven as NCCL drives them, over Gloo: no receive before its announcement, and no process waits for a tensor.
 
 On a GPU a receive is asked for when its message has come, its arrival is an event that is looked at, and what is
 overdue is found out by a thread of the link's. Here a thread waits in the event's place; the rest is what GPUs run.
@@ -115,7 +115,7 @@ def test_no_more_is_under_way_than_nccls_buffers_hold(places: Places) -> None:
 def test_while_a_tensor_is_overdue_others_are_heard_and_then_its_link_breaks(
     places: Places, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody waits for it: the client's word comes at once, what its sender said behind it when it is given up."""
+    """It is not waited for: the client's word comes at once, what its sender said behind it when it is given up."""
     main, sub, client = (places.open(address) for address in (MAIN, 1, CLIENT))
     places.wait_for_links()
     message = ExitState(1, 1, 5, torch.ones(1, 1, 64))

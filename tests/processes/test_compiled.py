@@ -325,7 +325,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatc
 def test_what_is_compiled_is_written_where_no_other_process_writes(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch names its files by what they contain: packages had half of what another process was writing anew."""
+    """PyTorch names its files by what they contain: packages had half of what another process was writing again."""
     shared = tmp_path / "shared"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
@@ -361,7 +361,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_broken_file_is_named(model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ppd_runtime.models.compiled.export._compile", lambda *args: args[-1].write_bytes(b"no zip"))
-    with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made anew"):
+    with pytest.raises(ValueError, match="\\.pt2 cannot be loaded .*remove it to have it made again"):
         compiled_layers(load_eager(model_folder("llama")).model)
 
 

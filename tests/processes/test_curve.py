@@ -1,4 +1,4 @@
-"""TCP with CURVE: who belongs to the run is heard, nobody else is, and whoever comes back is found again."""
+"""TCP with CURVE: only members of the run are heard, and one that comes back is found again."""
 
 import logging
 import threading
@@ -156,7 +156,7 @@ def test_a_runtime_over_tcp_decodes_as_ever_and_finds_a_new_worker() -> None:
     expected = ordinary.generate(prompt, max_new_tokens=40).token_ids
     with PPDRuntime(k=1, launcher="processes", bind_interface=LOOPBACK) as runtime:
         assert runtime.generate(prompt, max_new_tokens=40).token_ids == expected
-        processes = [life.process for life in (post.life for post in runtime._workers.supervisor._posts.values())]
+        processes = [post.handle.process for post in runtime._workers.supervisor._posts.values()]
         secrets = [network.keys.secret for network in runtime._workers._networks.values()]
         for process in processes:
             shown = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
@@ -165,7 +165,7 @@ def test_a_runtime_over_tcp_decodes_as_ever_and_finds_a_new_worker() -> None:
         processes[1].kill()
         assert runtime.generate(prompt, max_new_tokens=40).token_ids == expected
         deadline = time.monotonic() + 60
-        while runtime._workers.supervisor.lives(1) < 2:
+        while runtime._workers.supervisor.starts(1) < 2:
             runtime._workers.supervisor.check()
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Compiled code that has been damaged since is found out before it is loaded, and made anew: never a crash, an error
+"""Compiled code that has been damaged since is found out before it is loaded, and made again: never a crash, an error
 that stays, or another token."""
 
 import shutil
@@ -75,7 +75,7 @@ def test_libraries_of_layers(
         damage(path)
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert generated(model) == made[1]
-    assert sorted(warnings_of(caplog)) == [f"{p} is damaged, so it is removed and made anew" for p in sorted(paths)]
+    assert sorted(warnings_of(caplog)) == [f"{p} is damaged, so it is removed and made again" for p in sorted(paths)]
     assert all(map(is_whole, paths))
 
 
@@ -84,7 +84,7 @@ def test_our_own_library(model: str, made: tuple, cache: Path, caplog: pytest.Lo
     clear(own)
     library.load.cache_clear()
     assert generated(model) == made[1]
-    assert warnings_of(caplog) == [f"{own} is damaged, so it is removed and made anew"]
+    assert warnings_of(caplog) == [f"{own} is damaged, so it is removed and made again"]
     assert is_whole(own)
 
 
@@ -98,7 +98,7 @@ def test_a_package_behind_a_workers_back(
         clear(package)
         stage = OrdinaryDecoding(model, dtype="float32").stage
         CompiledLayers(stage.model, {1: [package] * 2})
-        assert warnings_of(caplog) == [f"{package} is damaged, so it is removed and made anew"]
+        assert warnings_of(caplog) == [f"{package} is damaged, so it is removed and made again"]
     assert generated(model) == made[1]
     (whole,) = _packages(model)
     whole.unlink()
@@ -122,7 +122,7 @@ def test_packages_of_code_that_is_launched(
     (package,) = _packages(model)
     clear(package)
     assert generated(model) == made[1]
-    assert warnings_of(caplog) == [f"{package} is damaged, so it is removed and made anew"]
+    assert warnings_of(caplog) == [f"{package} is damaged, so it is removed and made again"]
     assert len(list(cache.glob("*.pt2"))) == 2
 
 

@@ -77,6 +77,16 @@ def test_nothing_is_left_whenever_it_ends(folder, launcher, ending, times, longe
     print(f"{ending} {times} times, {launcher}: up to {most} processes of its own, none left")
 
 
+@pytest.mark.parametrize("ending", ["kill", pytest.param("interrupt", marks=nightly)])
+def test_nothing_is_left_of_stages(folder, ending):
+    with Program(folder, "processes", ending, stages=3, rows=2) as program:
+        assert program.line() == "running False"
+        stages = workers(program)
+        assert sorted(stage.name() for stage in stages) == ["ppd-stage-1", "ppd-stage-2", "ppd-stage-3"]
+        stages[1].suspend()
+        program.end()
+
+
 @nightly
 def test_a_second_ctrl_c_leaves_nothing_either(folder):
     moments = random.Random(SEED)

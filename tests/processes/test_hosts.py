@@ -31,7 +31,7 @@ PROMPT = [5, 9, 200, 31]
 NUM_LAYERS, LAYER_MS, NUM_TOKENS, MATCH_RATE = 4, 10.0, 60, 0.8
 LINK_GONE_S = 3.0
 LINKED_WITHIN_S = 90.0
-"""Workers rest before they try anew to link."""
+"""Workers rest before they try again to link."""
 WITH_A_LINK = 4
 """TCP connections between two workers: ZeroMQ has two and Ray may have one; a link has two more, one a direction."""
 TOLERANCE = {"zeromq": 0.2, "collective": 0.35}

@@ -40,7 +40,7 @@ TASKS = (
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Served(tmp_path_factory.mktemp("serve") / "log", "--stages", "2") as found:
+    with Served(tmp_path_factory.mktemp("serve") / "log", "--stages", "2", "--dtype", "float32") as found:
         yield found
 
 

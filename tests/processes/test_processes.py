@@ -68,6 +68,12 @@ def test_a_specification_survives_its_journey(folder, head, emulate):
     assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 
 
+def test_tests_share_a_fork_server(folder, one_fork_server):
+    """Else each runtime would start one, which takes as long as importing PyTorch."""
+    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
+        assert runtime._workers._servers == [one_fork_server]
+
+
 @pytest.mark.parametrize(("transport", "dtype"), [("unix", "float32"), ("zeromq", "bfloat16")])
 def test_tokens_are_ordinary_decodings(folder, transport, dtype):
     ordinary = OrdinaryDecoding(folder, dtype=dtype)
@@ -174,17 +180,17 @@ def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
     """The whole machine was asleep: the answer is late, and comes in a moment."""
     monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 0.5)
     with PPDRuntime(folder, k=1, launcher="processes") as runtime:
-        life = runtime._workers.supervisor._posts[1].life
+        handle = runtime._workers.supervisor._posts[1].handle
         _kill("sub-1", by=signal.SIGSTOP)
-        while life._pinged_at is None:
-            assert life.end_reason() is None
+        while handle._pinged_at is None:
+            assert handle.end_reason() is None
             time.sleep(0.02)
         time.sleep(0.6)
         _kill("sub-1", by=signal.SIGCONT)
-        assert life.end_reason() is None
+        assert handle.end_reason() is None
         _kill("sub-1", by=signal.SIGSTOP)
         time.sleep(0.2)
-        while life._answered_at and (reason := life.end_reason()) is None:
+        while handle._answered_at and (reason := handle.end_reason()) is None:
             time.sleep(0.02)
         assert "has not answered" in reason
 
@@ -224,13 +230,13 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
 
 
 def test_last_words_are_read_though_their_file_is_gone(tmp_path):
-    life = ProcessHandle("sub-1", "no order", tmp_path, start_alone)
+    handle = ProcessHandle("sub-1", "no order", tmp_path, start_alone)
     try:
         (tmp_path / "errors-sub-1").unlink()
-        life.wait(60)
-        assert life.end_reason().startswith("json.decoder.JSONDecodeError")
+        handle.wait(60)
+        assert handle.end_reason().startswith("json.decoder.JSONDecodeError")
     finally:
-        life.kill()
+        handle.kill()
 
 
 def _assert_one_clock(result, began: int, ended: int) -> None:

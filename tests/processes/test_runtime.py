@@ -209,6 +209,7 @@ def test_an_actor_that_is_stopped_while_it_starts_has_failed(ray_node, folder, m
     assert not alive
 
 
+@nightly
 def test_a_main_process_that_is_given_up_is_an_error_with_its_name(ray_node, folder):
     runtime = PPDRuntime(folder, k=1, max_restarts=0, launcher="ray")
     with runtime:

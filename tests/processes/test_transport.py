@@ -26,7 +26,7 @@ from ppd_runtime.transport.zeromq import ZmqEndpoint
 ADDRESSES = [CLIENT, MAIN, 1, 2]
 DEADLINE = 20.0
 AT_ONCE_S = 8.0
-"""What takes no time takes less on any machine; who waits in vain here waits longer."""
+"""What takes no time takes less on any machine; a wait that must run out takes longer."""
 Connect = Callable[[int], Endpoint]
 
 
@@ -261,7 +261,7 @@ def test_an_address_can_be_taken_again(tmp_path: Path, kind: Callable[[str, int]
         deadline = time.monotonic() + DEADLINE
         arrived = None
         while arrived is None and time.monotonic() < deadline:
-            sub.send(MAIN, End(1, request))  # what is on its way while nobody listens may be lost
+            sub.send(MAIN, End(1, request))  # what is on its way while its address is away may be lost
             arrived = main.receive(0.1)
             while arrived is not None and arrived.request != request:
                 arrived = main.receive(0.1)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from ppd_runtime.cli.main import app
 from ppd_runtime.measure.comparison.methods import Methods, OwnMethod
-from ppd_runtime.measure.comparison.rows import Row
+from ppd_runtime.measure.comparison.rows import MethodRow
 
 ROWS = (
     "ppd:k=1;launcher=ray;transport=local,layerskip:exit_layer=2;num_speculations=3,"
@@ -21,7 +21,7 @@ LABELS = ["autoregressive", *ROWS.split(",")]
 
 @pytest.fixture(scope="module")
 def model(model_folder: Callable[..., Path]) -> str:
-    """A small model whose second layer often foretells the token; it has 512 positions."""
+    """A small model whose second layer often predicts the token; it has 512 positions."""
     return str(model_folder("llama", quiet_from=2))
 
 
@@ -89,7 +89,7 @@ def test_each_prompt_begins_with_another_method(
 ) -> None:
     generate, order = Methods.generate, []
 
-    def noted(methods: Methods, row: Row, *others: object) -> object:
+    def noted(methods: Methods, row: MethodRow, *others: object) -> object:
         order.append(row.method)
         return generate(methods, row, *others)
 

@@ -22,6 +22,7 @@ from benchmarks import (
     pipeline,
     planner,
     serve,
+    serve_endurance,
     siblings,
     stages,
     startup,
@@ -89,6 +90,8 @@ def test_options_that_are_refused(module, arguments, capsys):
         (stages, ["--tokens", "1"], "--tokens 1: "),
         (stages, ["--hop-ms", "-1"], "--hop-ms -1.0: give 0 or more"),
         (stages, ["--match-rate", "0", "--temperature", "1"], "--match-rate 0.0 with a temperature: "),
+        (serve_endurance, ["--bad-share", "1.5"], "--bad-share 1.5: choose a share from 0 to 1"),
+        (serve_endurance, ["--faults", "5", "--fault-every-s", "0"], "--faults 5: none happen with --fault-every-s 0"),
         (stages, ["--match-rate", "2"], "--match-rate 2.0: give a share from 0 to 1"),
         (stages, ["--beside", "--emulate-layer-ms", "3"], "--beside with --emulate-layer-ms 3.0: is for real cores"),
         (stages, ["--contention", "--emulate-layer-ms", "3"], "--contention with --emulate-layer-ms 3.0: "),
@@ -109,6 +112,13 @@ def test_the_plans_commands_can_be_run(command):
     name, *options = shlex.split(command)
     module = next(module for module in MODULES if module.__name__ == f"benchmarks.{name}")
     module.parser().parse_args(options)
+
+
+def test_the_endurances_own_commands_can_be_run():
+    commands = [line.split() for line in serve_endurance.__doc__.splitlines() if line.strip().startswith("python -m")]
+    assert len(commands) == 2
+    for _, _, _, *options in commands:
+        serve_endurance.check(serve_endurance.parser().parse_args(options))
 
 
 def test_figures_are_written_with_machine_versions_and_commit(monkeypatch, tmp_path, capsys):
@@ -237,10 +247,10 @@ def test_passes_at_the_ends_of_a_turn_do_not_count():
     begin = time.perf_counter() + 0.05
     products = Products(nn.ModuleList([nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)]))
     assert products.num_bytes == (32 + 8) * 4
-    seconds, share = contention.pass_time(products, contention.Turn(0, 1, begin, begin + 0.2))
+    seconds, share = contention.pass_time(products, contention.TimedTurn(0, 1, begin, begin + 0.2))
     assert 0 < seconds < 0.2
     assert share > 0
-    assert contention.pass_time(products, contention.Turn(0, 1, 0.0, 0.0))[0] is None
+    assert contention.pass_time(products, contention.TimedTurn(0, 1, 0.0, 0.0))[0] is None
 
 
 def test_a_silent_recorder_changes_no_result():

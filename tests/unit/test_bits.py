@@ -115,7 +115,7 @@ def test_whoever_is_there_first_is_who_others_are_held_to_until_the_main_process
 def test_a_new_main_process_is_held_to_the_first_one():
     handshake = BitHandshake(0)
     handshake.check(MAIN, bits("a", layer="1"))
-    with pytest.raises(RuntimeError, match="than its first life .*runs on b: .*; its first life on a: "):
+    with pytest.raises(RuntimeError, match="than its first start .*runs on b: .*; its first start on a: "):
         handshake.check(MAIN, bits("b", layer="2"))
     handshake.check(MAIN, bits("c", layer="1"))
 

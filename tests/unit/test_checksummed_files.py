@@ -1,4 +1,4 @@
-"""A file in the cache folder is found whole before it is read, or found damaged; whoever checks or makes it."""
+"""A file in the cache folder is found whole before it is read, or found damaged, in whichever process."""
 
 import os
 import random
@@ -94,7 +94,7 @@ def test_what_is_damaged_is_removed_with_one_line(
     assert find(folder, NAME, SUFFIX) == path
     WAYS[way](path)
     assert find(folder, NAME, SUFFIX) is None
-    assert warnings_of(caplog) == [f"{path} is damaged, so it is removed and made anew"]
+    assert warnings_of(caplog) == [f"{path} is damaged, so it is removed and made again"]
     assert not path.exists()
     assert kept(folder) == path
     assert find(folder, NAME, SUFFIX) == path
@@ -135,7 +135,7 @@ def test_who_starts_later_checks_again(
 
 
 def test_two_that_find_it_damaged_remove_it_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And not what the first of them has made anew under the same name."""
+    """And not what the first of them has made again under the same name."""
     path = kept(folder)
     good = shutil.copy(path, folder / "good")
     flip(path)
@@ -260,7 +260,7 @@ def test_a_damaged_artifact_is_made_anew(folder: Path, caplog: pytest.LogCapture
     flip(path)
     assert artifact({"x": 1}, make) == artifact({"x": 1}, make) == path
     assert len(made) == 2
-    assert warnings_of(caplog) == [f"{path} is damaged, so it is removed and made anew"]
+    assert warnings_of(caplog) == [f"{path} is damaged, so it is removed and made again"]
 
 
 def test_a_link_in_the_place_of_the_temporary_folder_is_refused(tmp_path: Path) -> None:

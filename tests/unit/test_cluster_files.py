@@ -124,6 +124,9 @@ def test_the_server_on_kubernetes_is_what_kuberay_and_kubernetes_take() -> None:
     assert head["metadata"]["labels"] == service["spec"]["selector"]
     assert words[words.index("--port") + 1] == str(service["spec"]["ports"][0]["targetPort"])
     assert spec["workerGroupSpecs"][0]["replicas"] == int(words[words.index("--stages") + 1])
+    container = head["spec"]["containers"][0]
+    assert container["readinessProbe"]["exec"]["command"] == ["python", "-m", "cluster.health", "--ready"]
+    assert "livenessProbe" not in container, "KubeRay's own looks at Ray; a server without workers ends by itself"
     assert "PPD_API_KEY" in [variable["name"] for variable in head["spec"]["containers"][0]["env"]]
     assert (spec["rayVersion"], spec["authOptions"]) == (ray_version(), {"mode": "token"})
 
@@ -150,6 +153,12 @@ def test_autoscaler_files_are_what_ray_takes(kind: str) -> None:
     assert config["head_node_type"] in config["available_node_types"]
     types = config["available_node_types"].values()
     assert any("GPU" in node_type["resources"] for node_type in types) == (kind == "gpu")
+
+
+def test_an_image_is_well_without_settings() -> None:
+    (check,) = re.findall(r"^HEALTHCHECK .* CMD (.*)$", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    assert json.loads(check) == ["python", "-m", "cluster.health"]
+    assert "cluster" not in (CLUSTER / "Dockerfile.dockerignore").read_text().split()
 
 
 def test_nothing_is_pinned_to_latest() -> None:

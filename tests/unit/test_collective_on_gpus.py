@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from two_gpus import TwoGpus, two_gpus
+from two_gpus import TwoGpus, on_gpu, two_gpus
 
+from ppd_runtime.models.compiled.graphs import Recordings
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.transport.collective import groups
 from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, PairStore
 
 NUM_BYTES = 8
 UNDEFINED = -(2**31)
-"""NCCL's word for a setting that nobody has made."""
+"""NCCL's word for a setting that is not made."""
 
 
 class Receive:
@@ -96,6 +97,27 @@ def test_a_pass_does_not_wait_for_a_tensor_that_is_under_way(gpus: TwoGpus) -> N
     with pytest.raises(RuntimeError, match="would wait for a transfer"):
         torch.cuda.synchronize("cuda:1")
     assert not overdue.is_here(0)
+
+
+def test_a_recording_does_not_wait_for_a_tensor_that_is_under_way(
+    gpus: TwoGpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch's own way to record waits for the whole device: with a dead peer, until its link is given up."""
+    overdue = connect(CollectiveBackend("cuda:1", "")).receive(NUM_BYTES)
+
+    def launch(hidden: Tensor, position: Tensor) -> Tensor:
+        output = torch.zeros(hidden.shape, device=hidden.device)
+        gpus.launch(hidden.device, lambda: output.copy_(2 * hidden + position))
+        return output
+
+    recordings, hidden = Recordings(), on_gpu(torch.ones(1, 1, 4), 1)
+    assert torch.equal(recordings.run("it", hidden, 3, launch), torch.full((1, 1, 4), 5.0))
+    assert [graph.is_empty for graph in gpus.graphs] == [False]
+    assert not caplog.records
+    assert not overdue.is_here(0)
+    stalls = pytest.raises(RuntimeError, match="would wait for a transfer")
+    with torch.cuda.device("cuda:1"), stalls, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pass
 
 
 def test_a_start_whose_peer_has_died_ends(gpus: TwoGpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ppd_runtime.config import RuntimeConfig, in_process_config, runtime_config
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
-from ppd_runtime.settings import UnknownSettingError
+from ppd_runtime.settings import UnknownSettingError, documentation
 
 
 def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: object) -> None:
@@ -311,3 +311,14 @@ def test_placements_that_can_be() -> None:
     assert RuntimeConfig(bind_interface="127.0.0.1").one_host
     assert not RuntimeConfig(placement="strict-spread", bind_interface="10.0.0.1", gpus_per_worker=0.25).one_host
     RuntimeConfig(gpus_per_worker=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [
+        ("k", RuntimeConfig().k),
+        ("prefix_cache_tokens", RuntimeConfig(stages=2).prefix_tokens),
+    ],
+)
+def test_documentation_names_the_defaults_that_hold(name: str, usual: int) -> None:
+    assert f", {usual} by default" in documentation(RuntimeConfig)[name]

@@ -106,6 +106,28 @@ def test_after_a_capture_that_fails_passes_go_where_they_went_before(
     assert gpus.current_device() == 0
 
 
+def test_a_launch_that_fails_in_a_capture_ends_the_capture(gpus: TwoGpus, caplog: pytest.LogCaptureFixture) -> None:
+    """What it has failed with is said, and the stream captures no more."""
+    double = doubling(gpus)
+
+    def launch(hidden: Tensor, position: Tensor) -> Tensor:
+        if gpus.current_stream(hidden.device).capturing:
+            raise RuntimeError("this kernel waits, which a capture cannot")
+        return double(hidden, position)
+
+    check(Recordings(), launch, 1)
+    assert "CUDA graphs are left out: this kernel waits, which a capture cannot" in caplog.text
+    assert not any(stream.capturing for stream in gpus.streams)
+
+
+def test_passes_and_recordings_go_one_after_the_other(gpus: TwoGpus) -> None:
+    """By events of the two streams: the warming pass reads what came before it, later passes what it has written."""
+    check(Recordings(), doubling(gpus), 1)
+    (graph,) = gpus.graphs
+    assert graph.stream.waited_for == [gpus.defaults[1]]
+    assert gpus.defaults[1].waited_for == [graph.stream]
+
+
 def test_one_stages_recordings_go_without_those_of_another(gpus: TwoGpus) -> None:
     """Two stages of a process on one GPU: what goes with the first one's recordings is not the second one's."""
     first, second = Recordings(), Recordings()
@@ -139,7 +161,7 @@ def test_requests_that_take_turns_do_not_record_each_pass_anew(gpus: TwoGpus) ->
 
 
 def test_threads_capture_one_after_the_other(gpus: TwoGpus, caplog: pytest.LogCaptureFixture) -> None:
-    """A capture waits for its device first, which is an error while another thread captures there."""
+    """PyTorch allows one at a time in a process."""
     meeting = threading.Barrier(2)
 
     def serve(number: int) -> bool:
@@ -241,6 +263,36 @@ def test_requests_in_turn_each_write_and_read_their_own_caches(gpus: TwoGpus) ->
         run(1, of_second, 23 + step)
         run(2, of_third, 31 + step)
     assert len(gpus.graphs) == 2
+
+
+def test_compiled_code_runs_with_its_device_current(gpus: TwoGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the current device's stream; ordinary decoding is no worker, which has its device current anyway."""
+    seen = []
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        seen.append(gpus.current_device())
+        return [inputs[0].clone()]
+
+    class Loader:
+        """Leaves its device current, as PyTorch's does."""
+
+        def __init__(self, path: str, name: str, one: bool, runners: int, index: int) -> None:
+            gpus.set_device(index)
+            self.run = run
+
+        def get_metadata(self) -> dict[str, str]:
+            return {}
+
+    monkeypatch.setattr("torch._C._aoti.AOTIModelPackageLoader", Loader)
+    passes = LaunchedPasses(torch.device("cuda", 1))
+    part = passes.part(passes.load(Path("code.pt2")), [])
+    assert gpus.current_device() == 0
+    caches = [PreallocatedLayer(ATTENDED_ROWS, None)]
+    caches[0].write(*torch.randn(2, 1, 1, 3, SIZE))
+    passes.head(part, states(1), (1, SIZE))
+    passes._recordings = None
+    passes.run("it", [part], [0], states(1), caches)
+    assert seen == [1, 1]
 
 
 class _Watching:

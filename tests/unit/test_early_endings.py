@@ -25,6 +25,8 @@ WAYS = {
     "layerskip": {"method": "layerskip", "exit_layer": 2},
     "swift": {"method": "swift", "search_steps": 0},
 }
+STAGES = {"stages": {"method": "ppd", "stages": 3, "transport": "local"}}
+"""Where several stages share a core, a short time may be up before the first token."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def expected(folder: str) -> tuple[int, ...]:
 
 @pytest.fixture
 def method(folder: str, request: pytest.FixtureRequest) -> Iterator[TextGenerator]:
-    with open_method(folder, **WAYS[request.param], dtype="float32") as opened:
+    with open_method(folder, **(WAYS | STAGES)[request.param], dtype="float32") as opened:
         yield opened
 
 
@@ -91,7 +93,7 @@ def test_another_thread_cancels(method: TextGenerator, expected: tuple[int, ...]
     check_part(method, results[0], expected, "cancelled")
 
 
-@pytest.mark.parametrize("method", WAYS, indirect=True)
+@pytest.mark.parametrize("method", WAYS | STAGES, indirect=True)
 def test_who_streams_may_cancel(method: TextGenerator, expected: tuple[int, ...]) -> None:
     stream = method.stream(PROMPT, **LONG)
     events = []
@@ -107,6 +109,24 @@ def test_who_streams_may_cancel(method: TextGenerator, expected: tuple[int, ...]
 def test_enough_time_changes_nothing(method: TextGenerator, expected: tuple[int, ...]) -> None:
     result = method.generate(PROMPT, timeout_s=600, max_new_tokens=20, ignore_eos=True)
     assert (result.token_ids, result.finish_reason) == (expected[:20], "length")
+
+
+@pytest.mark.parametrize("method", STAGES, indirect=True)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
+def test_stop_texts_end_a_text_in_stages(method: TextGenerator, folder: str, sampling: dict[str, float]) -> None:
+    """Candidates behind the end are in flight then; the next request is whole."""
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    whole = ordinary.generate(PROMPT, max_new_tokens=30, ignore_eos=True, **sampling)
+    for first in (1, 12, 25):
+        piece = ordinary.tokenizer.decode(whole.token_ids[first : first + 2])
+        settings = {"max_new_tokens": 30, "ignore_eos": True, "stop": ["never said", piece], **sampling}
+        expected = ordinary.generate(PROMPT, **settings)
+        got = method.generate(PROMPT, **settings)
+        assert expected.finish_reason == "stop"
+        assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, "stop")
+        stream = method.stream(PROMPT, **settings)
+        assert "".join(event.text for event in stream) == expected.text
+    assert method.generate(PROMPT, max_new_tokens=30, ignore_eos=True, **sampling).token_ids == whole.token_ids
 
 
 def test_a_cancel_leaves_calls_that_wait_alone(folder: str, expected: tuple[int, ...]) -> None:
@@ -148,7 +168,7 @@ class _NewMain:
 
     def note_success(self, rank: int) -> None: ...
 
-    def lives(self, rank: int) -> int:
+    def starts(self, rank: int) -> int:
         return 1
 
     def is_serving(self, rank: int) -> bool:
@@ -157,7 +177,7 @@ class _NewMain:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_cancel_does_not_wait_for_a_main_process_that_knows_or_says_nothing(answers: bool) -> None:
-    """What has been delivered is the result; nobody asks for the rest again and again."""
+    """What has been delivered is the result; the rest is not asked for again and again."""
     workers, ending = _NewMain(answers), Ending(None)
     begin = Begin(CLIENT, 1, [5], SamplingParams(100), live=True)
     call, tokens = RequestClient(MessageExchange(workers), begin, ending), []

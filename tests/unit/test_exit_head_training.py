@@ -202,7 +202,7 @@ def test_settings_are_not_mixed(model_folder: ModelFolder, tmp_path: Path) -> No
         run_on(model_folder("llama"), data).train()
     assert run.checkpoint.path.read_bytes() == kept
     run.checkpoint.path.write_bytes(kept[:100])
-    with pytest.raises(ValueError, match=r"no unfinished training .*delete it to begin anew"):
+    with pytest.raises(ValueError, match=r"no unfinished training .*delete it to begin again"):
         run.train()
 
 

@@ -93,7 +93,7 @@ def test_a_damaged_finding_is_made_anew(cache: Path, content: str, caplog: pytes
     (path,) = cache.glob("dtype-*.json")
     path.write_text(content or path.read_text().replace(": 2", ": 3"))
     found = fastest_dtype(LAYER, 2, torch.bfloat16, 1)
-    assert caplog.text.count("\n") == caplog.text.count(f"{path} is damaged, so it is removed and made anew") == 1
+    assert caplog.text.count("\n") == caplog.text.count(f"{path} is damaged, so it is removed and made again") == 1
     assert fastest_dtype(LAYER, 2, torch.bfloat16, 1) == found
     assert len(list(cache.glob("dtype-*.json"))) == 1
 

@@ -55,7 +55,7 @@ def ordinary(folder):
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Who waits for a lost message does not wait long, and nobody loses patience with workers that keep dying."""
+    """Who waits for a lost message does not wait long, and workers that keep dying do not end a request."""
     monkeypatch.setattr(ppd_runtime.client.request, "_ASK_AGAIN_S", 0.05)
     monkeypatch.setattr(ppd_runtime.client.request, "_CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(ppd_runtime.client.request, "_LONGEST_PATIENCE_S", 0.2)
@@ -99,7 +99,7 @@ def _named(layout):
         pytest.param(mishaps, layout, id=f"{mishaps}-{_named(layout)}", marks=() if by_day else pytest.mark.nightly)
         for i, mishaps in enumerate(MISHAPS)
         for by_day, layout in [
-            *(((i + j) % 2, layout) for j, layout in enumerate(PAPER)),
+            *((i % len(PAPER) == j, layout) for j, layout in enumerate(PAPER)),
             *((i % len(STAGED) == j, layout) for j, layout in enumerate(STAGED)),
         ]
     ],

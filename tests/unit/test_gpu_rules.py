@@ -3,8 +3,10 @@ told. `torch.cuda` is a stand-in where it matters.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from transformers import PreTrainedModel
 from two_gpus import NewTensors, on_gpu, two_gpus
 
 import ppd_runtime
-from ppd_runtime import PPDRuntime
+from benchmarks import hop
+from ppd_runtime import PPDRuntime, RuntimeConfig
+from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
 from ppd_runtime.launch.gpus import assign_gpus
+from ppd_runtime.measure.comparison.methods import Methods
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
@@ -52,6 +57,24 @@ def test_workers_of_gpus_stay_on_no_core(model_folder: Callable[..., Path], monk
         runtime.close()
     assert all(spec.cores for spec in specs["cpu"])
     assert [(spec.device, spec.cores) for spec in specs["cuda"]] == [("cuda:0", ()), ("cuda:1", ())]
+
+
+def test_nobody_who_measures_for_gpus_stays_on_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their workers do not: the benchmark of messages, the planner's calibration, the comparison of methods."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    cores: dict[str, list[tuple[int, ...]]] = {"cpu": [], "cuda:0": []}
+    monkeypatch.setattr(
+        hop, "departures", lambda series, folder, own: (cores[series.device].append(own), [[0.0] * 25] * 2)[1]
+    )
+    monkeypatch.setattr(hop, "arrivals", lambda series, folder, own: (cores[series.device].append(own), [0.0] * 25)[1])
+    for device, found in cores.items():
+        with ThreadPoolExecutor(1) as pool:
+            hop._row(hop.Series("unix", 8, 1, 5, device), pool)
+        config, stage = RuntimeConfig(), SimpleNamespace(device=torch.device(device))
+        ordinary: Any = SimpleNamespace(config=config, stage=stage)
+        found.extend([*Calibrator(ordinary, CalibrationConditions(2))._cores(), Methods(ordinary, [])._last_cores])
+    assert [len(some) for some in cores["cpu"]] == [1] * 5
+    assert cores["cuda:0"] == [()] * 5
 
 
 @pytest.mark.parametrize(
@@ -120,7 +143,7 @@ def test_a_missing_toolkit_is_named_before_anything_is_compiled(
 @pytest.mark.parametrize("passes", [1, PassKind.SEVERAL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA's does of a mask: where nobody knows that their number is a multiple, the export is refused."""
+    """As CUDA's does of a mask: where it is not known that their number is a multiple, the export is refused."""
     config, attend = build_model("llama", num_layers=2).config, export.grouped_attention
 
     def asks(
@@ -155,7 +178,7 @@ def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever compiles may not have a stage on a GPU yet, and has the code's attention chosen."""
+    """A process that compiles may not have a stage on a GPU yet, and has the code's attention chosen."""
     config, found = build_model("llama", num_layers=2).config, list[bool]()
     monkeypatch.setattr(export, "check_toolkit", lambda: None)
     monkeypatch.setattr(export, "_export", lambda *_: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
@@ -214,28 +237,51 @@ def test_the_token_at_top_ps_border_is_the_same_each_time(top_k: int) -> None:
             assert torch.equal(*chances)
 
 
-def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+_WAIT_FOR_A_DEVICE = {
+    f"torch.cuda.{name}" for name in ("synchronize", "graph", "graphs.graph", "make_graphed_callables")
+}
 
 
 def complaints(source: str) -> list[str]:
-    """What code may not do: wait for a whole device, or record without saying on which stream."""
-    found = []
-    for name, call in _calls(ast.parse(source)):
-        if name.endswith("cuda.synchronize"):
-            found.append(f"{name} waits for everybody's streams")
-        if name.endswith("cuda.graph") and "stream" not in {keyword.arg for keyword in call.keywords}:
-            found.append(f"{name} without a stream")
-    return found
+    """Names by which code would wait for a whole device, whatever it calls them: recording waits for it, too."""
+    tree, known = ast.parse(source), dict[str, str]()
+
+    def whole(node: ast.AST) -> str:
+        if isinstance(node, ast.Attribute):
+            return f"{whole(node.value)}.{node.attr}"
+        return known.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {name.asname: name.name for name in node.names if name.asname}
+        elif isinstance(node, ast.ImportFrom):
+            known |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (name := whole(node.value)):
+            known[node.targets[0].id] = name
+    loaded = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)]
+    used = {whole(node) for node in loaded if isinstance(node.ctx, ast.Load)}
+    return sorted(used & _WAIT_FOR_A_DEVICE)
 
 
-def test_nobody_waits_for_a_device_or_records_on_any_stream() -> None:
-    assert complaints("torch.cuda.synchronize()\nwith torch.cuda.graph(g): pass") == [
-        "torch.cuda.synchronize waits for everybody's streams",
-        "torch.cuda.graph without a stream",
-    ]
-    sources = sorted(PACKAGE.rglob("*.py"))
-    assert len(sources) > 100
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("torch.cuda.synchronize()", "synchronize"),
+        ("with torch.cuda.graph(g, stream=stream): pass", "graph"),
+        ("import torch.cuda as gpu\ngpu.graph(g)", "graph"),
+        ("from torch import cuda\nwith cuda.graph(g): pass", "graph"),
+        ("from torch.cuda import graph as record, Stream\nrecord(g, stream=Stream())", "graph"),
+        ("from torch.cuda.graphs import graph\nwith graph(g): pass", "graphs.graph"),
+        ("gpu = torch.cuda\nwait = gpu.synchronize\nwait()", "synchronize"),
+        ("torch.cuda.make_graphed_callables(layer, (x,))", "make_graphed_callables"),
+        ("graph = torch.cuda.CUDAGraph()\ngraph.replay()\ntorch.cuda.current_stream().synchronize()", ""),
+    ],
+)
+def test_what_waits_for_a_device_is_found_by_every_name(source: str, found: str) -> None:
+    assert complaints(source) == [f"torch.cuda.{found}"] * bool(found)
+
+
+def test_nobody_waits_for_a_device() -> None:
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "benchmarks").rglob("*.py")]
+    assert len(sources) > 150
     assert {path.name: found for path in sources if (found := complaints(path.read_text()))} == {}

@@ -124,3 +124,17 @@ def test_the_checks_notice_what_is_wrong() -> None:
     assert unknown_in(["ppd", "train", "probe", "--out", "F"]) == []
     assert unknown_in([*JOB, "generate", "--wrong"]) == ["--wrong"]
     assert ours(["ray", "job", "submit", "--", *JOB, "generate"]) == [*JOB, "generate"]
+
+
+def test_contributing_lists_the_layers_as_the_contract_has_them() -> None:
+    contract = text_of("pyproject.toml").split("layers = [\n")[1].split("\n]")[0]
+    layers = [set(re.findall(r"ppd_runtime\.(\w+)", line)) for line in contract.splitlines()[1:]]
+    table = text_of("CONTRIBUTING.md").split("| folder of `ppd_runtime/` |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert [set(re.findall(r"`(\w+)(?:/|\.py)`", row)) for row in rows] == layers
+
+
+def test_every_benchmark_is_listed() -> None:
+    programs = [path for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    listed = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (.*?) \|", text_of("docs/benchmarks.md"), re.MULTILINE)))
+    assert {path.stem for path in programs} - {"__main__"} <= set(listed)

@@ -10,7 +10,7 @@ import pytest
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, assign_cores, available_cores
-from ppd_runtime.launch.ray.room import Bundle, Node, cpus_beside_others
+from ppd_runtime.launch.ray.room import Bundle, RayNode, cpus_beside_others
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_a_wrong_address_is_named_with_where_it_was_given() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         check_ray_address(f"127.0.0.1:{port}")
-    with pytest.raises(ValueError, match=rf"ray_address='127.0.0.1:{port}': nobody answers"):
+    with pytest.raises(ValueError, match=rf"ray_address='127.0.0.1:{port}': nothing answers"):
         check_ray_address(f"127.0.0.1:{port}")
     check_ray_address("auto")
 
@@ -107,6 +107,6 @@ def test_a_cpu_stays_for_the_programs_own_tasks(count: int, threads: int, free: 
 
 
 def test_a_worker_without_a_cpu_to_itself_finds_room_anywhere() -> None:
-    assert Bundle(0, 0).places_on(Node("h", 1, 0)) >= 1000
+    assert Bundle(0, 0).places_on(RayNode("h", 1, 0)) >= 1000
     assert Bundle(0, 0).resources("h") == {"node:h": 0.001}
     assert str(Bundle(0, 0.5)) == "no CPU to itself and 0.5 GPU"

@@ -165,7 +165,7 @@ def test_settings_out_of_range(wrong: dict[str, object], message: str) -> None:
 
 
 def test_too_few_layers() -> None:
-    with pytest.raises(ValueError, match="the model has 2 layers: swift keeps the first and the last, so needs 3"):
+    with pytest.raises(ValueError, match="2 layers: the first and the last stay, give at least 3"):
         LayerSearch(2, SearchSettings(**RANDOM))
 
 

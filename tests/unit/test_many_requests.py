@@ -1,4 +1,4 @@
-"""Several requests at once in the staged layout: each text is the one that it has alone, and nobody starves."""
+"""Several requests at once in the staged layout: each text is the one that it has alone, and no request starves."""
 
 import random
 import re
@@ -125,7 +125,7 @@ def test_streams_of_one_thread_go_on_side_by_side(folder: str, ordinary: Ordinar
 
 
 def test_there_is_room_for_so_many_tokens(folder: Path) -> None:
-    """Whoever comes next waits for room, however small those behind it are; what never fits is refused at once."""
+    """The next request waits for room, however small those behind it are; what never fits is refused at once."""
     room, order = Turns(8, 100), list[str]()
     first, second = room.take(50), threading.Thread(target=lambda: (room.take(51), order.append("second")))
     third = threading.Thread(target=lambda: (room.take(49), order.append("third")))

@@ -338,7 +338,7 @@ def test_a_broken_file_of_results_is_refused(model_folder: ModelFolder, tmp_path
     run_on(folder, out=out).measure_rest()
     partial = tmp_path / "rates.json.partial.jsonl"
     partial.write_text(partial.read_text() + broken + "\n")
-    with pytest.raises(ValueError, match="not a result; delete the file and measure anew"):
+    with pytest.raises(ValueError, match="not a result; delete the file and measure again"):
         run_on(folder, out=out, resume=True)
 
 

@@ -29,6 +29,7 @@ from ppd_runtime.pipeline.messages import (
     ExitState,
     Failed,
     Finished,
+    Foreseen,
     Guesses,
     HeadStart,
     LinkNote,
@@ -72,10 +73,11 @@ KINDS = (
     PromptStates,
     Rows,
     Guesses,
+    Foreseen,
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 15
+VERSION = 16
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -269,6 +271,7 @@ def begin_header(**changes: object) -> bytes:
         "delivered": EMPTY,
         "epoch": 0,
         "under_way": EMPTY,
+        "watched": False,
     }
     fields |= {name: value for name, value in changes.items() if name not in params}
     return head(VERSION, 0, *fields.values())

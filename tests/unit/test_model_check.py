@@ -122,7 +122,7 @@ def _chain_kept(self: RunAheadSubProcess, position: int, token_ids: list[int]) -
 
 
 def _owes_all_that_it_won(self: RunAheadSubProcess, message) -> None:
-    """A former life's early starts too."""
+    """The early starts of before a restart too."""
     _TAKE_TOKEN(self, message)
     if message.winner == self.rank and message.position not in self._owed:
         self._owed.append(message.position)

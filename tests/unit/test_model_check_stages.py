@@ -10,6 +10,7 @@ from model_check.cases import Case
 from model_check.processes import small_world
 from model_check.search import Counterexample, counterexample, moves_by_chance
 from model_check.staged_cases import (
+    LEFT,
     MENDED,
     MISSED,
     STAGED_QUICK,
@@ -49,7 +50,7 @@ def _any_certain_node(self: NodeTree, node: Node) -> bool:
 
 
 def _counted(self: FirstStage, parent: Node, token: int) -> Node | None:
-    """Numbers that say nothing of the path: another life gives them to other nodes."""
+    """Numbers that say nothing of the path: a restarted stage gives them to other nodes."""
     self._count = getattr(self, "_count", 0) + 1
     node = self.tree.add(self._count, token, parent.position + 1, parent.number)
     self._name_repetition(node)
@@ -61,6 +62,14 @@ def _drops_no_descendants(self: NodeTree, node: Node) -> None:
     self._nodes.pop(node.number)
     node.is_dropped = True
     self._stage.drop(node.number)
+
+
+def _drops_what_has_run(self: NodeTree, node: Node) -> None:
+    """What the pass under way has left in the stage of other nodes stays there."""
+    begun = self._stage.begun
+    self._stage.begun = {}
+    _DROP(self, node)
+    self._stage.begun = begun
 
 
 def _keeps_the_first_branch(self: NodeTree) -> None:
@@ -97,11 +106,12 @@ def _nothing(*_: object) -> None:
     pass
 
 
-_SETTLE, _DISPATCH, _LEARN = NodeTree.settle, Worker._dispatch, OpenRequests.learn
+_SETTLE, _DROP, _DISPATCH, _LEARN = NodeTree.settle, NodeTree._drop, Worker._dispatch, OpenRequests.learn
 MUTANTS = (
     (NodeTree, "is_newest", _any_certain_node, TWO_CANDIDATES),
     (FirstStage, "_enter", _counted, MISSED),
     (NodeTree, "_drop", _drops_no_descendants, TWO_CANDIDATES),
+    (NodeTree, "_drop", _drops_what_has_run, LEFT),
     (NodeTree, "settle", _keeps_the_first_branch, TWO_CANDIDATES),
     (follower, "merged", _gaps_and_all, MENDED),
     (FollowerStage, "_send_again", _nothing, MENDED),
@@ -125,7 +135,7 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant
 
 @pytest.mark.parametrize("number", range(WALKS))
 def test_walks_of_chance(number: int) -> None:
-    """Longer texts, more stages and candidates, many faults, and whoever may be next is."""
+    """Longer texts, more stages and candidates, many faults, and any process may be next."""
     choose = Random(f"{SEED}-{number}")
     size, k = choose.choice([2, 3, 3, 4]), choose.choice([1, 2, 3])
     scenario = stages(
@@ -138,6 +148,7 @@ def test_walks_of_chance(number: int) -> None:
         trees=choose.random() < 0.5,
         requests=choose.choice([1, 2]),
         repeats=choose.random() < 0.5,
+        layers=choose.choice([1, 2]),
     )
     if choose.random() < 0.5:
         scenario = at_once(scenario)

@@ -1,4 +1,4 @@
-"""Who still uses a folder of sockets is ended, and nobody else."""
+"""What still uses a folder of sockets is ended, and nothing else."""
 
 import subprocess
 import sys

@@ -228,3 +228,30 @@ assert not slow, slow
     output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert output.returncode == 0, output.stderr
     assert "on 4 devices" in output.stdout
+
+
+def test_what_a_device_has_no_memory_for_is_left_out(rates: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "plan.json", tmp_path / "page.html"
+    boundaries = [
+        {"cuts": [4], "shares": {"3": [0.8, 0.2]}},
+        {"cuts": [2, 4, 6], "shares": {"3": [0.6, 0.2, 0.1, 0.1]}},
+    ]
+    rates.write_text(json.dumps({**json.loads(rates.read_text()), "first_boundary": boundaries}))
+    sizes = ("--layer-mb", 1000, "--head-mb", 200, "--entry-kb", 100, "--cache-tokens", 1000)
+    asked = ("--match-rates", rates, *TIMES, "--devices", 4, *sizes)
+    result = invoke(*asked, "--memory-gb", 3, "--out", out, "--html", page)
+    data = json.loads(out.read_text())
+    assert [(row["devices"], row["memory_gb"]) for row in data["staged"]] == [(4, 2 * 1.1 + 0.4)]
+    assert (data["plans"], data["ordinary"]["fits"], data["ordinary"]["memory_gb"]) == ([], False, 9.2)
+    left_out = "Too little memory, for a device has 3 GB: ordinary decoding (9.2 GB), the paper's layout (9.2 GB), "
+    assert f"{left_out}2 stages (4.8 GB)." in result.stdout
+    assert "ordinary, too large" in result.stdout
+    assert read_calibration(out).memory.device == 3e9
+    again = json.loads(
+        invoke("--match-rates", out, "--calibration", out, "--memory-gb", 5, "--devices", 4, "--json").stdout
+    )
+    assert {row["devices"] for row in again["staged"]} == {2, 4}
+    assert "GB" not in invoke("--match-rates", rates, *TIMES, "--devices", 4).stdout
+    mistake = invoke("--match-rates", rates, *TIMES, "--memory-gb", 3)
+    assert (mistake.exit_code, mistake.stderr.count("\n")) == (2, 1)
+    assert "--memory-gb 3: nothing says how large a layer is; give a layer's size too" in mistake.stderr

@@ -77,7 +77,7 @@ def test_every_overhead_by_hand() -> None:
 def test_running_ahead_takes_what_the_machines_take(
     num_layers: int, head: float, exit_head: float, hop: float, p: float
 ) -> None:
-    """Token by token over one pattern: waits after hits and misses, what comes too late, passes in vain."""
+    """Token by token over one pattern: waits after hits and misses, what comes too late, useless passes."""
     winners = [int(chance < p) for chance in chances()]
     setting = Setting(num_layers, num_layers // 2, 1, 1 + len(winners), theory.Times(1.0, head, exit_head, hop))
     restless = SpeculationBackoff(trial=10**9)  # the planner knows no rests

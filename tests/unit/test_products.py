@@ -124,7 +124,7 @@ def test_what_cannot_be_made_or_loaded_is_one_line(
         words = "compile: our C.. code cannot be: .*error"
     else:
         monkeypatch.setattr(subprocess, "run", lambda command, **_: _spoiled(Path(command[-1])))
-        words = "compile: .*cannot be loaded .*; remove it to have it made anew"
+        words = "compile: .*cannot be loaded .*; remove it to have it made again"
     with pytest.raises(ValueError, match=words):
         library.load()
     library.load.cache_clear()

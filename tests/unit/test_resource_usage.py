@@ -1,4 +1,4 @@
-"""What processes hold: the growth within lives that are short, and what is seen of a process."""
+"""What processes hold: the growth within short runs, and what is seen of a process."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from benchmarks.resource_usage import HELD, at_age, growth, held, own_temporary_
 
 
 def lives(*values):
-    """Lives that held so much after each of their requests."""
+    """Processes that held so much after each of their requests."""
     return [[(float(value),) for value in life] for life in values]
 
 

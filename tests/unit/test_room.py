@@ -2,10 +2,10 @@
 
 import pytest
 
-from ppd_runtime.launch.ray.room import Bundle, Node, check_room, strategies
+from ppd_runtime.launch.ray.room import Bundle, RayNode, check_room, strategies
 from ppd_runtime.launch.ray.security import check_authentication, check_version
 
-BIG, SMALL, GPU = Node("10.0.0.1", 8, 0), Node("10.0.0.2", 2, 0), Node("10.0.0.3", 4, 2)
+BIG, SMALL, GPU = RayNode("10.0.0.1", 8, 0), RayNode("10.0.0.2", 2, 0), RayNode("10.0.0.3", 4, 2)
 CPU, WITH_GPU = Bundle(1, 0), Bundle(1, 1)
 
 
@@ -17,11 +17,11 @@ CPU, WITH_GPU = Bundle(1, 0), Bundle(1, 1)
         (WITH_GPU, BIG, 0),
         (WITH_GPU, GPU, 2),
         (Bundle(1, 0.5), GPU, 4),
-        (Bundle(1, 1 / 3), Node("", 9, 1), 3),
+        (Bundle(1, 1 / 3), RayNode("", 9, 1), 3),
         (Bundle(2, 0.5), GPU, 2),
     ],
 )
-def test_places_on_a_node(bundle: Bundle, node: Node, places: int) -> None:
+def test_places_on_a_node(bundle: Bundle, node: RayNode, places: int) -> None:
     assert bundle.places_on(node) == places
 
 
@@ -61,15 +61,15 @@ def test_auto_prefers_one_host() -> None:
         ("PACK", "", CPU, 11, [BIG, SMALL], r"11 bundles of 1 CPU, the cluster has 2 nodes: .*\(room for 10\)"),
         ("SPREAD", "", WITH_GPU, 4, [BIG, GPU], r"4 bundles of 1 CPU and 1 GPU, .*4 CPUs, 2 GPUs \(room for 2\)"),
         ("STRICT_SPREAD", "", CPU, 3, [BIG, SMALL], r"each on a node of its own, .*\(room for 2\)"),
-        ("PACK", "", WITH_GPU, 1, [Node(str(i), 1, 0) for i in range(9)], "has 9 nodes: .*; …"),
+        ("PACK", "", WITH_GPU, 1, [RayNode(str(i), 1, 0) for i in range(9)], "has 9 nodes: .*; …"),
     ],
 )
 def test_too_little_room_is_named(
-    strategy: str, host: str, bundle: Bundle, count: int, nodes: list[Node], words: str
+    strategy: str, host: str, bundle: Bundle, count: int, nodes: list[RayNode], words: str
 ) -> None:
     with pytest.raises(RuntimeError, match=words):
         check_room(strategy, host, bundle, count, nodes)
-    check_room(strategy, host, bundle, count, [*nodes, *[Node("10.0.0.2", 64, 64)] * count])
+    check_room(strategy, host, bundle, count, [*nodes, *[RayNode("10.0.0.2", 64, 64)] * count])
 
 
 def test_an_old_ray_is_refused() -> None:

@@ -119,7 +119,7 @@ def test_a_lost_one_costs_no_token(bench):
 
 @pytest.mark.parametrize("winners", list(itertools.product([1, MISS], repeat=3)), ids=str)
 def test_a_new_life_owes_no_entries_of_early_starts_that_it_has_not_made(bench, winners):
-    """The main process may use what a former life has sent: all entries that leave are those of the text."""
+    """The main process may use what was sent before a restart: all entries that leave are those of the text."""
     prompt = bench.prompt_ids(PROMPTS[3])
     text = [*prompt, *bench.ordinary(prompt, GREEDY).tokens]
     sent = []

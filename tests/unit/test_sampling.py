@@ -1,4 +1,4 @@
-"""Sampling is exact, repeatable, and the same for whoever predicts a token early and whoever decides it."""
+"""Sampling is exact, repeatable, and the same where a token is predicted early and where it is decided."""
 
 import itertools
 import math

@@ -49,7 +49,7 @@ def test_a_completion_is_the_generators_text(client, ordinary, settings) -> None
         "completion_tokens": 12,
         "total_tokens": len(expected.prompt_ids) + 12,
     }
-    assert choice.ppd["layout"] is None
+    assert choice.ppd["layout"] == {"method": "autoregressive"}
     assert choice.ppd["latency_s"] > 0
 
 
@@ -73,6 +73,24 @@ def test_a_streams_pieces_tell_the_usage_up_to_them_where_that_is_wanted(client)
     prompts = {piece.choices[0].index: piece.usage.prompt_tokens for piece in pieces}
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (sum(prompts.values()), 6)
     assert prompts[0] < prompts[1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_streams_timeline_comes_where_it_is_wanted(client, chat) -> None:
+    extra = {"extra_body": {"ppd": {"timeline": True}}}
+    if chat:
+        messages = [{"role": "user", "content": PROMPT}]
+        chunks = [*client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True, **extra)]
+    else:
+        chunks = [*complete(client, stream=True, **extra)]
+    told = [getattr(chunk.choices[0], "ppd", None) or {} for chunk in chunks]
+    assert (told[0]["processes"], told[0]["stages"]) == (["one process"], None)
+    passes = [one for ppd in told[1:] for one in ppd.get("passes", ())]
+    assert [token for _, what, _, _, token in passes if what == "choice"] == list(range(12))
+    assert {what for _, what, *_ in passes} == {"layers", "head", "choice"}
+    assert all("passes" not in (getattr(c.choices[0], "ppd", None) or {}) for c in complete(client, stream=True))
+    with pytest.raises(openai.BadRequestError, match="ppd: is for stream=true"):
+        complete(client, **extra)
 
 
 def test_a_streams_log_probabilities_are_the_whole_answers(client) -> None:
@@ -162,15 +180,33 @@ def test_models_and_tokens(client, server, ordinary) -> None:
     assert server.post("/detokenize", tokens=ids).json() == {"prompt": ordinary.tokenizer.decode(ids)}
 
 
-def test_metrics_count_by_vllms_names(client, server) -> None:
-    def tokens() -> float:
-        with server.client() as raw:
-            lines = raw.get("/metrics").text.splitlines()
-        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+VLLMS_COUNTS = {
+    "vllm:num_requests_running": 0,
+    "vllm:num_requests_waiting": 0,
+    "vllm:kv_cache_usage_perc": 0,
+    "vllm:num_preemptions_total": 0,
+    "vllm:prompt_tokens_total": 11,
+    "vllm:generation_tokens_total": 12,
+    "vllm:prefix_cache_queries_total": 11,
+    "vllm:prefix_cache_hits_total": 0,
+    "vllm:request_success_total": 1,
+    "vllm:request_prompt_tokens_sum": 11,
+    "vllm:request_generation_tokens_sum": 12,
+    "vllm:time_to_first_token_seconds_count": 1,
+    "vllm:inter_token_latency_seconds_count": 1,
+    "vllm:time_per_output_token_seconds_count": 1,
+    "vllm:e2e_request_latency_seconds_count": 1,
+    "vllm:request_queue_time_seconds_count": 1,
+}
+"""By vLLM's names: what one request of 11 and 12 tokens adds."""
 
-    before = tokens()
+
+def test_metrics_count_by_vllms_names(client, server) -> None:
     complete(client)
-    assert tokens() - before == 12
+    before = server.counts()
+    complete(client)
+    after = server.counts()
+    assert {name: after[name] - before[name] for name in VLLMS_COUNTS} == VLLMS_COUNTS
 
 
 def test_errors_are_the_clients_own(client) -> None:

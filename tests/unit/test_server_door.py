@@ -5,12 +5,15 @@ import contextlib
 import json
 import logging
 import socket
+import ssl
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from servers import DEADLINE_S, Running, Stepwise, running
@@ -274,6 +277,21 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
     for wrong in ({"port": 70000}, {"max_waiting": -1}, {"cors_origin": ("*",)}, {"ssl_certfile": Path("a")}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerSettings(**wrong)
+
+
+def test_a_request_over_tls(folder: Path, tmp_path: Path) -> None:
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=ppd -addext"
+    files = {"ssl_keyfile": tmp_path / "key.pem", "ssl_certfile": tmp_path / "cert.pem"}
+    places = ["-keyout", *map(str, [files["ssl_keyfile"]]), "-out", str(files["ssl_certfile"])]
+    subprocess.run(["openssl", *made.split(), "subjectAltName=IP:127.0.0.1", *places], check=True, capture_output=True)
+    with running(OrdinaryDecoding(folder), key=KEY, **files) as server:
+        assert server.url.startswith("https://")
+        trust = ssl.create_default_context(cafile=files["ssl_certfile"])
+        with server.client(verify=trust) as client:
+            asked = {"prompt": "a", "max_tokens": 3, "stream": True}
+            assert client.post("/v1/completions", json=asked).text.endswith("data: [DONE]\n\n")
+        with server.client() as stranger, pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
+            stranger.get("/health")
 
 
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

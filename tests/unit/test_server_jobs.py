@@ -134,7 +134,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def test_a_choice_that_leaves_as_its_turn_comes_is_counted_once(folder: Path) -> None:
-    ordinary, metrics = OrdinaryDecoding(folder), Metrics("tiny")
+    ordinary, metrics = OrdinaryDecoding(folder), Metrics("tiny", lambda: 0.0)
 
     class Leaving(Admission):
         def check_open(self) -> None:

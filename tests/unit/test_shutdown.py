@@ -1,4 +1,4 @@
-"""Closing a runtime at any moment: whoever is in a call is told so, nothing hangs, and a fork closes nothing."""
+"""Closing a runtime at any moment: a thread in a call is told so, nothing hangs, and a fork closes nothing."""
 
 import os
 import signal

@@ -65,12 +65,12 @@ def test_what_slows_a_stage_down_slows_the_text_down(slower):
 
 def test_a_node_runs_behind_what_it_stands_behind():
     stage = VirtualRowStage(3, Clock(1.0, 1.0, 0.0, None), StageTimes())
-    stage.run_rows([7], [[1]])
-    stage.run_rows([8, 9], [[1, 2], [1, 2, 3]])
+    stage.run_rows([7], [[1]], range(3))
+    stage.run_rows([8, 9], [[1, 2], [1, 2, 3]], range(3))
     assert (stage.rows, stage.layer_passes) == (3, 9)
     stage.drop(2)
     with pytest.raises(RuntimeError, match="node 4 runs before"):
-        stage.run_rows([5], [[1, 2, 4]])
+        stage.run_rows([5], [[1, 2, 4]], range(3))
 
 
 def test_command_prints_predicted_beside_simulated():

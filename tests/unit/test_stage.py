@@ -1,4 +1,4 @@
-"""A stage gives transformers' own bits, wherever it is cut and whoever computed the entries in its cache."""
+"""A stage gives transformers' own bits, wherever it is cut and whichever stage computed the entries in its cache."""
 
 import itertools
 import json
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import nightly
 from models_for_tests import FAMILIES, SLIDING_WINDOW, greedy_with_transformers, load_stage
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,17 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=DTYPES)
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+in_turn = pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=() if (i + j) % 2 else nightly)
+        for i, family in enumerate(FAMILIES)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
+"""By day each family in one of the dtypes: where others below gate every pair."""
 
 
 def run_in_pieces(stage: Stage, bounds: Sequence[int], inputs: list[int], position: int) -> Tensor:
@@ -72,9 +84,10 @@ def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, family: str, d
     whole = forced(stage, tokens, [0, num_layers])
     for cut in range(1, num_layers):
         assert all_equal(forced(stage, tokens, [0, cut, num_layers]), whole), f"cut after layer {cut}"
-    assert all_equal(forced(stage, tokens, range(num_layers + 1)), whole), "cut behind every layer"
+    assert all_equal(forced(stage, tokens, range(num_layers + 1)), whole), "cut after every layer"
 
 
+@in_turn
 def test_greedy_tokens_are_those_of_generate(model_folder: ModelFolder, family: str, dtype: str) -> None:
     folder = model_folder(family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -92,6 +105,7 @@ def test_greedy_tokens_are_those_of_generate(model_folder: ModelFolder, family: 
     assert history == expected[0].tolist()
 
 
+@in_turn
 def test_truncating_is_as_if_the_tokens_had_never_run(model_folder: ModelFolder, family: str, dtype: str) -> None:
     stage = load_stage(model_folder(family), dtype)
     n, tokens = stage.num_layers, list(range(60, 60 + NEW_TOKENS))
@@ -142,6 +156,7 @@ def test_imported_entries_give_the_same_continuation(model_folder: ModelFolder, 
     assert main.length(n - 1) == LENGTH - 1
 
 
+@in_turn
 def test_subs_continue_with_the_winners_entries(model_folder: ModelFolder, family: str, dtype: str) -> None:
     folder = model_folder(family)
     winner, loser = load_stage(folder, dtype, last=2), load_stage(folder, dtype, last=2)
@@ -158,6 +173,7 @@ def test_subs_continue_with_the_winners_entries(model_folder: ModelFolder, famil
     assert torch.equal(winner.export_entries(last, last + 1, 2)[0], loser.export_entries(last, last + 1, 2)[0])
 
 
+@in_turn
 def test_a_sub_process_stage_has_the_models_first_layers(model_folder: ModelFolder, family: str, dtype: str) -> None:
     folder, last = model_folder(family, num_layers=5), 2
     whole, sub = load_stage(folder, dtype), load_stage(folder, dtype, last=last)
@@ -289,19 +305,19 @@ load(sys.argv[2], 1)  # what the first load imports is not counted
 before = peak()
 load(sys.argv[1], 2)
 part = peak()
-load(sys.argv[1], 24)
+load(sys.argv[1], 12)
 print(json.dumps({"part": part - before, "whole": peak() - before}))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process' peak memory there")
 def test_layers_that_are_left_out_take_no_memory(model_folder: ModelFolder) -> None:
-    """24 layers of 10 MB: the peak of a process that loads 2 of them, and after that all of them, in MB."""
-    folder = model_folder("llama", num_layers=24, hidden_size=512)
+    """12 layers of 10 MB: the peak of a process that loads 2 of them, and after that all of them, in MB."""
+    folder = model_folder("llama", num_layers=12, hidden_size=512)
     arguments = [sys.executable, "-c", _PEAK_MEMORY, str(folder), str(model_folder("llama"))]
     peaks = json.loads(subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout)
-    assert peaks["whole"] > 150, "the measurement sees a whole model"
-    assert peaks["part"] < 70
+    assert peaks["whole"] > 75, "the measurement sees a whole model"
+    assert peaks["part"] < 35
 
 
 _OWN_MEMORY = """
@@ -317,25 +333,29 @@ def load(folder, dtype):
     model = load_layers(describe(folder), 6, getattr(torch, dtype), "cpu")
     return model, sum(float(p.detach().sum()) for p in model.parameters())
 
-kept, grown = [load(sys.argv[1], sys.argv[2])], []
-for dtype in (sys.argv[2], "float64"):
-    before = own()
-    kept.append(load(sys.argv[1], dtype))
-    grown.append(own() - before)
+kept, grown = [], []
+for folder, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
+    kept.append(load(folder, dtype))
+    for another in (dtype, "float64"):
+        before = own()
+        kept.append(load(folder, another))
+        grown.append(own() - before)
 print(json.dumps(grown))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process' own memory there")
-def test_workers_share_the_memory_of_a_models_files(model_folder: ModelFolder, dtype: str) -> None:
+def test_workers_share_the_memory_of_a_models_files(model_folder: ModelFolder) -> None:
     """A second worker's weights are the same pages of the mapped file; in another dtype they cannot be."""
-    folder = model_folder("llama", num_layers=6, hidden_size=512, dtype=dtype)
-    size_mb = (folder / "model.safetensors").stat().st_size / 2**20
-    arguments = [sys.executable, "-c", _OWN_MEMORY, str(folder), dtype]
-    mapped, converted = json.loads(subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout)
-    assert size_mb > 25
-    assert converted > size_mb, "the measurement sees weights that are not shared"
-    assert mapped < size_mb / 10
+    folders = {dtype: model_folder("llama", num_layers=6, hidden_size=512, dtype=dtype) for dtype in DTYPES}
+    arguments = [sys.executable, "-c", _OWN_MEMORY]
+    arguments += [str(word) for dtype, folder in folders.items() for word in (folder, dtype)]
+    grown = json.loads(subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout)
+    for folder, mapped, converted in zip(folders.values(), grown[::2], grown[1::2], strict=True):
+        size_mb = (folder / "model.safetensors").stat().st_size / 2**20
+        assert size_mb > 25
+        assert converted > size_mb, "the measurement sees weights that are not shared"
+        assert mapped < size_mb / 10
 
 
 class _Operations(TorchDispatchMode):

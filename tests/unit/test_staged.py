@@ -2,26 +2,37 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from grids import pairs_first
 from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.cli.generate import print_stream
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.results import NOTHING_NEW, News
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.tracing.timeline import Timeline
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("cuts", "k", "rows"), [((2,), 1, 1), ((1, 2, 3), 3, 4), ((1, 3), 2, 8)])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-def test_tokens_and_bits_are_ordinary_decodings(model_folder, family, cuts, k, rows, temperature, dtype):
+@pytest.mark.parametrize(
+    ("family", "layout", "temperature", "dtype"),
+    pairs_first(
+        ["llama", "gemma2", "mistral"],
+        [((2,), 1, 1), ((1, 2, 3), 3, 4), ((1, 3), 2, 8)],
+        [0.0, 1.0],
+        ["float32", "bfloat16"],
+    ),
+)
+def test_tokens_and_bits_are_ordinary_decodings(model_folder, family, layout, temperature, dtype):
+    cuts, k, rows = layout
     bench = Bench.of(model_folder(family), dtype)
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
     for number, text in enumerate(PROMPTS[:4]):
@@ -124,3 +135,87 @@ def test_in_threads_with_a_trace(model_folder):
     names = [result.trace.name(process.rank) for process in result.trace.processes]
     assert sorted(names) == ["stage 1", "stage 2", "stage 3"]
     assert {box.row for box in Timeline(result.trace, 12, str).boxes()} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_a_stream_tells_who_named_each_token_and_what_is_computed(model_folder, passes):
+    folder = model_folder("llama", num_layers=4)
+    settings = {"max_new_tokens": 20, "ignore_eos": True}
+    expected = OrdinaryDecoding(folder).generate("word1 word2", **settings)
+    with PPDRuntime(folder, stages=3, transport="local") as runtime:
+        stream = runtime.stream("word1 word2", passes=passes, **settings)
+        events = [*stream]
+        news = [*(event.news for event in events), stream.result.news]
+        assert not runtime.generate("word1 word2", **settings).news.boundaries, "nobody reads along"
+    assert stream.result.token_ids == expected.token_ids
+    named = dict(pair for told in news for pair in told.boundaries)
+    first = len(expected.prompt_ids)
+    assert sorted(named) == list(range(first, first + 19)), "all but the last"
+    counts = Counter(max(boundary, 1) for boundary in named.values())
+    assert tuple(counts[boundary] for boundary in (1, 2, 3)) == stream.result.stats.first_boundary
+    spans = {process.rank: process.spans for told in news for process in told.spans}
+    assert set(spans) == ({0, 1, 2} if passes else set())
+    assert stream.result.trace is None
+    chosen = [s.token for told in news for p in told.spans for s in p.spans if p.rank == 0 and s.kind == Kind.CHOOSE]
+    assert chosen == (list(expected.token_ids) if passes else [])
+
+
+class Replayed:
+    """A stream's events once more."""
+
+    def __init__(self, events):
+        self._events = events
+
+    def __iter__(self):
+        return self._events
+
+
+def test_colours_in_a_terminal_say_who_named_a_token(model_folder, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    folder = model_folder("llama", num_layers=4)
+    with PPDRuntime(folder, stages=2, transport="local") as runtime:
+        stream = runtime.stream("word1 word2", max_new_tokens=12, ignore_eos=True)
+        events = [replace(event, text=f" {event.position}") for event in stream]
+    news = [*(event.news for event in events), stream.result.news]
+    named = dict(pair for told in news for pair in told.boundaries)
+    named[events[3].position] = None  # it was lost
+    told = [
+        tuple(pair for pair in named.items() if pair[0] == event.position - 1 and pair[1] is not None)
+        for event in events
+    ]
+    replayed = Replayed(replace(e, news=News(pairs)) for e, pairs in zip(events, told, strict=True))
+    replayed.result = replace(stream.result, news=NOTHING_NEW)
+    print_stream(replayed, "word1 word2", stages=2, legend=True)
+    printed = capsys.readouterr()
+    styles = {0: "\x1b[36m {}\x1b[0m", 1: "\x1b[32m {}\x1b[0m", 2: " {}", None: " {}"}
+    expected = "".join(styles[named.get(event.position)].format(event.position) for event in events)
+    assert printed.out == f"\x1b[2mword1 word2\x1b[0m{expected}\n"
+    assert {named[event.position] for event in events[:3]} != {2}
+    assert re.sub(r"\x1b\[\d*m", "", printed.err) == (
+        "named first by the text's repetitions, boundary 1; plain: by none\n"
+    )
+
+
+class WrongForLong:
+    """Names the right token from a position on; it notes which it is asked about."""
+
+    def __init__(self, text, right_from):
+        self._text, self._right_from, self.asked = text, right_from, []
+
+    def guesses(self, hidden, texts, k):
+        self.asked += [len(text) for text in texts if text == self._text[: len(text)]]
+        return [[(self._text[len(text)] + (len(text) < self._right_from), 1.0)] for text in texts]
+
+
+def test_a_head_that_is_never_right_rests_and_is_tried_again(model_folder):
+    bench = Bench.of(model_folder("llama"))
+    params = SamplingParams(max_new_tokens=70, ignore_eos=True)
+    prompt = bench.prompt_ids(PROMPTS[1])
+    expected = bench.ordinary(prompt, params)
+    start = len(prompt)
+    head = WrongForLong([*prompt, *expected.tokens], right_from=start + 40)
+    staged = bench.staged(prompt, params, (1,), k=1, head=head)
+    assert staged.tokens == expected.tokens
+    assert set(head.asked) == {*range(start, start + 24), *range(start + 48, start + 70)}, "24 wrong ones, 24 to rest"
+    assert staged.first.first_boundary == [21, 48], "each token behind the first is counted"

@@ -1,4 +1,4 @@
-"""Cuts, rows and candidates that nobody has given: chosen by measured times, which here are made up."""
+"""Cuts, rows and candidates that are not given: chosen by measured times, which here are made up."""
 
 import json
 from itertools import combinations, pairwise
@@ -110,8 +110,8 @@ def test_a_runtime_measures_once_and_chooses_by_what_was_found(cache, model_fold
         "row_cost": 0.25,
         "guess_vocab": None,
     }
-    assert _layout(folder, stages=2, rows=2).stats.layout == StagedLayout((4,), 2, 3)
-    assert _layout(folder, cuts="2", rows=2, k=1).stats.layout == StagedLayout((2,), 2, 1)
+    assert _layout(folder, stages=2, rows=2).stats.layout == StagedLayout((4,), 2, 3, 0.25)
+    assert _layout(folder, cuts="2", rows=2, k=1).stats.layout == StagedLayout((2,), 2, 1, 0.25)
     assert len(list(cache.glob("stages-*.json"))) == 1
 
 

@@ -1,5 +1,6 @@
 """One fault at a time in the staged layout: what is lost, doubled or late costs time, never a token."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -21,8 +22,12 @@ def bench(model_folder):
 
 def _run(bench, layout, seed=None):
     """A run, and what it should give."""
-    prompt = bench.prompt_ids(PROMPTS[2])
-    return StagedRun(bench, prompt, FAULTY, *layout, seed=seed), bench.ordinary(prompt, FAULTY).tokens
+    return StagedRun(bench, bench.prompt_ids(PROMPTS[2]), FAULTY, *layout, seed=seed), _expected(bench)
+
+
+@functools.cache
+def _expected(bench):
+    return bench.ordinary(bench.prompt_ids(PROMPTS[2]), FAULTY).tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -77,7 +82,7 @@ def test_an_earlier_life_of_the_last_stage_may_have_come_further(bench):
 
 
 def test_a_beginning_that_comes_again_to_a_new_first_stage_changes_no_token(bench):
-    """Its rows stand for the same paths as those of the life before, though it may choose others."""
+    """Its rows stand for the same paths as those before the restart, though it may choose others."""
     for step in range(15, 120, 7):
         run, expected = _run(bench, LAYOUTS[1], seed=step)
 

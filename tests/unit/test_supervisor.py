@@ -9,7 +9,7 @@ from ppd_runtime.workers.bits import NO_BITS, Bits
 
 
 class Puppet:
-    """A life that does as it is told."""
+    """A worker that does as it is told."""
 
     location, cancelled, bits = "", False, NO_BITS
 
@@ -38,17 +38,17 @@ class Stage:
     """Puppets and their supervisor."""
 
     def __init__(self, most_restarts=2):
-        self.lives, self.starts, self.refuses = [], "ready", None
+        self.spawned, self.starts, self.refuses = [], "ready", None
         self.supervisor = Supervisor([MAIN, 1, 2], self._begin, most_restarts)
 
     def _begin(self, rank):
         if self.refuses:
             raise self.refuses
-        self.lives.append(Puppet(rank, self.starts))
-        return self.lives[-1]
+        self.spawned.append(Puppet(rank, self.starts))
+        return self.spawned[-1]
 
     def of(self, rank):
-        return [life for life in self.lives if life.rank == rank]
+        return [worker for worker in self.spawned if worker.rank == rank]
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_lost_worker_has_a_successor_and_the_others_stay(stage, caplog):
     assert [len(stage.of(rank)) for rank in (MAIN, 1, 2)] == [1, 2, 1]
     assert stage.of(1)[0].ended
     assert stage.supervisor.is_serving(1)
-    assert stage.supervisor.lives(1) == 2
+    assert stage.supervisor.starts(1) == 2
 
 
 def test_its_own_words_are_the_reason_and_are_said_once(stage, caplog):
@@ -123,8 +123,8 @@ def test_a_life_with_other_bits_is_refused_at_the_start_and_as_a_successor(monke
         stage.supervisor.check()
     refused = "sub-process 2 failed to start: it computes other bits than the main process (head)"
     assert [refused in message for message in caplog.messages] == [False, True, True]
-    assert all(life.ended for life in stage.of(2))
-    assert [life.serves for life in stage.of(2)] == [True, False, False]
+    assert all(worker.ended for worker in stage.of(2))
+    assert [worker.serves for worker in stage.of(2)] == [True, False, False]
     assert stage.supervisor.serving() == [MAIN, 1]
     others = iter([Bits("a", {"head": "0"}), Bits("b", {"head": "1"})])
     monkeypatch.setattr(Puppet, "bits", property(lambda self: next(others)))
@@ -138,7 +138,7 @@ def test_success_between_losses_is_forgiveness(stage):
         for _ in range(3):
             stage.supervisor.check()
         stage.supervisor.note_success(MAIN)
-    assert stage.supervisor.lives(MAIN) == 11
+    assert stage.supervisor.starts(MAIN) == 11
 
 
 def test_a_successor_that_cannot_start_counts_too(stage, caplog):
@@ -179,7 +179,7 @@ def test_successors_that_are_cancelled_again_and_again_are_too_many(stage):
     assert len(stage.of(1)) == 5, "one more for each of three losses, less the one that was given up"
 
 
-def test_a_pause_before_the_third_life(monkeypatch, stage):
+def test_a_pause_before_the_third_start(monkeypatch, stage):
     monkeypatch.setattr(ppd_runtime.launch.supervisor, "_LONGEST_PAUSE_S", 60.0)
     for _ in range(2):
         stage.of(1)[-1].end = "it fell"
@@ -205,7 +205,7 @@ def test_nobody_waits_for_a_silent_one_until_it_speaks(stage):
 
 def test_stopping_ends_everybody(stage):
     stage.supervisor.stop(0.1)
-    assert all(life.ended for life in stage.lives)
+    assert all(worker.ended for worker in stage.spawned)
     assert stage.supervisor.serving() == []
 
 
@@ -216,7 +216,7 @@ def test_everybody_is_ended_though_the_waiting_is_interrupted(stage, monkeypatch
     monkeypatch.setattr(type(stage.of(1)[0]), "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stage.supervisor.stop(0.1)
-    assert all(life.ended for life in stage.lives)
+    assert all(worker.ended for worker in stage.spawned)
 
 
 def test_a_life_that_the_system_refuses_is_a_loss(stage, caplog):

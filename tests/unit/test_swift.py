@@ -217,5 +217,3 @@ def test_mistakes_are_one_line(model_folder: ModelFolder, tmp_path: Path) -> Non
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="was found for model .*, not for model .*: find one with"):
         open_method(other, "swift", layer_set=found)
-    with pytest.raises(ValueError, match="the model has 2 layers: swift keeps the first and the last, so needs 3"):
-        open_method(str(model_folder("llama", num_layers=2)), "swift")

@@ -157,6 +157,14 @@ def test_stages_with_given_shares() -> None:
     assert high == pytest.approx(12 * layer / (3 * layer + 24 * 0.018))
 
 
+def test_several_numbers_of_stages_have_shares_of_their_own() -> None:
+    asked = ("--layers", "12", "--k", "1,3")
+    rows = _json(*asked, "--stages", "2,4", "--first-boundary", ".9,.1;.8,.1,.05,.05")
+    two = _json(*asked, "--stages", "2", "--first-boundary", ".9,.1")
+    assert rows == [*two, *_json(*asked, "--stages", "4", "--first-boundary", ".8,.1,.05,.05")]
+    assert [(row["stages"], row["k"]) for row in rows] == [(2, 1), (2, 3), (4, 1), (4, 3)]
+
+
 def test_two_stages_are_the_papers_layout_at_half_depth() -> None:
     paper = _json("--k", "5")
     row = _json("--k", "5", "--stages", "2", "--first-boundary", "0.6837,0.3163")
@@ -203,7 +211,9 @@ def test_stages_from_measured_first_boundaries(boundaries: Path, tmp_path: Path)
         ("--stages 2 --first-boundary 1.2,-.2", "--first-boundary 1.2: give a number from 0 to 1"),
         ("--stages 2 --first-boundary .8,x", "--first-boundary .8,x: give numbers with commas between them"),
         ("--stages two --first-boundary .8,.2", "--stages two: give whole numbers"),
-        ("--stages 2,4 --first-boundary .8,.2", "--stages 2,4: --first-boundary is for one number of stages"),
+        ("--stages 2,4 --first-boundary .8,.2", "--stages 2,4 with --first-boundary .8,.2: give shares for each"),
+        ("--stages 2 --first-boundary .8,.2;.8,.2", "with ';' between; or `ppd match-rate --stages 2` measures them"),
+        ("--stages 4,2 --first-boundary .8,.2;.8,.2", "--first-boundary 0.8,0.2: 4 stages need 4 shares"),
         ("--stages 2", "--stages 2: give one of --first-boundary and --match-rates"),
         ("--stages 2 --first-boundary .8,.2 --match-rates FOLDER/good.json", "give one of"),
         ("--stages 2 --first-boundary .8,.2 --exit-layer 20", "--stages 2 and --exit-layer 20"),

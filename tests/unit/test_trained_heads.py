@@ -172,12 +172,12 @@ def swap_weights(folder: Path) -> None:
     ("damage", "named"),
     [
         (shutil.rmtree, "holds no exit_head.json; give 'shared' or a folder"),
-        (lambda folder: (folder / "exit_head.json").write_text("{"), "cannot be read .*train it anew"),
-        (lambda folder: (folder / "exit_head.json").write_text("[]"), "cannot be read .*train it anew"),
+        (lambda folder: (folder / "exit_head.json").write_text("{"), "cannot be read .*train it again"),
+        (lambda folder: (folder / "exit_head.json").write_text("[]"), "cannot be read .*train it again"),
         (lambda folder: (folder / "exit_head.json").write_text('{"format": 1}'), "cannot be read .*'model'"),
         (lambda folder: damage_card(folder, format=9), "format 9 .*unknown to this version"),
         (lambda folder: damage_card(folder, kind="odd"), "kind 'odd'"),
-        (lambda folder: (folder / "exit_head.safetensors").unlink(), "cannot be read .*train it anew"),
+        (lambda folder: (folder / "exit_head.safetensors").unlink(), "cannot be read .*train it again"),
         (swap_weights, "exit_head.safetensors is not what exit_head.json describes"),
     ],
 )

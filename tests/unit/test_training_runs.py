@@ -71,7 +71,7 @@ def test_an_unfinished_training_without_some_tensors(run: AdapterRun, model_fold
     run.train()
     other = AdapterRun(str(model_folder("llama")), run.data, run.recipe, run.out, "float32")
     other.checkpoint.model.more = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="no unfinished training .*delete it to begin anew"):
+    with pytest.raises(ValueError, match="no unfinished training .*delete it to begin again"):
         other.train()
 
 

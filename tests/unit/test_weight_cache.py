@@ -83,7 +83,7 @@ def test_a_copy_holds_the_same_numbers(path: Path) -> None:
 
 
 def test_a_copy_in_the_dtype_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "halves.safetensors"
+    path = tmp_path / "bfloat16.safetensors"
     save_file({"a": torch.ones(2**20, dtype=NARROW)}, path)
     assert copy_of(path, NARROW) is None
     copy = copy_of(path, NARROW, even_as_stored=True)
@@ -334,7 +334,7 @@ def test_a_damaged_copy_gives_no_wrong_token(
             with PPDRuntime(folder, k=1, transport="local", dtype="float32") as runtime:
                 texts.append(runtime.generate([5, 9], max_new_tokens=12).token_ids)
         lines = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
-        assert lines == [f"{copy} is damaged, so it is removed and made anew"] * damaged
+        assert lines == [f"{copy} is damaged, so it is removed and made again"] * damaged
         caplog.clear()
     assert texts == texts[:1] * 3
     assert load_file(copy).keys() == load_file(model_folder("llama", dtype="bfloat16") / "model.safetensors").keys()
@@ -356,7 +356,7 @@ print(float(sum(tensor.double().sum() for _, tensor in map_tensors(copy))), flus
 
 
 def test_processes_that_find_it_damaged_together(tmp_path: Path) -> None:
-    """One of them says so and makes it anew, the other waits for that."""
+    """One of them says so and makes it again, the other waits for that."""
     path = tmp_path / "large.safetensors"
     save_file({"a": torch.randn(6_000_000, generator=torch.manual_seed(0)).to(NARROW)}, path)
     expected = float(load_file(path)["a"].double().sum())
@@ -440,7 +440,7 @@ def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatc
     info = describe("demo")
     code = {PassKind.HEAD: compile_ahead(info, torch.float32, "cpu", ())[PassKind.HEAD]}  # the quickest to make
     stage = load_stage(info, 2, torch.float32, "cpu", code)
-    (half,) = stage._compiled._halves.values()
+    (half,) = stage._compiled._in_bfloat16.values()
     assert half.dtype == torch.bfloat16
     assert torch.equal(half.float(), stage.model.lm_head.weight)
     copies = {str(copy) for copy in cache_folder().glob("*.safetensors")}
@@ -448,7 +448,7 @@ def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatc
     assert (_mapped_at(half.data_ptr()) in copies) == in_large
     monkeypatch.setattr("ppd_runtime.models.compiled.passes.MOST_IN_OWN_PAGES", 0)
     stage = load_stage(info, 2, torch.float32, "cpu", code)
-    (half,) = stage._compiled._halves.values()
+    (half,) = stage._compiled._in_bfloat16.values()
     assert _mapped_at(half.data_ptr()) in copies, "a large model is shared whatever its pages"
 
 

@@ -5,8 +5,8 @@
 The loss is next-token cross-entropy at full depth, plus early-exit losses at one random layer below and one at or
 above half depth, each the divergence from full depth's own distribution through the shared norm and head. The first
 phase lets them move the layers up to the exit only. The second, short phase lets them move full depth as well: the
-later layers unlearn what half depth cannot foresee, which costs next to nothing on held-out text and is what makes
-sampled tokens as easy to foresee as greedy ones. Stopping at any time and starting again with the same `--work`
+later layers unlearn what half depth cannot predict, which costs next to nothing on held-out text and is what makes
+sampled tokens as easy to predict as greedy ones. Stopping at any time and starting again with the same `--work`
 folder continues from the last checkpoint.
 """
 

@@ -1,40 +1,56 @@
 """`ppd train layerskip`."""
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.options import Settings, group, takes
 from ppd_runtime.cli.train import common
 
 if TYPE_CHECKING:
     from ppd_runtime.training.layerskip_run import LayerSkipReport
 
 
+@dataclass(frozen=True)
+class RecipeOptions:
+    """What may be told of the recipe; None is the paper's."""
+
+    max_dropout: float | None = None
+    """p_max: how often samples leave out the last layer; default: 0.1."""
+    dropout_curriculum: str | None = None
+    """S(t): constant, or exponential (from scratch the default)."""
+    e_scale: float | None = None
+    """The early exits' weight, 0 to 1; default: 0.2."""
+    exit_curriculum: str | None = None
+    """C(t, l), which exits learn: rotational (default), or gradual."""
+    rotation: int | None = None
+    """R: every R-th layer learns in a step; default: 8."""
+    learning_rate: float | None = None
+    """Default: 3e-5, from scratch 8e-4."""
+    batch_size: int | None = None
+    """Rows in a step; default: 4."""
+    max_length: int | None = None
+    """Tokens in a row; default: 2048."""
+    epochs: int | None = None
+    """Default: 1."""
+    max_steps: int | None = None
+    """Steps at the most; default: all."""
+    seed: int = 0
+    """Decides rows, dropout and, from scratch, the first weights."""
+
+
+@takes(recipe=group(RecipeOptions))
 def layerskip(
     out: common.Out,
     model: options.Model = "demo",
     data: common.Data = "demo",
-    from_scratch: Annotated[bool, typer.Option(help="Draw the weights anew: config and tokenizer are enough.")] = False,
-    max_dropout: Annotated[
-        float | None, typer.Option(help="p_max: how often samples leave out the last layer; default: 0.1.")
-    ] = None,
-    dropout_curriculum: Annotated[
-        str | None, typer.Option(help="S(t): constant, or exponential (from scratch the default).")
-    ] = None,
-    e_scale: Annotated[float | None, typer.Option(help="The early exits' weight, 0 to 1; default: 0.2.")] = None,
-    exit_curriculum: Annotated[
-        str | None, typer.Option(help="C(t, l), which exits learn: rotational (default), or gradual.")
-    ] = None,
-    rotation: Annotated[int | None, typer.Option(help="R: every R-th layer learns in a step; default: 8.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Default: 3e-5, from scratch 8e-4.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: 4.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens in a row; default: 2048.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Default: 1.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Steps at the most; default: all.")] = None,
-    seed: Annotated[int, typer.Option(help="Decides rows, dropout and, from scratch, the first weights.")] = 0,
+    from_scratch: Annotated[bool, typer.Option(help="Draw new weights: config and tokenizer are enough.")] = False,
+    *,
+    recipe: Settings,
     dtype: Annotated[str, typer.Option(help="Of products: float32, bfloat16, or auto: bfloat16 on GPUs.")] = "auto",
     device: options.Device = "auto",
     threads: common.Threads = None,
@@ -52,21 +68,7 @@ def layerskip(
         from ppd_runtime.training.layerskip_run import LayerSkipRun
 
         common.set_threads(threads)
-        recipe = recipe_for(
-            from_scratch,
-            max_dropout=max_dropout,
-            dropout_curriculum=dropout_curriculum,
-            e_scale=e_scale,
-            exit_curriculum=exit_curriculum,
-            rotation=rotation,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            max_length=max_length,
-            epochs=epochs,
-            max_steps=max_steps,
-            seed=seed,
-        )
-        run = LayerSkipRun(model, data, recipe, out, dtype, device)
+        run = LayerSkipRun(model, data, recipe_for(from_scratch, **recipe), out, dtype, device)
         report = common.train_and_finish(run)
         if as_json:
             print(json.dumps({"out": str(out), "steps": run.training.num_steps, **report.as_dict()}))

@@ -33,7 +33,7 @@ def probe(
 ) -> None:
     """Train AdaSPEED's linear probe for one layer of a frozen model: will full depth choose what the exit drafts?
 
-    `ppd generate --method adaspeed --stopping probe --probe` uses the folder. Reported is how well it foretells that on
+    `ppd generate --method adaspeed --stopping probe --probe` uses the folder. Reported is how well it predicts that on
     held-out text, beside the draft's own confidence. A training that was stopped goes on with the same command.
     """
     with one_line_errors(probe):

@@ -12,7 +12,7 @@ _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300]
 _WORKER = ("worker",)
 
 
-class Metrics:
+class RayMetrics:
     """Counts of requests, by worker ("main", "sub-1", "stage-1" and so on); told after a request, never within one."""
 
     def __init__(self, num_stages: int) -> None:
@@ -22,7 +22,7 @@ class Metrics:
         self._misses = Counter("ppd_misses", "Tokens whose pass the main process had to start", _WORKER)
         self._stall = Counter("ppd_stall_seconds", "Time in which the main process waited for sub-processes", _WORKER)
         self._layer_passes = Counter("ppd_layer_passes", "Passes through a layer", _WORKER)
-        self._restarts = Counter("ppd_restarts", "New lives of a worker that was lost", _WORKER)
+        self._restarts = Counter("ppd_restarts", "Restarts of a worker that was lost", _WORKER)
         self._serving = Gauge("ppd_serving", "Whether a worker serves, 1 or 0", _WORKER)
         self._latency = Histogram("ppd_request_seconds", "Latency of a request", _SECONDS)
         self._restarted: Mapping[int, int] = {}

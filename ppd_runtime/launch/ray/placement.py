@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from ppd_runtime.launch.ray.room import Bundle, Node, check_room, needs, strategies, way_out
+from ppd_runtime.launch.ray.room import Bundle, RayNode, check_room, needs, strategies, way_out
 from ppd_runtime.launch.supervisor import Progress
 
 _PLACING_S = 10.0  # Ray needs milliseconds; an earlier run's workers may need longer to leave
@@ -49,14 +49,14 @@ def reserve(
 
 
 def release(group: PlacementGroup) -> None:
-    """Give the places back; whoever is still there is ended."""
+    """Give the places back; workers that are still there are ended."""
     remove_placement_group(group)
 
 
-def cluster_nodes() -> list[Node]:
+def cluster_nodes() -> list[RayNode]:
     """The Ray nodes that are alive."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    return [Node(n["NodeManagerAddress"], n["Resources"].get("CPU", 0), n["Resources"].get("GPU", 0)) for n in alive]
+    return [RayNode(n["NodeManagerAddress"], n["Resources"].get("CPU", 0), n["Resources"].get("GPU", 0)) for n in alive]
 
 
 def this_host() -> str:

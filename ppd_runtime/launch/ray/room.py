@@ -11,8 +11,8 @@ _MOST_NAMED = 6  # hosts in an error
 
 
 @dataclass(frozen=True)
-class Node:
-    """What a Ray node has in all, whoever uses it at the moment."""
+class RayNode:
+    """What a Ray node has in all, in use or not."""
 
     host: str
     """Its address."""
@@ -39,7 +39,7 @@ class Bundle:
         named = {"CPU": self.cpus, "GPU": self.gpus, f"node:{host}": 0.001 if host else 0.0}
         return {name: amount for name, amount in named.items() if amount}
 
-    def places_on(self, node: Node) -> int:
+    def places_on(self, node: RayNode) -> int:
         """How many such bundles a node holds when nothing else runs on it."""
         wanted = ((self.cpus, node.cpus), (self.gpus, node.gpus))
         return min((int(has / amount + 1e-9) for amount, has in wanted if amount), default=sys.maxsize)
@@ -55,7 +55,7 @@ def cpus_beside_others(count: int, threads: int, free: float) -> float:
     return max(0, math.floor(100 * (free - 1) / count) / 100)
 
 
-def strategies(placement: str, one_host: bool, bundle: Bundle, count: int, nodes: Sequence[Node]) -> list[str]:
+def strategies(placement: str, one_host: bool, bundle: Bundle, count: int, nodes: Sequence[RayNode]) -> list[str]:
     """Ray's strategies to try, one after the other.
 
     Args:
@@ -72,7 +72,7 @@ def strategies(placement: str, one_host: bool, bundle: Bundle, count: int, nodes
     return (["STRICT_PACK"] if one_host or fits_one else []) + ([] if one_host else ["PACK"])
 
 
-def check_room(strategy: str, host: str, bundle: Bundle, count: int, nodes: Sequence[Node]) -> None:
+def check_room(strategy: str, host: str, bundle: Bundle, count: int, nodes: Sequence[RayNode]) -> None:
     """Raise RuntimeError where `count` bundles could not be placed even if nothing else ran on these nodes.
 
     Args:
@@ -103,7 +103,7 @@ def way_out(host: str) -> str:
     return f"run fewer workers, or {others}, or wait for an autoscaler's with placement_timeout_s"
 
 
-def _there_is(nodes: Sequence[Node], host: str) -> str:
+def _there_is(nodes: Sequence[RayNode], host: str) -> str:
     named = "; ".join(map(str, nodes[:_MOST_NAMED])) + ("; …" if len(nodes) > _MOST_NAMED else "")
     if host:
         return f"the transport reaches this host only, and the cluster has here {named or 'no node'}"

@@ -28,7 +28,7 @@ def no_cluster(address: str) -> str:
 
 
 def check_authentication(hosts: set[str]) -> None:
-    """Raise RuntimeError where several hosts take part and Ray asks nobody for a token."""
+    """Raise RuntimeError where several hosts take part and Ray asks for no token."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if len(hosts) > 1 and mode.lower() != "token":
         raise RuntimeError(

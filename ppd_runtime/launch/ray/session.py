@@ -1,6 +1,6 @@
 """This program's connection to Ray, of which it can have one: runtimes that need it share it.
 
-The connection is made in a thread that lives as long as it. Ray asks the kernel to kill a node's processes with their
+The connection is made in a thread that lasts as long as it. Ray asks the kernel to kill a node's processes with their
 parent (PR_SET_PDEATHSIG, in `ray._private.utils.set_kill_on_parent_death_linux`), and to the kernel the parent is the
 thread that started them: a node that a request's thread had started would die with that thread.
 """
@@ -35,7 +35,7 @@ try:
     from ray._private.services import canonicalize_bootstrap_address_or_die as find
     from ray._private.worker import maybe_enable_token_auth_if_token_available as look_for_token
     from ray._raylet import GcsClient
-except ImportError:  # another Ray has other names: then nobody is asked
+except ImportError:  # another Ray has other names: then it is not asked
     sys.exit(0)
 if sys.argv[1] == "auto":
     look_for_token(warn_if_disabled=False)
@@ -78,7 +78,7 @@ class Session:
             with _sigterm_kept():
                 _connect(address, num_cpus, folder.path if folder else "", log_to_driver)
             self._location.set_result(location())
-        except Exception as error:  # noqa: BLE001 (whoever waits is told)
+        except Exception as error:  # noqa: BLE001 (the waiting thread is told)
             self._location.set_exception(error)
         self._over.wait()
         if self.is_there():
@@ -119,7 +119,7 @@ class Membership:
             )
 
     def leave(self) -> None:
-        """Disconnect, if nobody else needs what we connected to; a second call does nothing."""
+        """Disconnect, if no other runtime needs what we connected to; a second call does nothing."""
         with _SHARED.lock:
             if self._session is None or self._left:
                 return

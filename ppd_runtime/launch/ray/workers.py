@@ -15,7 +15,7 @@ from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.choice import address_to_join
 from ppd_runtime.launch.ray.actors import PPDMain, PPDStage, PPDSub, compile_code
 from ppd_runtime.launch.ray.gpus import UNMASKED
-from ppd_runtime.launch.ray.metrics import Metrics
+from ppd_runtime.launch.ray.metrics import RayMetrics
 from ppd_runtime.launch.ray.placement import cluster_nodes, release, reserve
 from ppd_runtime.launch.ray.room import Bundle, cpus_beside_others
 from ppd_runtime.launch.ray.security import check_authentication
@@ -68,7 +68,7 @@ class RayWorkers:
             self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
-            self._metrics = Metrics(self._num_stages)
+            self._metrics = RayMetrics(self._num_stages)
             self.supervisor.start(progress)
         except BaseException:
             self.close()
@@ -132,7 +132,8 @@ class RayWorkers:
             self._metrics.record(counts)
 
     def close(self) -> None:
-        """Stop the actors, the Ray node if it is ours and nobody else needs it, and remove the folder of sockets."""
+        """Stop the actors, the Ray node if it is ours and no other runtime needs it, and remove the folder of
+        sockets."""
         if self._closed:
             return
         self._closed = True
@@ -248,8 +249,8 @@ def _silent(seconds: float) -> str:
 def _bundle(spec: WorkerSpec, count: int, gpus: float | None, membership: Membership) -> Bundle:
     """What each of `count` workers asks for.
 
-    Of a node of our own no CPUs, for nobody else does, and its share of the GPUs; of a Ray that the program itself
-    started what is free but for a CPU, which stays for the program's own tasks; of a cluster all that it uses.
+    Of a node of our own no CPUs, since no other program takes any, and its share of the GPUs; of a Ray that the program
+    itself started what is free but for a CPU, which stays for the program's own tasks; of a cluster all that it uses.
     """
     cpus: float = spec.threads
     if membership.own_node:

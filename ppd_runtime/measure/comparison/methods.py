@@ -10,7 +10,7 @@ import torch
 from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
 from ppd_runtime.measure.against_ordinary import predicted_ratio_after_first
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
-from ppd_runtime.measure.comparison.rows import BASELINE, Row, full_settings
+from ppd_runtime.measure.comparison.rows import BASELINE, MethodRow, full_settings
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
 from ppd_runtime.measure.machine_load import CpuTime
 from ppd_runtime.methods.base import TextGenerator
@@ -83,13 +83,14 @@ class Methods:
         rows: checked ones, ordinary decoding's among them.
     """
 
-    def __init__(self, ordinary: OrdinaryDecoding, rows: Sequence[Row]) -> None:
+    def __init__(self, ordinary: OrdinaryDecoding, rows: Sequence[MethodRow]) -> None:
         self.ordinary, self.rows = ordinary, tuple(rows)
         self._closing = contextlib.ExitStack()
         self._methods: dict[str, ComparedMethod] = {}
         self._pipeline: PPDRuntime | None = None
         threads = ordinary.config.threads_per_worker
-        *_, self._last_cores = assign_cores(max(available_cores() // threads, 1), threads)
+        places = max(available_cores() // threads, 1)
+        *_, self._last_cores = assign_cores(places, threads, device=str(ordinary.stage.device))
         self._stage: Stage | None = None
 
     def __enter__(self) -> "Methods":
@@ -101,7 +102,7 @@ class Methods:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def generate(self, row: Row, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
+    def generate(self, row: MethodRow, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
         """Continue a prompt by a row's method."""
         with self._core(row):
             spent = CpuTime()
@@ -132,7 +133,7 @@ class Methods:
             else:
                 self._methods[row.label] = OwnMethod(opening.enter_context(self._generator(row)))
 
-    def _generator(self, row: Row) -> TextGenerator:
+    def _generator(self, row: MethodRow) -> TextGenerator:
         if row.method == BASELINE:
             return self.ordinary
         config = self.ordinary.config
@@ -153,7 +154,7 @@ class Methods:
         return pipeline
 
     @contextlib.contextmanager
-    def _core(self, row: Row) -> Iterator[None]:
+    def _core(self, row: MethodRow) -> Iterator[None]:
         """What runs in this process stays on cores of its own: a main process', if there is one to be compared with."""
         if row.method == "ppd":
             yield

@@ -8,7 +8,7 @@ from typing import Any
 
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
-from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, Row, full_settings
+from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, MethodRow, full_settings
 from ppd_runtime.measure.comparison.run import ComparisonRun
 from ppd_runtime.measure.machine_load import busy_note
 from ppd_runtime.measure.markdown import markdown_table
@@ -90,7 +90,7 @@ class ComparisonReport:
     """What a comparison found."""
 
     conditions: Conditions
-    rows: tuple[Row, ...]
+    rows: tuple[MethodRow, ...]
     pairs: Mapping[str, Mapping[str, Sequence[Pair]]]
     """By group and row's label."""
     failures: Mapping[str, str]
@@ -237,7 +237,7 @@ def _group_cell(figures: MethodFigures | None) -> str:
     return f"{figures.speedup.median:.2f} ({figures.compression_rate:.2f})" if figures else "-"
 
 
-def _rule(row: Row) -> str | None:
+def _rule(row: MethodRow) -> str | None:
     """The stopping rule, of LayerSkip and AdaSPEED with no other setting."""
     if row.method == "layerskip" and not row.settings:
         return "constant"

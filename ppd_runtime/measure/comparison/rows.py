@@ -27,7 +27,7 @@ _NO_TEXT = ("trace", "stage", "emulate", "progress", "adaptation")
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """A method with settings."""
 
     label: str
@@ -56,7 +56,7 @@ def presets() -> tuple[str, ...]:
     return tuple(label for name in names() for label in _PRESETS.get(name, (name,)))
 
 
-def parse_rows(text: str) -> list[Row]:
+def parse_rows(text: str) -> list[MethodRow]:
     """The rows that a text asks for, each once, ordinary decoding first, asked for or not.
 
     Raises:
@@ -66,13 +66,15 @@ def parse_rows(text: str) -> list[Row]:
     rows = [_row(label) for label in labels if label != ALL]
     if ALL in labels:
         rows += [replace(_row(label), required=False) for label in presets()]
-    found: dict[str, Row] = {BASELINE: _row(BASELINE)}
+    found: dict[str, MethodRow] = {BASELINE: _row(BASELINE)}
     for row in rows:
         found.setdefault(row.label, row)
     return list(found.values())
 
 
-def check_rows(rows: Sequence[Row], info: ModelInfo, sampling: SamplingParams) -> tuple[list[Row], list[LeftOut]]:
+def check_rows(
+    rows: Sequence[MethodRow], info: ModelInfo, sampling: SamplingParams
+) -> tuple[list[MethodRow], list[LeftOut]]:
     """The rows that the model can be decoded with, and those of "all" that it cannot; nothing is started.
 
     Raises:
@@ -90,16 +92,16 @@ def check_rows(rows: Sequence[Row], info: ModelInfo, sampling: SamplingParams) -
     return kept, left_out
 
 
-def full_settings(row: Row) -> dict[str, Any]:
+def full_settings(row: MethodRow) -> dict[str, Any]:
     """The row's settings, those that it has for every comparison among them."""
     return {**(_LAYOUT if row.method == "ppd" else {}), **row.settings}
 
 
-def _row(label: str) -> Row:
+def _row(label: str) -> MethodRow:
     method, colon, settings = label.partition(":")
     if method not in names():
         raise ValueError(f"method {method!r}: choose among {', '.join((ALL, *names()))}")
-    return Row(label, method, dict(_setting(label, part) for part in settings.split(";")) if colon else {})
+    return MethodRow(label, method, dict(_setting(label, part) for part in settings.split(";")) if colon else {})
 
 
 def _setting(label: str, part: str) -> tuple[str, Any]:
@@ -116,7 +118,7 @@ def _setting(label: str, part: str) -> tuple[str, Any]:
         return name, value
 
 
-def _check(row: Row, info: ModelInfo, sampling: SamplingParams) -> None:
+def _check(row: MethodRow, info: ModelInfo, sampling: SamplingParams) -> None:
     if row.method in TRANSFORMERS_METHODS:
         if not sampling.greedy:
             raise ValueError("transformers draws its samples otherwise, so it is compared greedily: leave it out")

@@ -10,7 +10,7 @@ from ppd_runtime.checks import check_whole
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, Pair, TextRun
 from ppd_runtime.measure.comparison.methods import Methods
 from ppd_runtime.measure.comparison.prompt_groups import GroupedPrompt
-from ppd_runtime.measure.comparison.rows import BASELINE, Row, full_settings
+from ppd_runtime.measure.comparison.rows import BASELINE, MethodRow, full_settings
 from ppd_runtime.measure.comparison.transformers_methods import TransformersFailedError
 from ppd_runtime.measure.match_rates import cpu_threads
 from ppd_runtime.measure.partial_results import PartialResults
@@ -78,7 +78,7 @@ class ComparisonRun:
 
     @property
     def num_done(self) -> int:
-        """Tasks done: prompts, in each round anew."""
+        """Tasks done: prompts, in each round again."""
         return len(self._results)
 
     def measure_rest(self, on_progress: Callable[[float], None] = lambda done: None) -> None:
@@ -121,7 +121,7 @@ class ComparisonRun:
         agreements = {label: self._agreement(task, texts[BASELINE], text) for label, text in texts.items()}
         return TaskResult(task.number, task.sha256, runs, agreements, dict(self.failures))
 
-    def _try(self, row: Row, task: Task, failures: dict[str, str]) -> tuple[tuple[int, ...], TextRun] | None:
+    def _try(self, row: MethodRow, task: Task, failures: dict[str, str]) -> tuple[tuple[int, ...], TextRun] | None:
         try:
             return self.methods.generate(row, task.token_ids, self._params(task))
         except TransformersFailedError as error:
@@ -131,7 +131,7 @@ class ComparisonRun:
     def _agreement(self, task: Task, expected: Sequence[int], got: Sequence[int]) -> Agreement:
         return self.methods.agreement(expected, got, task.token_ids, self._params(task))
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[MethodRow]:
         return [row for row in self.methods.rows if row.label not in self.failures]
 
     def _params(self, task: Task) -> SamplingParams:

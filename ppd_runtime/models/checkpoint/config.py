@@ -36,7 +36,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def model_config(folder: Path) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else transformers asks whoever sits there
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else transformers asks at the terminal
 
 
 def checked_config(model: str, folder: Path) -> PretrainedConfig:

@@ -32,7 +32,7 @@ class ModelInfo:
     max_positions: int | None
     eos_token_ids: frozenset[int]
     recomputed_at: int | None = None
-    """Tokens of a text at which transformers' `generate` drops its cache and reads the text anew; None: never."""
+    """Tokens of a text at which transformers' `generate` drops its cache and reads the text again; None: never."""
     longest_in_chunks: int | None = None
     """Tokens up to which a prompt is read in chunks; None: any number."""
     weights: str | None = None
@@ -79,10 +79,13 @@ def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
         raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {one_line(error)}") from error
 
 
-def check_leaving_out(info: ModelInfo, user: str) -> None:
-    """Raise ValueError where attentions and MLPs of the model cannot be left out, as `user` would; reads no weights."""
+def check_leaving_out(info: ModelInfo, user: str, least_layers: int = 1) -> None:
+    """Raise ValueError where attentions and MLPs of the model cannot be left out, as `user` would, who needs so many
+    layers; reads no weights."""
     config = model_config(info.folder)
     try:
+        if info.num_layers < least_layers:
+            raise ValueError(f"it has too few layers, {info.num_layers}, at least {least_layers} are needed")
         check_sub_layers(skeleton_of(config, depth_of_all_kinds(config, cache_windows(config))))
     except ValueError as error:
         raise ValueError(

@@ -242,7 +242,7 @@ def errors_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """A stage loads in a moment, and k + 1 bars at once help nobody; the caller's own setting comes back."""
+    """A stage loads in a moment, and k + 1 bars at once are no help; the caller's own setting comes back."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -43,7 +43,7 @@ SETTLED_S = 2.0
 """Files that were written more recently are not copied: another write could bear the same time."""
 _UNUSED_S = 14 * 24 * 3600.0
 _ORPHANED_S = 600.0
-"""Copies that nobody has asked for in this time, or in that where the model has gone or changed, go when another is
+"""Copies that have not been asked for in this time, or in that where the model has gone or changed, go when another is
 made; so does what a killed maker left."""
 _FORMAT = 1
 _SUFFIX = ".safetensors"
@@ -63,11 +63,11 @@ def kept_copies(
     even_as_stored: bool = False,
     may_round: Callable[[], bool] = lambda: False,
 ) -> dict[Path, Path]:
-    """Copies of a model's safetensors files with all numbers in `dtype`, by original; made where nobody has made them.
+    """Copies of a model's safetensors files with all numbers in `dtype`, by original; made where they are missing.
 
     None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES` or larger
     than `most_bytes`, `dtype` cannot hold every number, a file cannot be read, there is no room, or no folder to keep
-    them in. A damaged copy is made anew.
+    them in. A damaged copy is made again.
 
     Args:
         order: gives the tensors' names in the order in which they are read: one after the other they come faster.
@@ -78,7 +78,7 @@ def kept_copies(
         versions = {path: version_of(path) for path in files}
         stored = {path: _stored(path) for path in files}
     except (OSError, SafetensorError):
-        return {}  # whoever reads them says more
+        return {}  # reading them gives a better error
     kinds = {kind for of_file in stored.values() for kind, _ in of_file.values()}
     num_bytes = sum(_num_bytes(of_file, dtype) for of_file in stored.values())
     if not (kinds | {dtype} <= set(_NAMES) and SMALLEST_BYTES <= num_bytes <= most_bytes):
@@ -172,14 +172,14 @@ def _settled(files: Iterable[Path]) -> bool:
 
 
 def _check_room(num_bytes: int) -> None:
-    """Remove what nobody uses; raise ValueError where the copies would take more than half of what is free."""
+    """Remove what is unused; raise ValueError where the copies would take more than half of what is free."""
     if not num_bytes:
         return
     for old in [path for path in cache_folder().iterdir() if path.name.endswith((_SUFFIX, UNFINISHED, CHECKED))]:
         with contextlib.suppress(OSError):  # somebody else's turn
             kept_s = _UNUSED_S if old.suffix == _SUFFIX and _is_of_use(old) else _ORPHANED_S
             if time.time() - old.stat().st_mtime > kept_s:
-                old.unlink()  # whoever has mapped it keeps it
+                old.unlink()  # a process that has mapped it keeps it
     free = shutil.disk_usage(cache_folder()).free
     if free < 2 * num_bytes:
         raise ValueError(f"{_size(num_bytes)} would leave too little of the {_size(free)} that are free")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.compiled.graphs import Recordings
+from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.stage.caches import PreallocatedLayer
 from ppd_runtime.models.stage.trees import TokenTree
 
@@ -35,13 +35,17 @@ class AotiCode:
             loader = AOTIModelPackageLoader(str(path), "model", can_be_recorded, 1, -1 if index is None else index)
         except (RuntimeError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made anew") from error
+            raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made again") from error
         self.run: Any = loader.run
         self.metadata: dict[str, str] = loader.get_metadata()
 
 
 class LaunchedPasses:
-    """Passes of one stage on a device; see `native.layers.NativePasses`, which does the same in one call."""
+    """Passes of one stage on a device; see `native.layers.NativePasses`, which does the same in one call.
+
+    Compiled code works on the current device's stream, and leaves its own device current where it is loaded: here its
+    device is the current one meanwhile, whichever thread calls.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +54,8 @@ class LaunchedPasses:
 
     def load(self, path: Path) -> AotiCode:
         """The code of a file; ValueError where it cannot be loaded."""
-        return AotiCode(path, self._device)
+        with current_device(self._device):
+            return AotiCode(path, self._device)
 
     def part(self, code: AotiCode, weights: Sequence[Tensor]) -> Part:
         """A layer or a head."""
@@ -62,7 +67,8 @@ class LaunchedPasses:
     @torch.inference_mode()
     def head(self, part: Part, hidden: Tensor, shape: Sequence[int]) -> Tensor:
         """Logits of hidden states `[1, tokens, hidden_size]`, in the shape that is asked for."""
-        return part.code.run([hidden.contiguous(), *part.weights])[0].view(shape)
+        with current_device(self._device):
+            return part.code.run([hidden.contiguous(), *part.weights])[0].view(shape)
 
     @torch.inference_mode()
     def run(
@@ -92,8 +98,10 @@ class LaunchedPasses:
             places = tuple(tensor.data_ptr() for tensor in tensors)
             key = (key, tree, tensors[0].shape[0], places)
             written = [tensor[position : position + tokens] for tensor in tensors]
-            return self._recordings.run(key, hidden, position, launch, written)
-        return launch(hidden, self._position.fill_(position))
+            with current_device(self._device):
+                return self._recordings.run(key, hidden, position, launch, written)
+        with current_device(self._device):
+            return launch(hidden, self._position.fill_(position))
 
 
 def _launch(parts: Sequence[Part], rows: Sequence[tuple[Tensor, ...]], hidden: Tensor, position: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Compiled code on its way from the worker that has compiled it to the others, which may be on other hosts.
 
-Whoever compiles for itself may choose other kernels, and so have other bits. A bundle is a line of JSON, then the bytes
-of the files that it names by their hashes.
+A process that compiles for itself may choose other kernels, and so have other bits. A bundle is a line of JSON, then
+the bytes of the files that it names by their hashes.
 """
 
 import hashlib

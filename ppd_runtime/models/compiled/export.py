@@ -207,7 +207,7 @@ def _files_of_its_own() -> Iterator[None]:
     """Have PyTorch's compiler write into a folder that goes away.
 
     In the user's own folder a file has the same name whoever makes it: a package would have in it what another process
-    was just writing anew. Which instructions the CPU has is found out there before, to be found there the next time.
+    was just writing again. Which instructions the CPU has is found out there before, to be found there the next time.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes seconds to import, only compiling needs it
 

@@ -49,7 +49,7 @@ class Recordings:
     """
 
     _capturing = threading.Lock()
-    """One capture at a time in a process: before one begins the device is waited for, which fails during another."""
+    """One capture at a time in a process: PyTorch allows no more."""
 
     def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
@@ -96,23 +96,16 @@ class Recordings:
     ) -> _Recording:
         """Launch once to warm up, which writes what the replay will write again, then record and try the recording."""
         hidden, position = hidden.clone(), position.clone()
-        with self._capturing, _streams_restored(hidden.device):
-            stream, current = self._stream(hidden.device), torch.cuda.current_stream(hidden.device)
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                expected = launch(hidden, position).clone()
-            current.wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # links may be opening in other threads
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                output = launch(hidden, position)
+        with self._capturing, _aside(self._stream(hidden.device)):
+            expected = launch(hidden, position).clone()
+            graph, output = _captured(lambda: launch(hidden, position))
         recording = _Recording(graph, hidden, position, output)
         _check(recording, expected, written)
         self._recordings[key] = recording
         return recording
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream to capture on, of this device and nobody else's: with the last of a stream's recordings goes the
+        """The stream to capture on, of this device alone: with the last of a stream's recordings goes the
         memory that others of the same stream work in.
         """
         if device not in self._streams:
@@ -121,14 +114,36 @@ class Recordings:
 
 
 @contextlib.contextmanager
-def _streams_restored(device: torch.device) -> Iterator[None]:
-    """The device is current; a capture that fails would leave its stream behind as this thread's."""
-    with torch.cuda.device(device):
-        before = torch.cuda.current_stream(device)
-        try:
+def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
+    """The stream is this thread's, its device the current one; then both are what they were, also behind an error.
+
+    It goes on behind the stream that it takes the place of, and that one behind it. Nothing waits for the device.
+    """
+    before = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
             yield
-        finally:
-            torch.cuda.set_stream(before)
+    finally:
+        before.wait_stream(stream)
+
+
+def _captured(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Record what is launched on the current stream, and where its output will lie.
+
+    `torch.cuda.graph` would wait for the whole device first and give memory back, which waits for it, too: for a
+    tensor under way as long as its peer takes to send it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")  # links may be opening in other threads
+    try:
+        output = launch()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the capture has failed
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph, output
 
 
 def _check(recording: _Recording, expected: Tensor, written: Sequence[Tensor]) -> None:

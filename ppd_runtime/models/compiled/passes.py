@@ -66,7 +66,7 @@ class CompiledLayers:
     Args:
         model: whose layers they are.
         files: a file for each layer, by the number of tokens that a pass is over, or by what stands for one.
-        halves: weights in bfloat16, by name, which other processes share.
+        bfloat16_weights: by name; other processes map the same memory.
         code_of: makes the model's files for a kind of passes, or for its head, where no earlier run has made them.
         first: layers before it are not there; it counts from 0.
         loaded: files' code that is loaded already.
@@ -79,7 +79,7 @@ class CompiledLayers:
         self,
         model: PreTrainedModel,
         files: Mapping[int, Sequence[Path]],
-        halves: Mapping[str, Tensor] | None = None,
+        bfloat16_weights: Mapping[str, Tensor] | None = None,
         code_of: "Callable[[PreTrainedModel, int], Sequence[Path]] | None" = None,
         first: int = 0,
         loaded: Mapping[Path, Any] | None = None,
@@ -88,9 +88,10 @@ class CompiledLayers:
         files = {kind: self._whole(kind, paths) for kind, paths in files.items()}
         self._passes: Any = _passes(model, {path for paths in files.values() for path in paths})
         self._loaded = dict(loaded or {})
-        named = dict(model.named_parameters()) if halves else {}
-        self._shared = {named[name].data_ptr(): half for name, half in (halves or {}).items() if name in named}
-        self._halves: dict[Hashable, Tensor] = {}
+        shared = bfloat16_weights or {}
+        named = dict(model.named_parameters()) if shared else {}
+        self._shared = {named[name].data_ptr(): weight for name, weight in shared.items() if name in named}
+        self._in_bfloat16: dict[Hashable, Tensor] = {}
         self._sharing: bool | None = None
         self._files: dict[int, Sequence[Path]] = {}
         self._layers: dict[int, list[Any]] = {}
@@ -126,35 +127,30 @@ class CompiledLayers:
 
     def _part(self, code: Any, piece: nn.Module) -> Any:
         """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
-        halves = set(json.loads(code.metadata.get(READ_BY_PRODUCTS, "[]")))
-        return self._passes.part(
-            code, [self._as_taken(name, w, name in halves) for name, w in weights_of(piece).items()]
-        )
+        by_products = set(json.loads(code.metadata.get(READ_BY_PRODUCTS, "[]")))
+        weights = weights_of(piece).items()
+        return self._passes.part(code, [self._as_taken(name, weight, name in by_products) for name, weight in weights])
 
     def _as_taken(self, name: str, weight: Tensor, by_products: bool) -> Tensor:
         if weight.dtype == torch.uint8 and not by_products:
-            raise ValueError(
-                f"compile: {name} has weights of few bits and is not read by products alone: leave weights out"
-            )
-        if weight.dtype != torch.uint8 and by_products:
-            return self._halved(weight)
-        return weight.contiguous()
+            raise ValueError(f"compile with weights: {name} is not read by products alone; leave one of them out")
+        return self._as_bfloat16(weight) if by_products and weight.dtype != torch.uint8 else weight.contiguous()
 
     @cached_property
     def _pages(self) -> LargePages:
         return LargePages(sum(2 * weight.numel() for weight in self._model.parameters()))
 
-    def _halved(self, weight: Tensor) -> Tensor:
+    def _as_bfloat16(self, weight: Tensor) -> Tensor:
         place = (weight.data_ptr(), weight.shape, weight.stride())
-        if place not in self._halves:
+        if place not in self._in_bfloat16:
             shared = self._shared.get(weight.data_ptr())
             alike = shared is not None and shared.stride() == weight.stride() and same_numbers(shared, weight)
             if shared is not None and alike and self._shares(shared):
-                self._halves[place] = shared
+                self._in_bfloat16[place] = shared
             else:
                 half = in_half_the_memory(weight)
-                self._halves[place] = weight.contiguous() if half is None else self._pages.copy(half)
-        return self._halves[place]
+                self._in_bfloat16[place] = weight.contiguous() if half is None else self._pages.copy(half)
+        return self._in_bfloat16[place]
 
     def _shares(self, half: Tensor) -> bool:
         """Whether to compute with what all processes share: not where the weights are few and their pages small."""

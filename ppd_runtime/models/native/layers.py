@@ -63,7 +63,7 @@ class NativeCode:
                 raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
             self.handle: int | None = function("ppd_code")(bytes(library))
         if not self.handle:
-            library.unlink(missing_ok=True)  # it is made anew from the package, or with it
+            library.unlink(missing_ok=True)  # it is made again from the package, or with it
             raise ValueError(_cannot_be_loaded(path, function("ppd_error")().decode(errors="replace")))
         _delete_with(self, "ppd_delete_code")
 
@@ -269,7 +269,7 @@ def calls_python(path: Path) -> bool:
 def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path]:
     """What a package says of itself, and its library: a file beside it, which all processes share.
 
-    Where none can be written there, one in `folder`. A damaged one is unpacked anew.
+    Where none can be written there, one in `folder`. A damaged one is unpacked again.
     """
     with zipfile.ZipFile(path) as package:
         library = next(name for name in package.namelist() if name.endswith(".so"))
@@ -285,4 +285,4 @@ def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path]:
 
 
 def _cannot_be_loaded(path: Path, reason: str) -> str:
-    return f"compile: {path} cannot be loaded ({' '.join(reason.split())[:200]}); remove it to have it made anew"
+    return f"compile: {path} cannot be loaded ({' '.join(reason.split())[:200]}); remove it to have it made again"

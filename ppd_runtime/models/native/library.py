@@ -120,7 +120,7 @@ def load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise ValueError(f"compile: {path} cannot be loaded ({error}); remove it to have it made anew") from error
+        raise ValueError(f"compile: {path} cannot be loaded ({error}); remove it to have it made again") from error
 
 
 def cpu_description() -> list[str]:

@@ -67,7 +67,7 @@ def check_cut_layers(model: PreTrainedModel, some_layers: Callable[[nn.Module, i
 
 
 def recomputed_at(model: PreTrainedModel, most_tokens: int) -> int | None:
-    """The length of a text at which `generate` drops its cache and runs the whole text anew; None where it never does.
+    """The length of a text at which `generate` drops its cache and runs the whole text again; None where it never does.
 
     The library does so for models whose rotary embedding has one table for short and another for long texts.
     """

@@ -80,11 +80,11 @@ class EmulatedStage(Stage):
         _wait_until(began + (last - first) * self._layer_s)
         return hidden
 
-    def _run_rows(self, parts: Iterable[Part]) -> Tensor:
+    def _run_rows(self, parts: Iterable[Part], first: int, last: int) -> Tensor:
         began = time.perf_counter()
-        hidden = super()._run_rows(parts)
+        hidden = super()._run_rows(parts, first, last)
         passes = 1 + self._row_cost * (hidden.shape[1] - 1)
-        _wait_until(began + (self.num_layers - self.first_layer) * self._layer_s * passes)
+        _wait_until(began + (last - first) * self._layer_s * passes)
         return hidden
 
     def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:

@@ -20,6 +20,7 @@ _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0
 """The paths of the rows that a stage tries at its start: siblings, and what stands behind them."""
 _TRIED_TEXT, _LONGEST_TRIED_WINDOW = 61, 1024  # tokens before them: so their rows go past a step of the attended ones
 _PROMPT = 3  # tokens of that text that are run
+_BETWEEN_LOOKS_S = 0.002
 
 
 class RowStage:
@@ -102,28 +103,44 @@ class RowStage:
         self._slots.kept = chunk.stop
         return hidden
 
-    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    @property
+    def layers_at_once(self) -> int:
+        """Layers between which a pass is not left, for looking costs time, too; all until one has run."""
+        of_one = self._stage.layer_seconds
+        return min(1 + int(_BETWEEN_LOOKS_S / of_one), self.num_layers) if of_one else self.num_layers
+
+    def run_rows(
+        self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range | None = None
+    ) -> Tensor:
         """Run nodes as one pass: each path ends with one of them, before which stand those that are not kept.
 
         Each comes after those that it stands behind. `inputs` are their token ids, or their hidden states
-        `[1, nodes, hidden_size]`; so are the states behind the layers.
+        `[1, nodes, hidden_size]`; so are the states after the layers. `layers` are some of the stage's, counted from
+        its first one, or all. Between them nodes may be kept and dropped.
         """
-        before = self._stage.layer_passes
-        hidden = self._stage.run_rows(self._parts([(self, inputs, paths)]), self._slots.kept + len(paths[-1]) - 1)
+        before, numbers = self._stage.layer_passes, self._numbers(layers)
+        position = self._slots.kept + len(paths[-1]) - 1
+        hidden = self._stage.run_rows(self._parts([(self, inputs, paths)]), position, *numbers)
         self.layer_passes += self._stage.layer_passes - before
         return hidden
 
-    def run_together(self, asked: Sequence["Asked"]) -> list[Tensor]:
+    def _numbers(self, layers: range | None) -> tuple[int, int]:
+        """The model's numbers of some of the stage's layers, half-open."""
+        first = self._stage.first_layer
+        return (first, self._stage.num_layers) if layers is None else (first + layers.start, first + layers.stop)
+
+    def run_together(self, asked: Sequence["Asked"], layers: range | None = None) -> list[Tensor]:
         """What each of several requests would have from `run_rows`, out of one pass."""
         if len(asked) == 1:
             ((stage, inputs, paths),) = asked
-            return [stage.run_rows(inputs, paths)]
+            return [stage.run_rows(inputs, paths, layers)]
         order = sorted(range(len(asked)), key=lambda place: not asked[place][0]._in_arena)
         in_order = [asked[place] for place in order]
         stage, _, paths = in_order[-1]
-        hidden = self._stage.run_rows(self._parts(in_order), stage._slots.kept + len(paths[-1]) - 1)
+        first, last = self._numbers(layers)
+        hidden = self._stage.run_rows(self._parts(in_order), stage._slots.kept + len(paths[-1]) - 1, first, last)
         for stage, _, paths in asked:
-            stage.layer_passes += len(paths) * self.num_layers
+            stage.layer_passes += len(paths) * (last - first)
         states = hidden.split([len(paths) for _, _, paths in in_order], dim=1)
         return [states[order.index(place)] for place in range(len(asked))]
 

@@ -37,7 +37,7 @@ def choose_attention(model: PreTrainedModel) -> None:
 
 def leave_out_cudnn(device: torch.device) -> None:
     """For a GPU switch cuDNN's attention off in the whole process, in ordinary decoding as in every worker, and where
-    code is compiled: it plans anew for each length of a text, which takes tens of milliseconds.
+    code is compiled: it plans again for each length of a text, which takes tens of milliseconds.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -158,19 +158,19 @@ class Stage:
         self.layer_passes += 0 if in_prompt and position else last - first
         return hidden
 
-    def run_rows(self, parts: Iterable[Part], position: int) -> Tensor:
-        """Run the stage's layers over tokens that stand behind different texts, as one pass with a row for each.
+    def run_rows(self, parts: Iterable[Part], position: int, first: int, last: int) -> Tensor:
+        """Run layers `first` to `last` over tokens that stand behind different texts, as one pass with a row for each.
 
-        Whoever gives a part has the caches ready for it just then. A token alone has the bits of a pass of its own. The
+        The caller of a part has the caches ready for it just then. A token alone has the bits of a pass of its own. The
         hidden states are `[1, rows, hidden_size]`; the last row's position is for the record.
         """
         began = time.perf_counter()
-        hidden = self._run_rows(parts)
+        hidden = self._run_rows(parts, first, last)
         self._wait_for_device()
-        ended, layers = time.perf_counter(), self.num_layers - self.first_layer
-        self._note_time((ended - began) / layers)
-        self.recorder.note(Kind.LAYERS, began, ended, position, -1, self.first_layer, self.num_layers)
-        self.layer_passes += hidden.shape[1] * layers
+        ended = time.perf_counter()
+        self._note_time((ended - began) / (last - first))
+        self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
+        self.layer_passes += hidden.shape[1] * (last - first)
         return hidden
 
     def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
@@ -277,8 +277,7 @@ class Stage:
         with torch.inference_mode():
             return self.head(hidden).view(*tokens, -1).float()
 
-    def _run_rows(self, parts: Iterable[Part]) -> Tensor:
-        first, last = self.first_layer, self.num_layers
+    def _run_rows(self, parts: Iterable[Part], first: int, last: int) -> Tensor:
         rows = [Stage._run(self, first, last, inputs, position, tree=tree) for inputs, position, tree in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
@@ -331,7 +330,7 @@ class Stage:
             raise RuntimeError(f"layer {layer} holds {length} tokens, the pass starts at position {position}")
 
     def _wait_for_device(self) -> None:
-        if self._on_cuda:  # whoever sends or judges the result waits for it anyway
+        if self._on_cuda:  # sending or judging the result waits for it anyway
             torch.cuda.current_stream(self.device).synchronize()
 
     @torch.inference_mode()

@@ -65,7 +65,7 @@ class TrainedHead:
 
     @torch.inference_mode()
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
-        """The k tokens that full depth is likeliest to choose, as far as the head knows."""
+        """The k tokens that full depth is likeliest to choose, by this head."""
         began = time.perf_counter()
         logits = self._network(hidden[:, -1:].to(self._device))[0, -1].float()
         self._recorder.note(Kind.HEAD, began, time.perf_counter())

@@ -122,10 +122,10 @@ def describe_part(part: type[P], folder: str | Path, info: ModelInfo) -> P:
         whole = hashlib.sha256((path / part.tensors_name()).read_bytes()).hexdigest() == found.weights_sha256
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{name}: its {part.NOUN} cannot be read ({reason}); train it anew") from error
+        raise ValueError(f"{name}: its {part.NOUN} cannot be read ({reason}); train it again") from error
     if not whole:
         described = f"{part.tensors_name()} is not what {part.card_name()} describes"
-        raise ValueError(f"{name}: {described}; train the {part.NOUN} anew")
+        raise ValueError(f"{name}: {described}; train the {part.NOUN} again")
     found.check_model(info)
     return found
 

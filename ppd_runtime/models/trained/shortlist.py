@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from ppd_runtime.checks import check_number
+
 _MAKE = "give a JSON object of token ids and how often each occurs"
 
 
@@ -37,6 +39,8 @@ def _read_counts(file: str, vocab_size: int) -> dict[int, float]:
     for token, count in told.items():
         if not (token.isascii() and token.isdecimal() and int(token) < vocab_size):
             raise ValueError(f"{name}: {token!r:.50} is no token id below {vocab_size}; {_MAKE}")
-        if isinstance(count, bool) or not isinstance(count, int | float) or not count >= 0:
-            raise ValueError(f"{name}: token {token} has the count {count!r:.50}; {_MAKE}")
+        try:
+            check_number("count", count)
+        except ValueError as error:
+            raise ValueError(f"{name}: token {token}: {error}; {_MAKE}") from error
     return {int(token): count for token, count in told.items()}

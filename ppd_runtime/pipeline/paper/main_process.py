@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.logprobs import TokenLogprobs, packed
-from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, Wish, pop_consecutive
+from ppd_runtime.pipeline.machine import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -34,7 +34,7 @@ from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
-_MOST_ABSENCES = 3  # a sub-process that was waited for in vain so often …
+_MOST_ABSENCES = 3  # a sub-process that did not send what was waited for so often …
 _SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is in time again
 _MOST_CAUGHT_UP = 64  # tokens whose entries go, between two tokens of the text, to a sub-process that lacks them
 
@@ -105,7 +105,7 @@ class MainProcess:
         for message in self.told[max(delivered - len(self.begin.delivered), 0) :]:
             self.send((CLIENT,), message)
 
-    def _replay(self, stop: StopRule) -> Generator[Wish, Any, list[int]]:
+    def _replay(self, stop: StopRule) -> Generator[Awaited, Any, list[int]]:
         """Run the prompt's continuation that the client has got already, all but its newest token, which is given back.
 
         Where there is none, that is the prompt.
@@ -124,7 +124,7 @@ class MainProcess:
         self._told = len(self.history)
         return inputs
 
-    def _go_on(self, inputs: list[int] | Tensor, sampler: Sampler, stop: StopRule) -> Generator[Wish, Any, int]:
+    def _go_on(self, inputs: list[int] | Tensor, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int]:
         """Decode to the end; the last token."""
         first_layer, asked = 0, False
         while True:
@@ -200,7 +200,7 @@ class MainProcess:
             self.send((rank,), self._catch_up(max(position, behind), _MOST_CAUGHT_UP))
         self._missing.clear()
 
-    def _settle(self, token: int) -> Generator[Wish, Any, HeadStart | None]:
+    def _settle(self, token: int) -> Generator[Awaited, Any, HeadStart | None]:
         """The early start of the newest token, or None.
 
         Only a sub-process that has named this very token is waited for, and no longer than its layers would take
@@ -226,7 +226,7 @@ class MainProcess:
         early = self._early_start(position, token)
         heard = self._heard.pop(position, _Heard())
         self._absences.update(dict.fromkeys(heard.head_starts, 0))
-        if self._heard_of:  # nobody can be wrong, or in the way, while all are gone
+        if self._heard_of:  # with all gone, none can be wrong or in the way
             self.backoff.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
         self._heard_of = False
         return early

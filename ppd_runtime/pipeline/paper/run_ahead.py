@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import ExitHead
-from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, Wish, pop_consecutive
+from ppd_runtime.pipeline.machine import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MAIN,
     Begin,
@@ -44,7 +44,7 @@ class RunAheadSubProcess:
         self.chain = [*begin.prompt_ids, *begin.delivered]
         """The prompt, the tokens that are certain, and the candidates behind them."""
         self.layer_passes = 0
-        """Layer passes for candidates, those in vain too."""
+        """Layer passes for candidates, dropped ones too."""
         self.coherence_layer_passes = 0
         """Layer passes for the prompt and for tokens that were not in the chain."""
         self._certain = len(self.chain)
@@ -103,7 +103,7 @@ class RunAheadSubProcess:
             path = self.chain[self._certain : position]
             self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, (token,), self._state, path))
 
-    def _run(self, position: int) -> Generator[Wish, Any, int]:
+    def _run(self, position: int) -> Generator[Awaited, Any, int]:
         """Run the chain's token at `position` unless another takes its place meanwhile; the layer passes it took."""
         forks, num_layers, step = self._forks, self.stage.num_layers, self.stage.layers_at_once
         inputs: list[int] | Tensor = [self.chain[position]]
@@ -144,7 +144,7 @@ class RunAheadSubProcess:
             self._go_on_from(position, [message.token_id])
         if message.winner != self.rank:
             self._wanted = True
-        elif position < self.stage.length(self.stage.num_layers - 1):  # else a former life of this process won it
+        elif position < self.stage.length(self.stage.num_layers - 1):  # else this process won it before its restart
             self._owed.append(position)
 
     def _take_missed(self, message: CatchUp) -> None:

@@ -55,7 +55,7 @@ class SubProcess:
         self.layer_passes = 0
         """Layer passes for candidates; a pass over several of them counts as one for each, as in Theorem 4.1."""
         self.coherence_layer_passes = 0
-        """Layer passes for the prompt and for tokens that nobody's entries came for."""
+        """Layer passes for the prompt and for tokens whose entries did not come."""
         self._peers = (MAIN, *(peer for peer in subs if peer != rank))
         self._exit_state: ExitState | None = None
         self._trial: tuple[int, ...] = ()  # the tokens that the cache holds on trial behind the history
@@ -144,7 +144,7 @@ class SubProcess:
                 self.stage.import_entries(run)
             elif self._winners.get(position, MISS) in (MISS, self.rank):
                 self._compute([self.history[position]], position)
-                yield from self._take_all()  # of many tokens it may become known that nobody needs them
+                yield from self._take_all()  # it may become known that many tokens are not needed
             else:
                 message = yield wanted
                 if message is not None:

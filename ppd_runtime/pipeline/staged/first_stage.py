@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Wish, Work
-from ppd_runtime.pipeline.messages import MAIN, Begin, Guesses, Message, PromptStates, Report
-from ppd_runtime.pipeline.staged.chances import Calibration, Successors, of_message
+from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Foreseen, Guesses, Message, PromptStates, Report
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.ngrams import Repetitions
@@ -51,16 +52,23 @@ class FirstStage(FollowerStage):
         rows: int,
         send: Send,
         begin: Begin,
-        calibration: Calibration | None = None,
+        calibration: ChanceCalibration | None = None,
         repetitions: bool = True,
         only_chains: bool = False,
         row_cost: float = 0.0,
+        backoff: SpeculationBackoff | None = None,
     ) -> None:
-        super().__init__(stage, head, 1, num_stages, k, send, begin)
+        super().__init__(stage, head, 1, num_stages, k, send, begin, backoff)
         self.num_stages, self.rows, self.only_chains, self.row_cost = num_stages, rows, only_chains, row_cost
-        self.calibration, self._has_boundary_0 = calibration or Calibration(), repetitions
+        self.calibration, self._has_boundary_0 = calibration or ChanceCalibration(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
+        self._untold: list[Foreseen] = []
+
+    def serve(self) -> Machine:
+        """Follow the request to its end."""
+        yield from super().serve()
+        self._tell_client()
 
     def _reset(self) -> None:
         self._successors: dict[int, Successors] = {}
@@ -74,13 +82,16 @@ class FirstStage(FollowerStage):
         yield from self._run_prompt()
         while not self._ends:
             yield from self._take_all()
-            if not self._next_is_certain() and (yield from self._keep_step()):
-                yield from self._take_all()
+            if not self._next_is_certain():
+                self._tell_client()
+                if (yield from self._keep_step()):
+                    yield from self._take_all()
             if self._ends:
                 return
             if nodes := self._chosen():
                 yield from self._run_chosen(nodes)
-            elif (message := (yield WaitFor(None))) is not None:
+            self._tell_client()  # behind a pass that others wait for
+            if not nodes and (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
     def _run_prompt(self) -> Machine:
@@ -111,14 +122,16 @@ class FirstStage(FollowerStage):
     def _run_chosen(self, nodes: list[Node]) -> Machine:
         self._pass_number += 1
         self._passes.append((self._pass_number, nodes))
-        hidden = yield from self._run(nodes, [node.token for node in nodes], self._pass_number)
+        nodes, hidden = yield from self._run(nodes, [node.token for node in nodes], self._pass_number)
         yield from self._name(nodes, hidden)
 
     def _name(self, nodes: Sequence[Node], hidden: Tensor) -> Machine:
         for node, guesses in (yield from self._guesses(nodes, hidden)):
-            self._successors.setdefault(node.number, Successors()).by_boundary[self.rank] = guesses
+            successors = self._successors.setdefault(node.number, Successors())
+            if guesses:
+                successors.by_boundary[self.rank] = guesses
 
-    def _keep_step(self) -> Generator[Wish, Any, bool]:
+    def _keep_step(self) -> Generator[Awaited, Any, bool]:
         """Wait, for a moment, for the stages behind to be done with the passes before this one's last; whether it has.
 
         All stages take about as long, so what they are about to say decides what should run next: a guess that comes
@@ -214,22 +227,27 @@ class FirstStage(FollowerStage):
 
     def _learn(self, known: int) -> None:
         self._repetitions.follow(self.history)
-        for position in range(known, len(self.history)):
-            if self.tree.root.position == position - 1:
-                self._tally(self.history[position])
-            self.tree.settle()
+        super()._learn(known)
         alive = {node.number for node in self.tree.alive()}
         self._successors = {number: named for number, named in self._successors.items() if number in alive}
 
     def _tally(self, token: int) -> None:
-        """What followed the newest certain node is known."""
+        super()._tally(token)
         successors = self._successors.get(self.tree.root.number)
         if successors is None or self.begin.params.max_new_tokens == 1:
             return
-        boundary = successors.first_boundary(token)
-        boundary = 1 if boundary == 0 else boundary  # no later than what it is counted with
-        self.first_boundary[(boundary or self.num_stages) - 1] += 1
+        named = successors.first_boundary(token)
+        boundary = self.num_stages if named is None else named
+        self.first_boundary[max(boundary, 1) - 1] += 1  # boundary 0 is no later than what it is counted with
         successors.learn(self.calibration, token)
+        if self.begin.live:
+            self._untold.append(Foreseen(self.rank, self.begin.request, self.tree.root.position + 1, boundary))
+
+    def _tell_client(self) -> None:
+        """What it has learned about tokens, which is not waited for."""
+        for told in self._untold:
+            self.send((CLIENT,), told)
+        self._untold.clear()
 
     def _take_work(self, message: Message) -> None:
         if not isinstance(message, Guesses):

@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Computation, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.machine import Awaited, Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     MAIN,
     Begin,
@@ -21,8 +22,10 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
+from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.chances import Guess
-from ppd_runtime.pipeline.staged.machine import Naming, RowsPass, RowStageLike
+from ppd_runtime.pipeline.staged.machine import Naming, RowStageLike
+from ppd_runtime.pipeline.staged.passes import run_nodes
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
 _ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost
@@ -37,10 +40,19 @@ class FollowerStage(ABC):
         head: names what may follow a node from the states behind this stage.
         k: candidates that it names.
         num_stages: all of them.
+        backoff: when its head is not asked, for it has not been right for long.
     """
 
     def __init__(
-        self, stage: RowStageLike, head: BoundaryHead, rank: int, num_stages: int, k: int, send: Send, begin: Begin
+        self,
+        stage: RowStageLike,
+        head: BoundaryHead,
+        rank: int,
+        num_stages: int,
+        k: int,
+        send: Send,
+        begin: Begin,
+        backoff: SpeculationBackoff | None = None,
     ) -> None:
         self.stage, self.head, self.rank, self.k, self.send, self.begin = stage, head, rank, k, send, begin
         self.next = (rank + 1) % num_stages
@@ -54,6 +66,10 @@ class FollowerStage(ABC):
         self._num_early = 0
         self._sent_prompt: list[PromptStates] = []
         self._sent: deque[Rows] = deque(maxlen=_MOST_SENT)
+        self._backoff = backoff or SpeculationBackoff()
+        self._named: dict[int, tuple[int, ...]] = {}  # by node, what the head names behind it; nothing where it rests
+        self.leaves_passes = True
+        """Whether it looks between layers for what a decision has dropped."""
 
     def serve(self) -> Machine:
         """Follow the request to its end."""
@@ -74,6 +90,7 @@ class FollowerStage(ABC):
         self.tree = NodeTree(self.stage, self.history, len(self.begin.prompt_ids))
         self._sent_prompt.clear()
         self._sent.clear()
+        self._named.clear()
         self._reset()
         early, self._early = self._early, deque(maxlen=_MOST_EARLY)
         for message in early:
@@ -85,7 +102,7 @@ class FollowerStage(ABC):
 
     @abstractmethod
     def _attempt(self) -> Machine:
-        """Follow the request until it is over or begins anew."""
+        """Follow the request until it is over or begins again."""
 
     @property
     def _ends(self) -> bool:
@@ -184,15 +201,35 @@ class FollowerStage(ABC):
 
     def _learn(self, known: int) -> None:
         """There are certain tokens behind the `known` ones."""
-        self.tree.settle()
+        for position in range(known, len(self.history)):
+            if self.tree.root.position == position - 1:
+                self._tally(self.history[position])
+            self.tree.settle()
+        alive = {node.number for node in self.tree.alive()}
+        self._named = {number: named for number, named in self._named.items() if number in alive}
+
+    def _tally(self, token: int) -> None:
+        """What follows the newest certain node is known."""
+        if (named := self._named.get(self.tree.root.number)) is not None:
+            self._backoff.note(token in named)
+
+    def _look(self) -> Generator[Awaited, Any, bool]:
+        """Between two layers of a pass that only speculates; whether the attempt is over."""
+        while not self._ends and (message := (yield WaitFor(0, work=_speculation))) is not None:
+            self._take(message)
+        return self._ends
 
     def _run(
         self, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, pass_number: int
-    ) -> Generator[Computation, Tensor, Tensor]:
-        """Run nodes as one pass, and send the states behind it on; they are given back, too."""
-        hidden = yield RowsPass(self.stage, inputs, [self.tree.path(node) for node in nodes])
-        for node in nodes:
-            self.tree.note_run(node)
+    ) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
+        """Run nodes as one pass, and send on those that may still come true; see `run_nodes`."""
+        look = self._look if self.leaves_passes else None
+        running, hidden = yield from run_nodes(self.stage, self.tree, nodes, inputs, look)
+        if running:
+            self._send_rows(running, hidden, pass_number)
+        return running, hidden
+
+    def _send_rows(self, nodes: Sequence[Node], hidden: Tensor, pass_number: int) -> None:
         rows = Rows(
             sender=self.rank,
             request=self.begin.request,
@@ -205,12 +242,14 @@ class FollowerStage(ABC):
             hidden=hidden,
         )
         self._send_on(rows)
-        return hidden
 
     def _guesses(
         self, nodes: Sequence[Node], hidden: Tensor
     ) -> Generator[Computation, Sequence[Sequence[Guess]], list[tuple[Node, Sequence[Guess]]]]:
-        """What may follow those nodes behind which nothing is certain yet; `hidden` has a row for each node."""
+        """What may follow those nodes behind which nothing is certain yet; `hidden` has a row for each node.
+
+        Of each no guess, where the head rests.
+        """
         open_ = [
             row
             for row, node in enumerate(nodes)
@@ -220,10 +259,18 @@ class FollowerStage(ABC):
         ]
         if not open_:
             return []
-        states = hidden if len(open_) == len(nodes) else hidden[:, open_]
-        texts = [self.tree.text(nodes[row]) for row in open_]
-        named = yield Naming(self.head, states, texts, self.k)
-        return [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
+        named: Sequence[Sequence[Guess]] = [()] * len(open_)
+        if not self._backoff.now:
+            states = hidden if len(open_) == len(nodes) else hidden[:, open_]
+            texts = [self.tree.text(nodes[row]) for row in open_]
+            named = yield Naming(self.head, states, texts, self.k)
+        found = [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
+        self._named |= {node.number: tuple(token for token, _ in guesses) for node, guesses in found}
+        return found
+
+
+def _speculation() -> Work:
+    return Work.SPECULATION
 
 
 def _last_position(message: PromptStates | Rows) -> int:

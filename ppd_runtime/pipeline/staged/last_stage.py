@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.logprobs import TokenLogprobs, packed
-from ppd_runtime.pipeline.machine import Machine, Send, WaitFor, Wish, Work
+from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     MAIN,
@@ -26,7 +26,8 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
-from ppd_runtime.pipeline.staged.machine import Logits, RowsPass, RowStageLike
+from ppd_runtime.pipeline.staged.machine import Logits, RowStageLike
+from ppd_runtime.pipeline.staged.passes import run_nodes
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.sampling import Sampler
@@ -35,7 +36,7 @@ from ppd_runtime.text import StopRule
 _FIRST = 1
 _PASSES = 64  # through all layers, for the newest token to come through them …
 _MOST_DOUBLINGS = 6  # … and twice as many each time that they were too few
-_FIRST_S = 5.0  # until a pass has run here, nobody knows how long one takes
+_FIRST_S = 5.0  # until a pass has run here, its time is unknown
 _LEAST_S, _LONGEST_S = 0.25, 60.0
 _MOST_ATTEMPTS = 2**20  # at one number of tokens
 _MOST_TOKENS = 2**22
@@ -55,7 +56,7 @@ class LastStage:
         self.told: list[Token] = []
         """What the client has been sent, in case it asks for it again."""
         self.finish_reason = ""
-        # later than those of an earlier life: the client counts lives, and has its tokens
+        # later than those of a predecessor: the client counts starts, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
         self._first_attempt = self.epoch + 1
         self.layer_passes = 0
@@ -90,8 +91,8 @@ class LastStage:
         for message in self.told[max(delivered - self._delivered, 0) :]:
             self.send((CLIENT,), message)
 
-    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Wish, Any, int | None]:
-        """Decode to the end; the last token, which nobody has been told; None where the request was cancelled."""
+    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int | None]:
+        """Decode to the end; the last token, which has not been sent; None where the request was cancelled."""
         self._sampler = sampler
         self._begin_attempt()
         while True:
@@ -118,8 +119,8 @@ class LastStage:
         self.told.append(token)
         self.send((CLIENT,), token)
 
-    def _newest_state(self) -> Generator[Wish, Any, Tensor | None]:
-        """The newest token's hidden state behind all layers, `[1, 1, hidden_size]`; None where nobody wants it."""
+    def _newest_state(self) -> Generator[Awaited, Any, Tensor | None]:
+        """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None where it is not wanted."""
         wanted = self._patience()
         while True:
             yield from self._take_all()
@@ -152,7 +153,7 @@ class LastStage:
             return Work.NEEDED
         return self._arrivals.work() if self._prompt.has_run else Work.LITTLE
 
-    def _advance(self) -> Generator[Wish, Any, bool]:
+    def _advance(self) -> Generator[Awaited, Any, bool]:
         """Run what waits, the certain first; whether anything did."""
         if (position := self._prompt.next_position) is not None:
             states = self._prompt.run_next()
@@ -168,11 +169,9 @@ class LastStage:
         return bool(nodes)
 
     def _run(self, nodes: list[Node]) -> Machine:
-        paths = [self._tree.path(node) for node in nodes]
-        hidden = yield RowsPass(self.stage, self._arrivals.states(nodes), paths)
+        nodes, hidden = yield from run_nodes(self.stage, self._tree, nodes, self._arrivals.states(nodes), None)
         for row, node in enumerate(nodes):
             node.hidden = hidden[:, row : row + 1]
-            self._tree.note_run(node)
         self._finished_pass = max(node.pass_number for node in nodes)
 
     def _tell_progress(self) -> None:
@@ -235,20 +234,20 @@ class LastStage:
             return
         elif isinstance(message, PromptStates):
             self._prompt.take(message)
-        elif not self._prompt.has_come:  # they came to an earlier life, or nowhere
+        elif not self._prompt.has_come:  # they came to a predecessor, or nowhere
             self._again = True
         else:
             self._arrivals.take(message)
 
     def _welcome(self, ranks: Sequence[int]) -> None:
-        """New lives of stages, which know nothing; what the first of them sends, it sends once more."""
+        """Restarted stages, which know nothing; what the first of them sends, it sends once more."""
         if set(ranks) & set(self.others) - {_FIRST}:
             self._again = True
         elif _FIRST in ranks:
             self._tell_attempt((_FIRST,))
 
     def _succeed(self, epoch: int) -> None:
-        """An earlier life of this stage has come to this attempt."""
+        """A predecessor of this stage has come to this attempt."""
         self.epoch, self._again = epoch, True
 
     def _answer_missing(self, missing: Missing) -> None:

@@ -18,6 +18,10 @@ class RowStageLike(Protocol):
     """Of the stage alone."""
 
     @property
+    def layers_at_once(self) -> int:
+        """Layers between which a pass is not left."""
+
+    @property
     def layer_passes(self) -> int:
         """One-token layer passes so far."""
 
@@ -33,8 +37,10 @@ class RowStageLike(Protocol):
     def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run the tokens or hidden states of the prompt's chunk at `position`."""
 
-    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Run nodes as one pass, each the last of a path behind the kept tokens."""
+    def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
+        """Run nodes through some of the stage's layers, counted from its first one: each is the last of a path behind
+        the kept tokens.
+        """
 
     def keep(self, node: int) -> None:
         """A node that has run is the next of the certain tokens."""
@@ -48,15 +54,16 @@ class RowStageLike(Protocol):
 
 @dataclass(slots=True)
 class RowsPass(Computation):
-    """The states behind a pass; see `RowStageLike.run_rows`."""
+    """The states behind a pass, or a part of its layers; see `RowStageLike.run_rows`."""
 
     stage: RowStageLike
     inputs: Sequence[int] | Tensor
     paths: Sequence[Sequence[int]]
+    layers: range
 
     def alone(self) -> Tensor:
         """`[1, nodes, hidden_size]`."""
-        return self.stage.run_rows(self.inputs, self.paths)
+        return self.stage.run_rows(self.inputs, self.paths, self.layers)
 
 
 @dataclass(slots=True)

@@ -50,11 +50,13 @@ class MiddleStage(FollowerStage):
 
     def _run_arrived(self, nodes: list[Node]) -> Machine:
         number = max(node.pass_number for node in nodes)
-        hidden = yield from self._run(nodes, self._arrivals.states(nodes), number)
-        self._name((yield from self._guesses(nodes, hidden)), number)
+        nodes, hidden = yield from self._run(nodes, self._arrivals.states(nodes), number)
+        if nodes:
+            self._name((yield from self._guesses(nodes, hidden)), number)
 
     def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
         """Tell the first stage what may follow, and that this stage has got so far."""
+        named = [(node, of_node) for node, of_node in named if of_node]
         guesses = [guess for _, of_node in named for guess in of_node]
         message = Guesses(
             sender=self.rank,
@@ -72,6 +74,6 @@ class MiddleStage(FollowerStage):
             self._prompt.take(message)
         elif isinstance(message, Rows):
             self._arrivals.take(message)
-            if not (self._prompt.has_come or self._has_asked):  # it came to an earlier life, or nowhere
+            if not (self._prompt.has_come or self._has_asked):  # it came to a predecessor, or nowhere
                 self._has_asked = True
                 self._ask_from(0)

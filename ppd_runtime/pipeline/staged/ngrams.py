@@ -6,7 +6,8 @@ from ppd_runtime.pipeline.staged.chances import Guess
 
 _SHORTEST, _LONGEST = 2, 7  # tokens that have to be alike
 _SAID = {2: 0.3, 3: 0.45, 4: 0.55, 5: 0.7, 6: 0.8, 7: 0.9}
-"""What a match of so many tokens says of what followed it, until experience does: a bin each of `Calibration`'s."""
+"""The chance that the token after a match of so many tokens is right, until experience says more; the bins of
+`ChanceCalibration`."""
 
 
 class Repetitions:

@@ -34,12 +34,12 @@ class Node:
     """Whether its entries lie in place for good."""
     is_dropped: bool = False
     hidden: Tensor | None = None
-    """What it enters this stage with, until it has run; at the last stage, what is behind all layers then."""
+    """What it enters this stage with, until it has run; at the last stage, what is after all layers then."""
     pass_number: int = 0
 
 
 class NodeTree:
-    """Nodes that may still come true; `history` holds the certain tokens, and grows while the tree lives.
+    """Nodes that may still come true; `history` holds the certain tokens, and grows with the tree.
 
     Args:
         stage: is told which nodes are kept and dropped.
@@ -147,7 +147,7 @@ class NodeTree:
 def number_of(parent: int, token: int) -> int:
     """The number of the node of a token behind a parent, which says its whole path.
 
-    So a row means the same whoever has sent it: a stage in another of its lives, or in another attempt.
+    So a row means the same whichever stage has sent it: one before or after a restart, or in another attempt.
     """
     return int.from_bytes(blake2b(b"%d %d" % (parent, token), digest_size=8).digest(), "little") >> 1
 

@@ -17,7 +17,7 @@ from ppd_runtime.transport.zeromq import ZmqEndpoint
 
 logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.005  # while a link opens, for what its thread wants to tell
-_MOST_EARLY = 64  # notes about links of lives that have not been introduced yet
+_MOST_EARLY = 64  # notes about links of incarnations that have not been introduced yet
 
 
 class CollectiveEndpoint:
@@ -36,9 +36,9 @@ class CollectiveEndpoint:
         except BaseException:
             self._control.close()
             raise
-        self._address, self._life = address, secrets.token_hex(8)
-        self.location = f"{self._control.location}#{self._life}"
-        """The sockets' location, and which of this worker's lives this is."""
+        self._address, self._incarnation = address, secrets.token_hex(8)
+        self.location = f"{self._control.location}#{self._incarnation}"
+        """The sockets' location, and which incarnation of this worker this is."""
         self._peers: dict[int, str] = {}
         self._links: dict[int, Link] = {}
         self._early: list[LinkNote] = []
@@ -51,21 +51,21 @@ class CollectiveEndpoint:
         return any(link.is_opening for link in self._links.values())
 
     def introduce(self, address: int, location: str) -> None:
-        """From now on a peer is there; the link to its last life is closed, and one to this life opens.
+        """From now on a peer is there; the link to its last incarnation is closed, and one to this incarnation opens.
 
-        Of a life that is known already this changes nothing: a process may find in its inbox what was for its last
-        life, and hear the same again.
+        Of an incarnation that is known already this changes nothing: a process may find in its inbox what was for its
+        predecessor, and hear the same again.
         """
         if self._peers.get(address) == location:
             return
         self._peers[address] = location
-        place, _, life = location.partition("#")
+        place, _, incarnation = location.partition("#")
         self._control.introduce(address, place)
         if old := self._links.pop(address, None):
             old.close()
-        if life and self._fabric and address != CLIENT:
-            lives = (self._life, life) if self._address < address else (life, self._life)
-            self._open(address, "-".join(lives), 0)
+        if incarnation and self._fabric and address != CLIENT:
+            pair = (self._incarnation, incarnation) if self._address < address else (incarnation, self._incarnation)
+            self._open(address, "-".join(pair), 0)
 
     def send(self, address: int, message: Message) -> None:
         """Deliver a message; its tensor, where it has one, over the link."""
@@ -82,7 +82,7 @@ class CollectiveEndpoint:
                 if message := link.next():
                     return message
                 if link.wants_successor:
-                    self._open(link.peer, link.lives, link.next_attempt)
+                    self._open(link.peer, link.incarnations, link.next_attempt)
             message = self._control.receive(self._patience(deadline))
             if message is None:
                 if deadline is not None and time.monotonic() >= deadline:
@@ -103,9 +103,9 @@ class CollectiveEndpoint:
             self._fabric.close()
         self._control.close()
 
-    def _open(self, address: int, lives: str, attempt: int) -> None:
+    def _open(self, address: int, incarnations: str, attempt: int) -> None:
         assert self._fabric is not None
-        self._links[address] = Link(lives, attempt, self._address, address, self._fabric, self._tell)
+        self._links[address] = Link(incarnations, attempt, self._address, address, self._fabric, self._tell)
         early, self._early = self._early, []
         for note in early:
             self._take_note(note)
@@ -126,7 +126,7 @@ class CollectiveEndpoint:
         if isinstance(message, TensorAnnouncement):
             if link and link.name == message.link:
                 link.hold(message)
-            return True  # what is of another life is of no use
+            return True  # what another incarnation sent is of no use
         if link and link.holds:
             link.hold(message)
             return True
@@ -134,9 +134,9 @@ class CollectiveEndpoint:
 
     def _take_note(self, note: LinkNote) -> None:
         link = self._links.get(note.sender)
-        lives, attempt = read_name(note.link)
-        if link is None or link.lives != lives:
-            if self._life in lives:
+        incarnations, attempt = read_name(note.link)
+        if link is None or link.incarnations != incarnations:
+            if self._incarnation in incarnations:
                 self._early = [*self._early, note][-_MOST_EARLY:]
         elif attempt == link.attempt:
             link.take_note(note)

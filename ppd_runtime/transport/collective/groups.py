@@ -1,8 +1,9 @@
 """Process groups of exactly two: NCCL where tensors live on GPUs, Gloo on CPUs.
 
-A group is no larger than the pair whose link it is, so whoever dies breaks its own links only. What its two members
-have to tell each other before it carries anything travels with the control messages, encrypted where these are: there
-is no server of keys that a stranger could reach. What the groups then carry is neither encrypted nor authenticated.
+A group is no larger than the pair whose link it is, so a process that dies breaks its own links only. What its two
+members have to tell each other before it carries anything travels with the control messages, encrypted where these are:
+there is no server of keys that a stranger could reach. What the groups then carry is neither encrypted nor
+authenticated.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ class PairStore(_Store):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waiting."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -172,7 +173,8 @@ class Channel:
         self._out = self._in = None
 
     def _greet(self, groups: list[Any]) -> None:
-        """A byte in each direction: the groups connect only now on GPUs, and whoever cannot be reached is found out."""
+        """A byte in each direction: the groups connect only now on GPUs, and a process that cannot be reached is found
+        out."""
         for group in groups:
             if group is self._out:
                 sent = self.send(torch.ones(1, dtype=torch.uint8, device=self._fabric.device))

@@ -1,4 +1,4 @@
-"""One process' link to one life of a peer: tensors over a channel of their own, announced by control messages.
+"""One process' link to one incarnation of a peer: tensors over a channel of their own, announced by control messages.
 
 Transfers are numbered in each direction. Where receives are posted ahead, one for `slot` bytes always waits: as many as
 the smallest tensor so far, which is a hidden state. A larger tensor is preceded by a filler, which uses it up.
@@ -27,7 +27,7 @@ _TELL_EVERY = 4  # transfers, after which a sender hears how many have been take
 _WATCH_EVERY_S = 1.0
 _PATIENCE_S = 3.0  # for a tensor whose message has come; a peer that has died is found out sooner …
 _SLOWEST = 10e6  # … and for each so many bytes of it a second more
-_GPU_PATIENCE_S = 20.0  # it may have yet to be computed; nobody is kept waiting meanwhile
+_GPU_PATIENCE_S = 20.0  # it may have yet to be computed; others are not kept waiting meanwhile
 _CLOSE_S = 2.0
 _REST_S, _LONGEST_REST_S = 2.0, 60.0
 _MOST_IN_VAIN = 5  # attempts; then the peer is not there, or cannot be reached in this way
@@ -46,8 +46,8 @@ class Link:
     """Carries tensors to and from a peer once both ends are up; until then, and if it breaks, it declines to.
 
     Args:
-        lives: of these two, in the same words at both ends.
-        attempt: how many links of these lives have broken before.
+        incarnations: of these two, in the same words at both ends.
+        attempt: how many links of these incarnations have broken before.
         own, peer: addresses.
         fabric: what this process' groups have in common.
         tell: sends the peer a control message; called in any thread.
@@ -55,14 +55,14 @@ class Link:
 
     def __init__(
         self,
-        lives: str,
+        incarnations: str,
         attempt: int,
         own: int,
         peer: int,
         fabric: CollectiveBackend,
         tell: Callable[[int, Message], None],
     ) -> None:
-        self.lives, self.attempt, self.name = lives, attempt, f"{lives}-{attempt}"
+        self.incarnations, self.attempt, self.name = incarnations, attempt, f"{incarnations}-{attempt}"
         self._own, self.peer, self._fabric, self._tell = own, peer, fabric, tell
         self._reopen_at = math.inf
         self.next_attempt = attempt + 1
@@ -267,9 +267,9 @@ class Link:
 
 
 def read_name(name: str) -> tuple[str, int]:
-    """The lives and the attempt that a link's name tells; -1 where it tells none."""
-    lives, _, attempt = name.rpartition("-")
-    return lives, int(attempt) if attempt.isdecimal() and len(attempt) < 10 else -1
+    """The incarnations and the attempt that a link's name tells; -1 where it tells none."""
+    incarnations, _, attempt = name.rpartition("-")
+    return incarnations, int(attempt) if attempt.isdecimal() and len(attempt) < 10 else -1
 
 
 def _own_words(error: Exception) -> str:

@@ -1,0 +1,87 @@
+"""How many tokens' keys and values fit on the workers' devices, and so how many requests they decode at once."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from ppd_runtime.models.checkpoint.config import model_config, weight_files
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.workers.spec import WorkerSpec
+
+MOST_REQUESTS = 16
+"""At once by default: with so many, passes are full of certain tokens."""
+_USUAL_TOKENS = 1024  # of a request; room for so many is what one more request wants
+_SHARE = 0.5  # of the free memory: the rest is for passes, kept prefixes and other programs
+_FEWEST, _MOST = 2048, 2**20  # tokens
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
+    """Tokens of all requests that stages have room for, by half of the memory that their weights leave free.
+
+    What lies on one device shares its memory. None, for any number, where the stages are not here or are none.
+    """
+    main = specs[MAIN]
+    if not main.cuts or not are_here or (main.device.startswith("cuda") and not torch.cuda.is_available()):
+        return None
+    layers, devices = Counter[str](), [*(spec.device for spec in specs[1:]), main.device]
+    for device, (first, last) in zip(devices, pairwise([0, *main.cuts, main.info.num_layers]), strict=True):
+        layers[device] += last - first
+    config = model_config(main.info.folder)
+    weights = _weight_bytes(main.info, config, main.dtype) / main.info.num_layers
+    entries = layer_entry_bytes(config, main.dtype)
+    rooms = (_SHARE * (_free_bytes(device) / here - weights) / entries for device, here in layers.items())
+    return max(_FEWEST, min(_MOST, *map(int, rooms)))
+
+
+def requests_for(tokens: int | None) -> int:
+    """Requests at once, where there is room for so many tokens of theirs; None: for any number."""
+    return MOST_REQUESTS if tokens is None else max(1, min(MOST_REQUESTS, tokens // _USUAL_TOKENS))
+
+
+def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Of one token's key and value in a layer's cache; where layers differ, in a usual one."""
+    if rank := getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
+        return int((rank + config.qk_rope_head_dim) * dtype.itemsize)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    key = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(heads * (key + (getattr(config, "v_head_dim", None) or key)) * dtype.itemsize)
+
+
+def _weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype) -> float:
+    """Of all weights in memory, by the files that hold them."""
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
+    return sum(file.stat().st_size for file in weight_files(info.folder)) * dtype.itemsize / stored.itemsize
+
+
+def _free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    return min(_free_here(), _left_to_this_group())
+
+
+def _free_here() -> int:
+    """Bytes of this host's memory that programs can have without swapping; all of it where the host does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _left_to_this_group(folder: Path = _CGROUP) -> int:
+    """Bytes that a container's limit leaves; pages of files count as free, for the kernel gives them back."""
+    try:
+        most, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+        kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:  # no such group
+        return sys.maxsize
+    files = int(kept.get("active_file", 0)) + int(kept.get("inactive_file", 0))
+    return sys.maxsize if most == "max" else max(0, int(most) - used + files)

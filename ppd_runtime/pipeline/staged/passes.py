@@ -1,0 +1,41 @@
+"""A pass over rows, which is left between two layers where a decision has dropped all of them."""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ppd_runtime.pipeline.machine import Awaited
+from ppd_runtime.pipeline.staged.machine import RowsPass, RowStageLike
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+
+Look = Callable[[], Generator[Awaited, Any, bool]]
+"""Takes the messages that have come; whether the pass is of no use, whatever its rows are."""
+
+
+def run_nodes(
+    stage: RowStageLike, tree: NodeTree, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, look: Look | None
+) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
+    """Run nodes as one pass: those that may still come true, and their states `[1, nodes, hidden_size]`.
+
+    Where none of them is certain it looks for decisions every few layers, and goes on with the rows that are left; with
+    none left, it ends there. None is told to the tree then: what of their entries lies in the stage is free again. A
+    pass of a certain token runs through. `look` is None where other requests wait for this one's pass.
+    """
+    running, layer = list(nodes), 0
+    states: Any = inputs
+    while layer < stage.num_layers:
+        if layer and look:
+            over = yield from look()
+            alive = [] if over else [row for row, node in enumerate(running) if not node.is_dropped]
+            if len(alive) < len(running):
+                running, states = [running[row] for row in alive], states[:, alive]
+            if not running:
+                return [], states
+        size = stage.layers_at_once if look and not any(node.is_certain for node in running) else stage.num_layers
+        layers = range(layer, min(layer + size, stage.num_layers))
+        states = yield RowsPass(stage, states, [tree.path(node) for node in running], layers)
+        layer = layers.stop
+    for node in running:
+        tree.note_run(node)
+    return running, states

@@ -1,0 +1,59 @@
+"""How much the staged layout takes at once where nothing says so: by the memory that there is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families.specimens import Specimen
+
+from ppd_runtime import PPDRuntime
+from ppd_runtime.launch import cache_room
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "phi3", "cohere2"])
+def test_a_tokens_entries_are_as_large_as_the_librarys(family: str) -> None:
+    model = Specimen(family).build()
+    layers = model(torch.tensor([[5]]), use_cache=True).past_key_values.layers
+    found = {layer.keys.nbytes + layer.values.nbytes for layer in layers}
+    assert found == {cache_room.layer_entry_bytes(model.config, torch.float32)}
+
+
+def test_room_is_half_of_what_the_weights_leave_free(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("llama", num_layers=4)
+    weights = (folder / "model.safetensors").stat().st_size
+    specs = PPDRuntime(folder, stages=2, transport="local", dtype="float32")._specs
+    entries = 4 * cache_room.layer_entry_bytes(Specimen("llama").config(), torch.float32)
+    monkeypatch.setattr(cache_room, "_free_bytes", lambda device: weights + 2 * entries * 10_000)
+    here = cache_room.cache_room(specs, are_here=True)
+    assert here == pytest.approx(10_000, rel=0.01)
+    assert cache_room.requests_for(here) == 9
+    monkeypatch.setattr(cache_room, "_free_bytes", lambda device: 0)
+    assert cache_room.cache_room(specs, are_here=True) == 2048
+    monkeypatch.setattr(cache_room, "_free_bytes", lambda device: 2**60)
+    assert cache_room.cache_room(specs, are_here=True) == 2**20
+    assert cache_room.cache_room(specs, are_here=False) is None
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert cache_room._left_to_this_group(tmp_path) > 2**60
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\nactive_file 150\ninactive_file 50\n")
+    for limit, left in (("1000\n", 500), ("600\n", 100), ("400\n", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert cache_room._left_to_this_group(tmp_path) == left
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cache_room._left_to_this_group(tmp_path) > 2**60
+
+
+def test_a_runtime_has_room_by_default_and_as_it_is_told(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("llama", num_layers=4)
+    usual = PPDRuntime(folder, stages=2, transport="local")
+    assert 1 <= usual.max_requests <= 16
+    with pytest.raises(ValueError, match=r"more than (the model's \d+ positions|max_cache_tokens=)"):
+        usual.generate([5, 9], max_new_tokens=2**21)
+    assert PPDRuntime(folder, stages=2, transport="local", max_cache_tokens=3000).max_requests == 2
+    assert PPDRuntime(folder, stages=2, transport="local", max_cache_tokens=20, max_requests=5).max_requests == 5
+    assert PPDRuntime(folder, k=2, transport="local").max_requests == 1

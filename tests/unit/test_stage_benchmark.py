@@ -1,0 +1,57 @@
+"""The arithmetic of `benchmarks.stages`: predictions beside what was measured, and where each stage's time went."""
+
+import pytest
+
+from benchmarks import stages
+from benchmarks.stage_ledgers import by_stage
+from ppd_runtime.calibration.simulated_stages import StageTimes
+from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
+from ppd_runtime.tracing.trace import Trace
+
+MS = 1_000_000
+COUNTED = {"num_layers": 12, "first_boundary": [70, 20, 5, 5]}
+
+
+def test_the_planners_time_by_hand() -> None:
+    times = StageTimes(layer=3.0, head=0.4, exit_head=0.5, hop=0.2)
+    stage, passes = 3 * 3.0 + 0.2, 0.7 + 2 * 0.2 + 3 * 0.05 + 4 * 0.05
+    predicted = stages.planned_ms(times, (3, 6, 9), 3, 8, COUNTED)
+    assert predicted == pytest.approx(stage * passes + 0.95 * 0.5 + 0.05 * 0.4)
+    dear = stages.planned_ms(StageTimes(layer=3.0, row_cost=0.05), (3, 6, 9), 3, 8, COUNTED)
+    assert dear == pytest.approx(9 * 1.35 * passes), "eight rows cost seven times 5 % more"
+    assert stages.planned_ms(StageTimes(3.0), (3, 6, 9), 3, 1, COUNTED) == pytest.approx(9 * passes)
+
+
+def test_an_error_is_the_predicted_time_over_the_measured_one() -> None:
+    found = stages._beside({"staged_ms": 10.0}, "planned", 9.0)
+    assert found == {"planned_ms": 9.0, "planned_error": pytest.approx(-0.1)}
+    shown = stages._with_error({"planned_ms": 9.0, "planned_error": -0.1}, "planned")
+    assert shown == (9.0, "-10.0%")
+
+
+def test_a_stages_time_is_cut_to_the_tokens_after_the_first() -> None:
+    """Two tokens after the first, from 10 to 30 ms."""
+    last = (
+        Span(Kind.LAYERS, 0, 9 * MS),
+        Span(Kind.CHOOSE, 9 * MS, 10 * MS),
+        Span(Kind.WAIT, 12 * MS, 20 * MS),
+        Span(Kind.HEAD, 20 * MS, 21 * MS),
+        Span(Kind.CHOOSE, 29 * MS, 30 * MS),
+        Span(Kind.SEND, 30 * MS, 40 * MS),
+    )
+    first = (Span(Kind.LAYERS, 5 * MS, 15 * MS), Span(Kind.RECEIVE, 26 * MS, 34 * MS), Span(Kind.HIT, 0, 30 * MS))
+    processes = tuple(ProcessSpans(rank, 1, 0, 0, spans) for rank, spans in ((0, last), (1, first)))
+    found = by_stage([Trace(4, None, "", processes, cuts=(2,))] * 2, tokens=3)
+    assert list(found) == ["stage 1", "stage 2"]
+    assert found["stage 1"] == {"layers": 2.5, "heads": 0, "hops": 2, "waiting": 0, "python": 5.5}
+    assert found["stage 2"] == {"layers": 0, "heads": 1, "hops": 0, "waiting": 4, "python": 5}
+
+
+def test_prompts_that_repeat_themselves_are_named() -> None:
+    texts = [prompt.text for prompt in read_prompts(str(stages._REPEATING_FILE))]
+    assert len(texts) == 6
+    for text in texts:
+        lines = [line for line in text.splitlines() if line.strip()]
+        words = [word for line in lines for word in line.split()]
+        assert len(set(words)) < 0.7 * len(words)
