@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.models.checkpoint.loading import entry_bytes, weight_bytes
+from ppd_runtime.launch.cache_room import layer_entry_bytes
+from ppd_runtime.models.checkpoint.config import model_config
+from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
@@ -16,17 +18,17 @@ def check_gpus(specs: Sequence[WorkerSpec], config: RuntimeConfig) -> None:
     """Raise ValueError where the workers of one of this host's GPUs need more memory together than is free there.
 
     Counted are weights, boundaries' heads among them, and the keys and values of as many tokens as the settings have
-    stages keep. What a request takes whose length nobody has bounded, and what CUDA takes in each process, are not.
+    stages keep. What is chosen by the free memory, and what CUDA takes in each process, are not.
     """
     of_gpus = defaultdict[str, list[WorkerSpec]](list)
     for spec in specs:
         if spec.device.startswith("cuda"):
             of_gpus[spec.device].append(spec)
     tokens = (config.max_cache_tokens or 0) + config.prefix_tokens
-    entries = entry_bytes(specs[MAIN].info, specs[MAIN].dtype) if of_gpus and tokens else []
+    entries = layer_entry_bytes(model_config(specs[MAIN].info.folder), specs[MAIN].dtype) if of_gpus else 0
     for device, here in of_gpus.items():
         weights = sum(map(_weights, here))
-        kept = tokens * sum(sum(entries[spec.first_layer : spec.num_layers]) for spec in here)
+        kept = tokens * entries * sum(spec.num_layers - spec.first_layer for spec in here)
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         if weights + kept > free:
             workers = f"{len(here)} worker{'s' * (len(here) > 1)}"

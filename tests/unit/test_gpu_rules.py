@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads_for_tests import make_head
 from models_for_tests import build_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -30,6 +31,7 @@ from ppd_runtime.models.compiled import export, toolkit
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.pipeline.messages import MAIN, ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
@@ -157,6 +159,17 @@ def test_workers_that_fit_alone_and_not_together_are_refused(
         with pytest.raises(ValueError, match=line):
             startup.prepare(specs, runtime.config, "processes", lambda line: None)
         runtime.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [(), (3, 5, 9)])
+def test_a_trained_heads_share_of_that_is_what_it_holds(
+    model_folder: Callable[..., Path], tmp_path: Path, kind: str, tokens: tuple[int, ...]
+) -> None:
+    folder = model_folder("llama")
+    head, info = make_head(tmp_path, folder, kind, 2), describe(str(folder))
+    loaded = load_head(head, load_stage(info, 2, torch.float32, "cpu", head_tokens=tokens).model, tokens)
+    assert head.num_weights(len(tokens)) == sum(w.numel() for w in loaded.parameters())
 
 
 def _held(model: PreTrainedModel) -> int:

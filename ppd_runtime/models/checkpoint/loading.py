@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ppd_runtime.models.checkpoint.config import first_layers_config, model_config, skeleton_of, weight_files
@@ -89,19 +89,6 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, hea
         for name, weight in skeleton.named_parameters()
         if name not in absent and not 0 <= _layer_number(name) < first and not (head_tokens and name == _HEAD)
     )
-
-
-def entry_bytes(info: ModelInfo, dtype: torch.dtype) -> list[int]:
-    """What one token's keys and values take in each layer; empty where that shows only on a device."""
-    skeleton, cache = skeleton_of(model_config(info.folder), info.num_layers, dtype), DynamicCache()
-    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    try:
-        with torch.inference_mode():
-            skeleton.model(input_ids=token, past_key_values=cache, use_cache=True)
-    except RuntimeError as error:
-        logger.info("nothing is known of the keys and values of %s: %s", info.name, one_line(error))
-        return []
-    return [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
 
 
 @torch.no_grad()
