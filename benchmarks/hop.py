@@ -58,14 +58,14 @@ def measure(options: argparse.Namespace) -> Figures:
         return {"rows": [_row(series, pool) for series in kinds], "pinned": bool(assign_cores(2, 1)[0])}
 
 
-def measure_series(series: Series) -> Figures:
-    """The row of one series."""
-    with _another_process() as pool:
+def measure_series(series: Series, start_method: str = "spawn") -> Figures:
+    """The row of one series; the other process starts by one of multiprocessing's methods."""
+    with _another_process(start_method) as pool:
         return _row(series, pool)
 
 
-def _another_process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+def _another_process(start_method: str = "spawn") -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context(start_method))
 
 
 def _transports(text: str) -> list[str]:

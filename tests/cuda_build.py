@@ -30,7 +30,7 @@ def check_nccl() -> None:
     """Every option that is set exists; without a GPU the group refuses then, and no earlier."""
     backend = CollectiveBackend("cuda:0", "")
     try:
-        backend._group(dist.HashStore(), 0)
+        backend.new_group(dist.HashStore(), 0)
     except (RuntimeError, ValueError) as error:
         if "no GPUs found" not in str(error):
             raise

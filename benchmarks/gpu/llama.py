@@ -2,11 +2,12 @@
 
 import json
 from contextlib import suppress
+from itertools import chain
 
 import torch
 
 from benchmarks.gpu.bits import _recordings
-from benchmarks.gpu.parts import kernels_of
+from benchmarks.gpu.parts import bandwidths, kernels_of
 from benchmarks.gpu.scene import Row, Rows, Scene, llama_config
 from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs, summarise_staged
 from ppd_runtime.calibration.simulated_stages import StageTimes
@@ -27,6 +28,7 @@ _FORETOLD = (2, 4, 8)
 
 def llama(scene: Scene) -> Rows:
     """Eager, launched and recorded: milliseconds, share of the bandwidth of a copy, and what each pass asks for."""
+    copy = _copy_bandwidth(scene)
     for kinds, ways in (((), ("eager",)), ((PassKind.ONE,), ("launched", "recorded"))):
         stage = scene.stage("llama3-8b", torch.bfloat16, *kinds)
         for way in ways:
@@ -35,12 +37,19 @@ def llama(scene: Scene) -> Rows:
             if way == "launched":
                 kept, stage._compiled._passes._recordings = stage._compiled._passes._recordings, None  # type: ignore[union-attr]
             for length in scene.choose((128, 1024, 4096), (64,)):
-                yield {"passes": way, "after": length} | _pass_of(scene, stage, length)
+                row = _pass_of(scene, stage, length)
+                yield {"passes": way, "after": length, "% of a copy's": 100 * row["GB/s"] / copy} | row
             if way == "launched":
                 stage._compiled._passes._recordings = kept  # type: ignore[union-attr]
         del stage
         if scene.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _copy_bandwidth(scene: Scene) -> float:
+    """GB/s that a copy reads and writes, as the stage `versions` has found, or found now."""
+    rows = chain(_found(scene), bandwidths(scene))
+    return float(next(row["GB/s"] for row in rows if row.get("bandwidth of") == "a copy"))
 
 
 def _pass_of(scene: Scene, stage: Stage, length: int) -> Row:

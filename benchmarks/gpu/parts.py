@@ -3,7 +3,8 @@
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import transformers
@@ -12,11 +13,21 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from benchmarks.gpu.scene import Row, Rows, Scene, llama_config, name_of
 from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.slicing import LayerSubset, without
+from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
 _OPTIONAL = ("ray", "zmq", "triton", "msgpack", "safetensors")
 _LENGTHS = (128, 1024, 4096)
+_CHAIN = 4
+_KINDS = {
+    "one token": PassKind.ONE,
+    "a chain": PassKind.SEVERAL,
+    "three candidates": 3,
+    "without attention": PassKind.WITHOUT_ATTENTION,
+    "without MLP": PassKind.WITHOUT_MLP,
+}
 
 
 def versions(scene: Scene) -> Rows:
@@ -29,7 +40,7 @@ def versions(scene: Scene) -> Rows:
         about |= {"gpu": of_gpu.name, "GB": of_gpu.total_memory / 1e9, "cuda": torch.version.cuda, "nccl": str(nccl)}
     about["compiling"] = _complaint()
     yield about
-    yield from _bandwidths(scene)
+    yield from bandwidths(scene)
     yield from _attention(scene)
 
 
@@ -41,7 +52,7 @@ def _complaint() -> str:
     return "can be done"
 
 
-def _bandwidths(scene: Scene) -> Rows:
+def bandwidths(scene: Scene) -> Rows:
     numbers = torch.ones(scene.choose(2**30, 2**20), dtype=torch.bfloat16, device=scene.device)
     target = torch.empty_like(numbers)
     ms = scene.median_ms(lambda: target.copy_(numbers), 10)
@@ -62,13 +73,16 @@ def _attention(scene: Scene) -> Rows:
     for length in scene.choose(_LENGTHS, (64,)):
         found: Row = {"one token's attention, ms, over": length}
         query, key, value = (
-            torch.ones(1, config.num_attention_heads, rows, config.head_dim, dtype=torch.bfloat16, device=scene.device)
-            for rows in (1, length, length)
+            torch.ones(1, heads, rows, config.head_dim, dtype=torch.bfloat16, device=scene.device)
+            for heads, rows in ((config.num_attention_heads, 1), *[(config.num_key_value_heads, length)] * 2)
         )
         for name in backends:
             try:
                 with sdpa_kernel([getattr(SDPBackend, name)]):
-                    found[name] = scene.median_ms(lambda: scaled_dot_product_attention(query, key, value), 10)  # noqa: B023
+                    found[name] = scene.median_ms(
+                        lambda: scaled_dot_product_attention(query, key, value, enable_gqa=True),  # noqa: B023
+                        10,
+                    )
             except RuntimeError:
                 found[name] = None
         yield found
@@ -76,23 +90,56 @@ def _attention(scene: Scene) -> Rows:
 
 def compiling(scene: Scene) -> Rows:
     """Every kind of pass in each dtype: seconds, and what a launched pass asks of the device."""
-    kinds = {"one token": PassKind.ONE, "a chain": PassKind.SEVERAL, "without MLP": PassKind.WITHOUT_MLP}
     for dtype in scene.choose(scene.dtypes, scene.dtypes[:1]):
-        for what, kind in scene.choose(kinds, {"one token": PassKind.ONE}).items():
+        for what, kind in kinds_tried(scene).items():
             began = time.perf_counter()
-            stage = scene.stage("small", dtype, kind)
+            stage = scene.stage("small", dtype, *{PassKind.ONE, kind})
             row: Row = {"passes over": what, "dtype": name_of(dtype), "seconds": time.perf_counter() - began}
-            if kind in (PassKind.ONE, PassKind.SEVERAL):
-                tokens = 1 if kind == PassKind.ONE else 4
-                stage.begin(2048)
-                stage.run(0, stage.num_layers, [1] * 70, 0)
-
-                def run_pass() -> None:
-                    stage.run(0, stage.num_layers, [1] * tokens, 70)  # noqa: B023
-                    stage.truncate(70)  # noqa: B023
-
-                row |= kernels_of(scene, run_pass, stage.num_layers)
+            text = scene.choose(1030, 70)
+            stage.begin(text + 64)
+            stage.run(0, stage.num_layers, [1] * text, 0)
+            run_pass = partial(_run_kind, stage, kind, _piece(stage, kind), text)
+            row |= kernels_of(scene, run_pass, stage.num_layers)
+            if scene.device.type == "cuda":
+                yield {"checked": f"{what}: no copy of a cache", "dtype": name_of(dtype)} | _no_copy(stage, run_pass)
             yield row
+
+
+def kinds_tried(scene: Scene) -> Mapping[str, int]:
+    """By what they are called in the report."""
+    fewer = ("one token", "without attention")
+    return scene.choose(_KINDS, {what: _KINDS[what] for what in fewer})
+
+
+def _piece(stage: Stage, kind: int) -> LayerSubset | None:
+    """Layers without what the kind leaves out; without attention all but the first, which says where a pass stands."""
+    layers = dict(enumerate(stage.model.model.layers))
+    if kind == PassKind.WITHOUT_MLP:
+        return stage.subset({i: without(layer, mlp=True) for i, layer in layers.items()}, (*layers,), (*layers,))
+    if kind == PassKind.WITHOUT_ATTENTION:
+        return stage.subset({i: without(layer, attention=True) if i else layer for i, layer in layers.items()}, (0,))
+    return None
+
+
+def _run_kind(stage: Stage, kind: int, piece: LayerSubset | None, position: int) -> None:
+    if piece:
+        stage.run_subset(piece, [1], position)
+    elif kind > PassKind.ONE:
+        stage.run_candidates(range(kind), position)
+    else:
+        stage.run(0, stage.num_layers, [1] * (1 if kind == PassKind.ONE else _CHAIN), position)
+    stage.truncate(position)
+
+
+def _no_copy(stage: Stage, run_pass: Callable[[], object]) -> Row:
+    """Whether a pass takes less memory meanwhile than one layer's keys of the text have."""
+    keys = next(layer.rows[0] for layer in stage.cache.layers if layer.rows)
+    run_pass()
+    torch.cuda.reset_peak_memory_stats(stage.device)
+    before = torch.cuda.memory_allocated(stage.device)
+    run_pass()
+    taken = torch.cuda.max_memory_allocated(stage.device) - before
+    return {"bytes taken": taken, "of keys": keys.nbytes, "equal": taken < keys.nbytes}
 
 
 def kernels_of(scene: Scene, call: Callable[[], object], layers: int) -> Row:

@@ -40,6 +40,11 @@ class Scene:
         return torch.device("cpu" if self.pretend else "cuda:0")
 
     @property
+    def start_method(self) -> str:
+        """How a stage's other processes start: afresh, as CUDA needs it."""
+        return str(self.choose("spawn", "fork"))
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Those that passes are tried in."""
         return (torch.float32, torch.bfloat16)

@@ -10,6 +10,7 @@ from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import whole_imports
 from ppd_runtime.launch.base import Workers
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, ray_is_initialized
+from ppd_runtime.launch.gpu_memory import check_gpus
 from ppd_runtime.launch.processes import ProcessWorkers
 from ppd_runtime.launch.stage_costs import with_layout
 from ppd_runtime.launch.supervisor import Progress
@@ -84,7 +85,10 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
-    return with_layout(specs, config, progress) if config.stages else specs
+    specs = with_layout(specs, config, progress) if config.stages else specs
+    if launcher != "ray":  # whose actors learn their GPUs when they are there
+        check_gpus(specs, config)
+    return specs
 
 
 def _sees_device(spec: WorkerSpec) -> bool:

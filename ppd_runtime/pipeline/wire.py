@@ -9,9 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgpack
 import torch
 from torch import Tensor
+
+try:
+    import msgpack
+except ModuleNotFoundError as error:
+    line = f"ppd_runtime needs msgpack for its messages, which is not installed ({error}): pip install msgpack"
+    raise ModuleNotFoundError(line, name="msgpack") from error
 
 from ppd_runtime.pipeline.fields import MOST_TEXTS, FieldPlan, WireError, make_plan
 from ppd_runtime.pipeline.messages import (

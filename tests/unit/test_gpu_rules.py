@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads_for_tests import make_head
 from models_for_tests import build_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ import ppd_runtime
 from benchmarks import hop
 from ppd_runtime import PPDRuntime, RuntimeConfig
 from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
+from ppd_runtime.launch import startup
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.measure.comparison.methods import Methods
 from ppd_runtime.models.checkpoint.description import describe
@@ -29,6 +31,7 @@ from ppd_runtime.models.compiled import export, toolkit
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.pipeline.messages import MAIN, ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
@@ -118,6 +121,60 @@ def test_a_gpu_without_room_is_named_with_both_numbers(
     line = rf"^device='cuda:1': layers {first + 1} to 4 of .* in float32 need {needed:.2f} GB and 0.00 GB are free: .*$"
     with pytest.raises(ValueError, match=line):
         load_stage(info, layers, torch.float32, "cuda:1", first=first)
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_workers_that_fit_alone_and_not_together_are_refused(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any is loaded: their weights, their boundaries' heads, and what they keep of keys and values."""
+    folder, free = model_folder("llama", hidden_size=256), [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 10**9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    settings = {"device": "cuda", "dtype": "float32", "launcher": "processes"}
+    stages = {"stages": 2, "cuts": "2", "rows": 1, "max_cache_tokens": 1000, "prefix_cache_tokens": 0}
+    for layout, kept in (({"k": 1}, 0), (stages, 1000), (stages | {"guess_vocab": 7}, 1000)):
+        runtime = PPDRuntime(folder, **layout, **settings)
+        specs, info = runtime._specs, describe(str(folder))
+        loaded = [
+            load_stage(info, s.num_layers, s.dtype, "cpu", None, None, s.first_layer, s.guess_tokens) for s in specs
+        ]
+        entries = 0
+        for spec, stage in zip(specs, loaded, strict=True):
+            stage.begin(64)
+            states = torch.zeros(1, 1, 256)
+            stage.run(spec.first_layer, spec.num_layers, states if spec.first_layer else [0], 0)
+            held = [layer for layer in stage.cache.layers if layer.rows]
+            entries += kept * sum(rows[0].nbytes for layer in held for rows in layer.rows)
+        weights = sum(_held(stage.model) for stage in loaded)
+        needed, alone = (weights + entries) / 1e9, max(_held(stage.model) for stage in loaded)
+        free[0] = needed_bytes = weights + entries
+        startup.check_gpus(specs, runtime.config)
+        free[0] = needed_bytes - 1
+        assert alone < free[0]
+        line = (
+            rf"^device='cuda:0': 2 workers need {needed:.2f} GB there \({weights / 1e9:.2f} of weights, "
+            rf"{entries / 1e9:.2f} of keys and values\) and {needed:.2f} GB are free: choose fewer workers .*$"
+        )
+        with pytest.raises(ValueError, match=line):
+            startup.prepare(specs, runtime.config, "processes", lambda line: None)
+        runtime.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [(), (3, 5, 9)])
+def test_a_trained_heads_share_of_that_is_what_it_holds(
+    model_folder: Callable[..., Path], tmp_path: Path, kind: str, tokens: tuple[int, ...]
+) -> None:
+    folder = model_folder("llama")
+    head, info = make_head(tmp_path, folder, kind, 2), describe(str(folder))
+    loaded = load_head(head, load_stage(info, 2, torch.float32, "cpu", head_tokens=tokens).model, tokens)
+    assert head.num_weights(len(tokens)) == sum(w.numel() for w in loaded.parameters())
+
+
+def _held(model: PreTrainedModel) -> int:
+    """The bytes that a model has memory for; those of absent layers are one number, shown again and again."""
+    return sum(w.nbytes for w in model.parameters() if 0 not in w.stride())
 
 
 def test_a_missing_toolkit_is_named_before_anything_is_compiled(

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import runpy
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.launch.fork_server import CAN_FORK, open_fork_server
+from ppd_runtime.pipeline import wire
 
 ASKED = """
 import sys, torch
@@ -52,3 +54,10 @@ def test_a_library_that_asks_for_gpus_does_not_start_cuda_where_workers_are_fork
     """PyTorch asks NVML instead, where it is told to."""
     with contextlib.closing(open_fork_server()) as server:
         assert psutil.Process(server.process.pid).environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+def test_a_machine_without_msgpack_is_told_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    line = r"^ppd_runtime needs msgpack for its messages, which is not installed \(.*\): pip install msgpack$"
+    with pytest.raises(ModuleNotFoundError, match=line):
+        runpy.run_path(wire.__file__)

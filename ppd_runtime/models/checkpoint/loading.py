@@ -22,6 +22,7 @@ from ppd_runtime.models.stage.behaviour import embedding_scale
 from ppd_runtime.models.stage.slicing import decoder_of
 
 logger = logging.getLogger(__name__)
+_HEAD = "lm_head.weight"
 _MOST_IN_LARGE_PAGES = 2**30
 """Bytes of weights up to which compiled code gets a copy that Linux maps in large pages, however they are stored."""
 
@@ -74,20 +75,26 @@ def check_gpu_memory(info: ModelInfo, first: int, last: int, dtype: torch.dtype,
     """Raise ValueError where a GPU has too little free memory for the weights that `load_layers` would put there."""
     if not device.startswith("cuda"):
         return
-    skeleton = skeleton_of(model_config(info.folder), last, dtype)
-    shares = skeleton.config.tie_word_embeddings
-    absent = {"model.embed_tokens.weight"} if first and not shares else set()
-    needed = sum(
-        weight.numel() * weight.element_size()
-        for name, weight in skeleton.named_parameters()
-        if name not in absent and not 0 <= _layer_number(name) < first
-    )
+    needed = weight_bytes(info, first, last, dtype)
     free, _ = torch.cuda.mem_get_info(torch.device(device))
     if needed > free:
         raise ValueError(
             f"device={device!r}: layers {first + 1} to {last} of {info.name!r} in {str(dtype).removeprefix('torch.')} "
             f"need {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free: choose more stages, or free it"
         )
+
+
+def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, head_tokens: int = 0) -> int:
+    """What the weights take that `load_layers` puts on a device; `head_tokens` are the head's rows, 0 for all."""
+    skeleton = skeleton_of(model_config(info.folder), last, dtype)
+    shares = skeleton.config.tie_word_embeddings and not head_tokens
+    absent = {"model.embed_tokens.weight"} if first and not shares else set()
+    head = skeleton.lm_head.weight
+    return head_tokens * head.shape[1] * head.element_size() + sum(
+        weight.nbytes
+        for name, weight in skeleton.named_parameters()
+        if name not in absent and not 0 <= _layer_number(name) < first and not (head_tokens and name == _HEAD)
+    )
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Exit heads trained for one layer of one model: two kinds of network, and the folders that hold them."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
 LM_HEAD, AFFINE = "lm-head", "affine"
 KINDS = (LM_HEAD, AFFINE)
+_ROWS = "lm_head."
+"""Begins the names of tensors with a row for each token."""
 
 
 class LmHead(nn.Module):
@@ -75,6 +78,12 @@ class HeadInfo(PartInfo):
         if self.kind not in KINDS:
             raise ValueError(f"kind {self.kind!r} is unknown to this version")
 
+    def num_weights(self, tokens: int = 0) -> int:
+        """How many numbers `load_head` adds to a model's own; `tokens` are the rows of its head, 0 for all."""
+        shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
+        rows = {name: (tokens or shape[0], *shape[1:]) for name, shape in shapes.items()}
+        return sum(math.prod(rows[name] if name.startswith(_ROWS) else shape) for name, shape in shapes.items())
+
 
 def save_head(folder: Path, head: HeadNetwork, known: HeadInfo, training: Mapping[str, Any]) -> HeadInfo:
     """Write a head's folder; see `save_part`."""
@@ -107,6 +116,6 @@ def load_head(head: HeadInfo, model: PreTrainedModel, tokens: Sequence[int] = ()
     """
     network, tensors = new_head(head.kind, model), head.tensors()
     if tokens:
-        tensors = {name: part[list(tokens)] if name.startswith("lm_head.") else part for name, part in tensors.items()}
+        tensors = {name: part[list(tokens)] if name.startswith(_ROWS) else part for name, part in tensors.items()}
     network.load_state_dict(tensors)
     return network.to(model.device, model.dtype).requires_grad_(False).eval()

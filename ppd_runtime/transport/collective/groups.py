@@ -117,23 +117,24 @@ class CollectiveBackend:
             self._gloo_options._threads = 1  # they serve collectives; sends and receives need none
             self._gloo_options._timeout = timedelta(seconds=_CONNECT_S)
 
-    def connect(self, meeting: PairStore, rank: int) -> "Channel":
+    def connect(self, meeting: dist.Store, rank: int) -> "Channel":
         """A channel of the members 0 and 1, once both have come; raises RuntimeError or TimeoutError."""
-        return Channel(self, [self._group(dist.PrefixStore(name, meeting), rank) for name in ("up", "down")], rank)
+        return Channel(self, [self.new_group(dist.PrefixStore(name, meeting), rank) for name in ("up", "down")], rank)
 
     def close(self) -> None:
         """Give Gloo's port and thread back, once all channels are closed."""
         self._gloo_options = None
 
-    def _group(self, store: dist.Store, rank: int) -> Any:
+    def new_group(self, store: dist.Store, rank: int, size: int = 2) -> Any:
+        """A group of so many members, of NCCL or Gloo as the device has it; on GPUs it connects with its first use."""
         if not _is_gpu(self.device.type):
-            return dist.ProcessGroupGloo(store, rank, 2, self._gloo_options)
+            return dist.ProcessGroupGloo(store, rank, size, self._gloo_options)
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # not after layers' kernels
         options._timeout = timedelta(seconds=_MEET_S)
-        options.global_ranks_in_group = [0, 1]
+        options.global_ranks_in_group = list(range(size))
         options.config.blocking = 0  # a start that ends by itself, see `_LIVE_AND_LET_DIE`
         options.config.max_ctas = 2  # of the device's many; messages are small
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def new_stream(self) -> Any:
         """On GPUs, one for a link's receives: they wait for nothing that is being computed, nor for other links'."""
