@@ -57,6 +57,18 @@ def test_threads(model_folder, dtype, monkeypatch):
         check(ordinary, k=k, exit_layer=exit_layer, transport="local")
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_of_few_bits(model_folder, weights):
+    folder = model_folder("llama", num_layers=5)
+    ordinary = OrdinaryDecoding(folder, compile=True, weights=weights)
+    for layout in ({"k": 1}, {"stages": 3, "k": 2, "rows": 4}):
+        with PPDRuntime(folder, compile=True, weights=weights, transport="local", **layout) as runtime:
+            for sampling in ({}, {"temperature": 0.9, "seed": 5}):
+                settings = {"max_new_tokens": 14, "ignore_eos": True, **sampling}
+                expected = ordinary.generate("a fox", **settings).token_ids
+                assert runtime.generate("a fox", **settings).token_ids == expected, (layout, sampling)
+
+
 @pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=nightly)])
 def test_requests_of_one_pass(model_folder, monkeypatch, family):
     """Tokens and the bits of their probabilities are those that each request has alone; some are cancelled."""

@@ -26,10 +26,17 @@ _OF_HEAD = "int8"
 def packed_tensors(info: ModelInfo, first: int, last: int) -> dict[str, Tensor]:
     """The packed matrices of layers `first` to `last` and of the head, by name; all processes of a host share them.
 
+    Those of earlier layers, which stand there without memory, are one number, shown again and again.
+
     Raises:
         ValueError: where they can be kept nowhere, or a file cannot be read.
     """
-    return {name: tensor for name, tensor in map_tensors(packed_file(info)) if _is_wanted(name, first, last)}
+    found = {}
+    for name, tensor in map_tensors(packed_file(info)):
+        layer = first if name == HEAD else int(name.split(".")[2])
+        if layer < last:
+            found[name] = tensor if layer >= first else tensor.new_zeros(()).expand(tensor.shape)
+    return found
 
 
 def packed_file(info: ModelInfo) -> Path:
@@ -62,7 +69,3 @@ def _quantise(info: ModelInfo, path: Path) -> None:
 
 def _packed(matrix: Tensor, weights: str) -> Tensor:
     return pack(*quantise(matrix, weights), weights)
-
-
-def _is_wanted(name: str, first: int, last: int) -> bool:
-    return name == HEAD or first <= int(name.split(".")[2]) < last

@@ -1,0 +1,116 @@
+"""Models with weights of 8 and 4 bits: every layout and method gives ordinary decoding's text with the same weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
+from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.checkpoint.quantisable import quantised_linears
+from ppd_runtime.models.checkpoint.quantised import packed_file, packed_tensors
+from ppd_runtime.models.native.formats import BITS, as_floats, quantise
+from ppd_runtime.models.native.linear import QuantisedLinear, with_floats
+from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.stage.sample import output_hashes
+from ppd_runtime.models.stage.stage import Stage
+
+PROMPTS = ("a fox", "word1 word2 word3")
+SAMPLINGS = ({}, {"temperature": 0.9, "seed": 5})
+
+
+def texts(decoding) -> list[tuple[int, ...]]:
+    """What two prompts give, greedy and sampled."""
+    settings = {"max_new_tokens": 12, "ignore_eos": True}
+    return [
+        tuple(decoding.generate(prompt, **settings, **sampling).token_ids)
+        for prompt in PROMPTS
+        for sampling in SAMPLINGS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"), [("llama", "int8"), ("llama", "int4"), ("qwen2", "int4"), ("gemma2", "int8")]
+)
+def test_every_layout_and_method_gives_ordinary_decodings_text(model_folder, family, weights):
+    folder = model_folder(family, num_layers=4)
+    expected = texts(OrdinaryDecoding(folder, weights=weights))
+    assert expected != texts(OrdinaryDecoding(folder, dtype="float32")) or weights == "int8"
+    for layout in ({"k": 2}, {"stages": 3}):
+        with PPDRuntime(folder, weights=weights, transport="local", **layout) as runtime:
+            assert texts(runtime) == expected, layout
+            assert runtime.dtype == "float32"
+    for method in ("layerskip", "adaspeed"):
+        assert texts(open_method(folder, method, weights=weights)) == expected, method
+
+
+@pytest.mark.parametrize("weights", BITS)
+def test_a_model_holds_its_matrices_in_the_format(model_folder, weights):
+    info = describe(str(model_folder("llama")), weights)
+    whole = load_layers(describe(str(info.folder)), 4, torch.float32, "cpu")
+    model = load_layers(info, 4, torch.float32, "cpu", first=1)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantisedLinear) and "layers.0." not in name
+    }
+    assert len(linears) == 3 * 7 + 1, "the first layer has no memory"
+    assert {linear.weights for name, linear in linears.items() if name != "lm_head"} == {weights}
+    assert linears["lm_head"].weights == "int8"
+    for name, linear in linears.items():
+        numbers, scales = quantise(whole.get_submodule(name).weight, linear.weights)
+        expected = (numbers.float() * scales.float()[..., None]).flatten(1)
+        assert torch.equal(as_floats(linear.weight, linear.in_features), expected), name
+    states = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    head = linears["lm_head"]
+    assert torch.allclose(head(states), with_floats(head)(states), atol=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_processes_share_what_was_quantised_once(model_folder, tied):
+    info = describe(str(model_folder("llama", tied=tied)), "int4")
+    file = packed_file(info)
+    written = file.stat().st_mtime_ns
+    names = list(quantised_linears(skeleton_of(model_config(info.folder), info.num_layers)))
+    assert sorted(packed_tensors(info, 0, 4)) == sorted(names)
+    assert {name for name, tensor in packed_tensors(info, 1, 2).items() if tensor.is_contiguous()} == {
+        name for name in names if name == "lm_head.weight" or ".1." in name
+    }
+    assert packed_file(info) == file
+    assert file.stat().st_mtime_ns == written
+    assert packed_file(replace(info, weights="int8")) != file
+
+
+def test_a_shortlist_has_rows_of_the_packed_head(model_folder):
+    info = describe(str(model_folder("llama")), "int8")
+    whole = load_layers(info, 4, torch.float32, "cpu")
+    short = load_layers(info, 4, torch.float32, "cpu", head_tokens=[7, 3, 250])
+    states = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(short.lm_head(states), whole.lm_head(states)[..., [7, 3, 250]])
+
+
+def test_workers_with_other_weights_have_other_bits(model_folder):
+    folder = str(model_folder("llama"))
+    hashes = {
+        weights: output_hashes(Stage(load_layers(describe(folder, weights), 4, torch.float32, "cpu")))
+        for weights in (None, "int8", "int4")
+    }
+    layer = [found["a layer over 3 tokens"] for found in hashes.values()]
+    assert len(set(layer)) == 3
+    last_two = load_stage(describe(folder, "int4"), 4, torch.float32, "cpu", first=2)
+    assert output_hashes(last_two) == hashes["int4"]
+
+
+def test_what_cannot_be_is_refused(model_folder):
+    folder = model_folder("llama")
+    with pytest.raises(ValueError, match="weights='int5': choose"):
+        PPDRuntime(folder, weights="int5")
+    with pytest.raises(ValueError, match="dtype='bfloat16' with weights='int8': its states are in float32, drop one"):
+        OrdinaryDecoding(folder, weights="int8", dtype="bfloat16")
+    narrow = model_folder("llama", hidden_size=48)
+    with pytest.raises(
+        ValueError, match=r"weights='int4': model .* has 48 inputs, no multiple of 32; leave weights out"
+    ):
+        PPDRuntime(narrow, weights="int4")
