@@ -22,6 +22,8 @@ CAN_FORK = hasattr(os, "pidfd_open")
 """Linux. Elsewhere libraries of the system may not survive a fork, and each worker imports for itself."""
 _ASKS_NOBODY_FOR_GPUS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Else a library that asks PyTorch for GPUs while it is imported would start CUDA, which forks cannot use then."""
+_OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
+"""Variables that Ray sets in a program that uses it. Plain workers use no Ray."""
 _LOOK_EVERY_S = 0.02
 _PATIENCE_S = 0.5
 """For the exit code of a worker that has ended: its server may be stopped, or gone."""
@@ -135,7 +137,8 @@ def open_fork_server() -> ForkServer:
 def _inherited() -> object:
     folder, priority = Path().stat(), os.getpriority(os.PRIO_PROCESS, 0)
     process = os.getpid(), folder.st_dev, folder.st_ino, priority, os.sched_getscheduler(0)
-    return *process, frozenset(os.sched_getaffinity(0)), frozenset(import_environment().items())
+    read = {name: value for name, value in import_environment().items() if not name.startswith(_OF_RAY)}
+    return *process, frozenset(os.sched_getaffinity(0)), frozenset(read.items())
 
 
 class ForkedProcess:

@@ -69,8 +69,8 @@ _UNREAD: dict[type, set[str]] = {
 """What only times and turns depend on, or what is told of elsewhere."""
 _DEAD = {"caller", "message", "reply", "hidden", "now", "nodes", "root", "certain"}
 """Variables that are set again before they are read, wherever a process can wait."""
-_LIVE = {"_go_on": {"token", "stop"}}
-"""Of a frame that holds much of the token before, what is read again."""
+_LIVE = {"_go_on": {"token", "stop"}, "_next_message": {"self", "message"}}
+"""Of a frame that holds much of the token before, or a message while it looks after the workers, what is read again."""
 
 
 class Essence:

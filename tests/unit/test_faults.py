@@ -125,6 +125,7 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
             assert result.token_ids == ordinary.generate(prompt, **settings).token_ids
             assert time.monotonic() - began < 120
             foreseen = sum(result.stats.first_boundary[:-1])
+            assert sum(result.stats.first_boundary) < max(len(result.token_ids), 1), "no token is counted twice"
             hits, requests, slowest = (
                 hits + (result.stats.hits or foreseen),
                 requests + 1,

@@ -225,7 +225,7 @@ def test_what_is_left_out_makes_no_difference(scenario: Scenario, faults: int) -
 def _readable(system: System, state: State) -> str:
     """An end in words that hold for every search: who ended, and what workers never take."""
     links = [[system.messages.essence.of_message(system.messages[number]) for number in link] for link in state.links]
-    return f"{links[: system.client * system.size]} {[node == DEAD for node in state.nodes]} {state.main_lives}"
+    return f"{links[: system.client * system.size]} {[node == DEAD for node in state.nodes]} {state.main_starts}"
 
 
 @given(

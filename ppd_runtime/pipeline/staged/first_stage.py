@@ -63,6 +63,7 @@ class FirstStage(FollowerStage):
         self.calibration, self._has_boundary_0 = calibration or ChanceCalibration(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
+        self._counted_to = 0  # position: a further attempt runs its tokens again
         self._untold: list[Foreseen] = []
 
     def serve(self) -> Machine:
@@ -233,15 +234,16 @@ class FirstStage(FollowerStage):
 
     def _tally(self, token: int) -> None:
         super()._tally(token)
-        successors = self._successors.get(self.tree.root.number)
-        if successors is None or self.begin.params.max_new_tokens == 1:
+        successors, position = self._successors.get(self.tree.root.number), self.tree.root.position + 1
+        if successors is None or position <= self._counted_to or self.begin.params.max_new_tokens == 1:
             return
+        self._counted_to = position
         named = successors.first_boundary(token)
         boundary = self.num_stages if named is None else named
         self.first_boundary[max(boundary, 1) - 1] += 1  # boundary 0 is no later than what it is counted with
         successors.learn(self.calibration, token)
         if self.begin.live:
-            self._untold.append(Foreseen(self.rank, self.begin.request, self.tree.root.position + 1, boundary))
+            self._untold.append(Foreseen(self.rank, self.begin.request, position, boundary))
 
     def _tell_client(self) -> None:
         """What it has learned about tokens, which is not waited for."""
