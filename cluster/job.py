@@ -111,8 +111,10 @@ def _settings(runtime: "PPDRuntime") -> dict[str, Any]:
     config = runtime.config
     cuts = list(config.cuts) if config.cuts else None
     stages = {"stages": config.stages, "cuts": cuts} if config.stages else {}
+    weights = {"weights": config.weights} if config.weights else {}
     return {
         **stages,
+        **weights,
         "model": config.model,
         "k": config.k,
         "workers": config.num_subs,

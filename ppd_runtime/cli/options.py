@@ -184,6 +184,7 @@ PLACE = {name: own for name, own in IN_PROCESS_SETTINGS.items() if name in ("dty
 """Settings of all that runs a model, by the names that decoding in one process has for them."""
 IN_PROCESS = group(RuntimeConfig, PLACE)
 COMPILED = group(RuntimeConfig, {**PLACE, "compile": "compile"})
+QUANTISED = group(RuntimeConfig, {**PLACE, "weights": "weights", "compile": "compile"})
 
 
 def sampling(*names: str, **defaults: Any) -> Group:
