@@ -1,6 +1,7 @@
 """A tree run in one pass is what its paths are, each run alone; what is kept of it is what is seen later."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from models_for_tests import SLIDING_WINDOW, load_stage
 from torch import Tensor
 
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.trees import chain_of, tree_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 PARENTS = (-1, 0, 0, 1, 2, 1, 3, 6, 7, 8, 9, 10, 4)
@@ -84,6 +86,17 @@ def test_a_tree_needs_its_place_and_room(model_folder: ModelFolder) -> None:
     passes = stage.layer_passes
     stage.run_tree([1, 2, 3, 4], [-1, 0, 0, 1], 5)
     assert stage.layer_passes == passes + 4 * 4
+
+
+@pytest.mark.parametrize(("place", "shared"), [("cpu", True), ("cuda", False)])
+def test_threads_share_trees_but_on_gpus(place: str, shared: bool) -> None:
+    """A thread's streams are its own: another one would read a tree that a GPU is still making."""
+    device = torch.device(place)
+    here = [chain_of(4, device), tree_of(((0,), (1,)), device)]
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(lambda: [chain_of(4, device), tree_of(((0,), (1,)), device)]).result()
+    assert all((a is b) == shared for a, b in zip(here, there, strict=True))
+    assert here == [chain_of(4, device), tree_of(((0,), (1,)), device)]
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,18 @@
 """Attention within a tree of tokens that is run in one pass: each sees those it stands behind, and no other branch."""
 
+import threading
 from array import array
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property, lru_cache, wraps
 from itertools import chain, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ppd_runtime.models.stage.caches import PreallocatedLayer
+
+_Shape = TypeVar("_Shape", bound=Hashable)
 
 
 class TokenTree:
@@ -134,13 +137,24 @@ them; and their tree, for which there has to be compiled code, or None for one t
 follow each other, the length is 0."""
 
 
-@lru_cache(maxsize=256)
+def _made_once(make: Callable[[_Shape, torch.device], TokenTree]) -> Callable[[_Shape, torch.device], TokenTree]:
+    """Passes that look alike share a tree. On a GPU a thread has its own: its streams have made it by then."""
+    made = lru_cache(maxsize=256)(lambda shape, device, _thread: make(shape, device))
+
+    @wraps(make)
+    def once(shape: _Shape, device: torch.device) -> TokenTree:
+        return made(shape, device, threading.get_ident() if device.type == "cuda" else 0)
+
+    return once
+
+
+@_made_once
 def tree_of(paths: tuple[tuple[int, ...], ...], device: torch.device) -> TokenTree:
     """The tree, made once for passes that look alike."""
     return TokenTree(paths, device)
 
 
-@lru_cache(maxsize=256)
+@_made_once
 def token_tree(parents: tuple[int, ...], device: torch.device) -> TokenTree:
     """Tokens in consecutive rows, each with its parent, which comes before it, or -1."""
     paths: list[tuple[int, ...]] = []
@@ -149,7 +163,7 @@ def token_tree(parents: tuple[int, ...], device: torch.device) -> TokenTree:
     return tree_of(tuple(paths), device)
 
 
-@lru_cache(maxsize=256)
+@_made_once
 def chain_of(tokens: int, device: torch.device) -> TokenTree:
     """So many tokens, one behind the other."""
     return token_tree(tuple(range(-1, tokens - 1)), device)
