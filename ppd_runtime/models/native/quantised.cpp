@@ -3,6 +3,7 @@
 #include "quantised.h"
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "quantised_product.h"
@@ -21,6 +22,18 @@ constexpr int64_t GRAIN = 1 << 16;  // weights, for which a thread of its own pa
 constexpr int AHEAD_GROUPS = 8;     // of a tile, that are fetched before they are needed
 
 #if defined(__x86_64__)
+
+typedef void (*SomeTokens)(
+    const uint8_t* tile, const Rounded& states, int64_t token, float* result, int64_t outputs);
+
+// A whole tile by the form for so many tokens; the last tile, which may be smaller, by the plain one.
+template <int BITS>
+inline void tile_by(
+    const SomeTokens* by_tokens, const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens,
+    float* result, int64_t outputs) {
+  if (rows != TILE) return tile_plain<BITS>(tile, rows, states, token, tokens, result, outputs);
+  by_tokens[tokens - 1](tile, states, token, result, outputs);
+}
 
 // Sums of one group of eight rows, for each token.
 template <int BITS, int TOKENS>
@@ -102,13 +115,9 @@ PPD_FOR("avx2,f16c") inline void some_avx2(
 template <int BITS>
 void tile_avx2(
     const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens, float* result, int64_t outputs) {
-  if (rows != TILE) return tile_plain<BITS>(tile, rows, states, token, tokens, result, outputs);
-  switch (tokens) {
-    case 1: return some_avx2<BITS, 1>(tile, states, token, result, outputs);
-    case 2: return some_avx2<BITS, 2>(tile, states, token, result, outputs);
-    case 3: return some_avx2<BITS, 3>(tile, states, token, result, outputs);
-    case 4: return some_avx2<BITS, 4>(tile, states, token, result, outputs);
-  }
+  static constexpr SomeTokens BY_TOKENS[] = {
+      some_avx2<BITS, 1>, some_avx2<BITS, 2>, some_avx2<BITS, 3>, some_avx2<BITS, 4>};
+  tile_by<BITS>(BY_TOKENS, tile, rows, states, token, tokens, result, outputs);
 }
 
 // The same with sums of products of bytes in one instruction: with 16 rows at a time.
@@ -158,13 +167,9 @@ PPD_FOR("avx512f,avx512bw,avx512vl,avx512vnni,f16c") inline void some_vnni(
 template <int BITS>
 void tile_vnni(
     const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens, float* result, int64_t outputs) {
-  if (rows != TILE) return tile_plain<BITS>(tile, rows, states, token, tokens, result, outputs);
-  switch (tokens) {
-    case 1: return some_vnni<BITS, 1>(tile, states, token, result, outputs);
-    case 2: return some_vnni<BITS, 2>(tile, states, token, result, outputs);
-    case 3: return some_vnni<BITS, 3>(tile, states, token, result, outputs);
-    case 4: return some_vnni<BITS, 4>(tile, states, token, result, outputs);
-  }
+  static constexpr SomeTokens BY_TOKENS[] = {
+      some_vnni<BITS, 1>, some_vnni<BITS, 2>, some_vnni<BITS, 3>, some_vnni<BITS, 4>};
+  tile_by<BITS>(BY_TOKENS, tile, rows, states, token, tokens, result, outputs);
 }
 
 #elif defined(__aarch64__) && defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 // Bits of a number in rows of so many bytes; 0 where no matrix of these inputs has such rows.
 int ppd_bits_of_quantised(int64_t inputs, int64_t row_bytes);
