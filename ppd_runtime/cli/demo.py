@@ -6,7 +6,7 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import print_stream, show_progress
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.config import USUAL_K, RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.measure.machine_load import busy_note
 from ppd_runtime.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def demo(runtime: Settings, sampling: Settings) -> None:
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens={max_new_tokens}: times are for tokens after the first, give at least 2")
         cores = available_cores()
-        layouts, comparisons = _layouts(runtime["k"], cores), {}
+        layouts, comparisons = _layouts(runtime.get("k") or USUAL_K, cores), {}
         with OrdinaryDecoding() as ordinary:
             for number, (name, layout) in enumerate(layouts.items()):
                 with PPDRuntime(**{**runtime, **layout}, progress=show_progress) as timed:

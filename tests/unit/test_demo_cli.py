@@ -96,3 +96,18 @@ def test_one_token_is_refused_before_anything_starts() -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--max-new-tokens 1: times are for tokens after the first, give at least 2" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_without_options_it_times_the_usual_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make demo` gives no k, and a setting that is None is not handed on."""
+    asked: list[int] = []
+
+    def layouts(k: int, cores: int) -> dict[str, dict[str, int]]:
+        asked.append(k)
+        raise ValueError("k is known: enough")
+
+    monkeypatch.setattr("ppd_runtime.cli.demo._layouts", layouts)
+    app = typer.Typer()
+    app.command()(demo)
+    CliRunner().invoke(app, [])
+    assert asked == [3]
