@@ -19,6 +19,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from ppd_runtime.files.large_pages import read_in_large_pages
+
 logger = logging.getLogger(__name__)
 BLOCK = 2**23
 """Bytes whose checksum is one of those that a file's is made of."""
@@ -88,6 +90,8 @@ def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
         _count_as_used(path)
         with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
             identity = _identity(path)
+            if not _is_small(path):
+                read_in_large_pages(path)
             if is_whole(path):
                 note_whole(path, identity)
                 return path

@@ -29,7 +29,7 @@ from ppd_runtime.files.checksummed import is_whole
 from ppd_runtime.models.checkpoint import weight_cache
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
-from ppd_runtime.models.checkpoint.weight_cache import in_large_pages, kept_copies, map_tensors
+from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 
@@ -457,15 +457,3 @@ def test_tensors_stand_in_the_order_in_which_they_are_read(path: Path) -> None:
     assert list(dict(map_tensors(copy))) == ["large", "none", "a", "b"]
     places = [tensor.data_ptr() for tensor in dict(map_tensors(copy)).values() if tensor.numel()]
     assert places == sorted(places)
-
-
-@pytest.mark.parametrize(("mapped", "inside", "expected"), [(90, True, True), (40, True, False), (90, False, False)])
-def test_large_pages_are_told_from_small_ones(
-    mapped: int, inside: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor = torch.zeros(10)
-    first = tensor.data_ptr() - 64 if inside else tensor.data_ptr() + 4096
-    text = f"{first:x}-{first + 4096:x} rw-p 00000000 fe:00 1 /a file\nRss: 100 kB\nFilePmdMapped: {mapped} kB\n"
-    others = "1000-2000 r--p 00000000 00:00 0\nRss: 4 kB\nFilePmdMapped: {} kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: others.format(4) + text + others.format(0))
-    assert in_large_pages(tensor) is expected

@@ -35,6 +35,7 @@ from ppd_runtime.files.checksummed import (
     only_one,
     unfinished,
 )
+from ppd_runtime.files.large_pages import LARGE_PAGE, read_in_large_pages
 
 logger = logging.getLogger(__name__)
 SMALLEST_BYTES = 2**24
@@ -49,7 +50,7 @@ _FORMAT = 1
 _SUFFIX = ".safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"U8": torch.uint8}
-_LENGTH, _LINE, _LARGE_PAGE = 8, 64, 2**21
+_LENGTH, _LINE = 8, 64
 _MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
 _Stored = dict[str, tuple[torch.dtype | None, list[int]]]
 """Dtype and shape by name; None is any other than a floating-point number."""
@@ -126,24 +127,6 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     yield from tensors.items()
-
-
-def in_large_pages(tensor: Tensor) -> bool:
-    """Whether most of the mapped file that a tensor lies in, as far as it has been read, is in pages of 2 MB."""
-    place, counts = tensor.data_ptr(), dict[str, int]()
-    try:
-        lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    inside = False
-    for line in lines:
-        name, _, rest = line.partition(" ")
-        if not name.endswith(":"):
-            first, _, end = name.partition("-")
-            inside = int(first, 16) <= place < int(end, 16)
-        elif inside and name in ("Rss:", "FilePmdMapped:"):
-            counts[name] = int(rest.split()[0])
-    return counts.get("FilePmdMapped:", 0) > counts.get("Rss:", 0) / 2
 
 
 def _stored(path: Path) -> _Stored:
@@ -223,6 +206,7 @@ def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[]
             raise ValueError(f"{path} has changed meanwhile")
         copy = stem.with_name(f"{stem.name}-{of_blocks(sums)}{_SUFFIX}")
         new.replace(copy)
+    read_in_large_pages(copy)
     note_whole(copy)
     return copy
 
@@ -258,7 +242,7 @@ def _header(shapes: dict[str, list[int]], dtype: torch.dtype, path: Path, versio
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(fields).encode()
-    page, behind = (_LINE, 0) if end % _LINE else (_LARGE_PAGE, end)
+    page, behind = (_LINE, 0) if end % _LINE else (LARGE_PAGE, end)
     text += b" " * (-(_LENGTH + len(text) + behind) % page)  # the file's end would not be in a large page
     return len(text).to_bytes(_LENGTH, "little") + text
 

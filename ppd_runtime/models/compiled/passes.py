@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.files.checksummed import is_whole
-from ppd_runtime.models.checkpoint.weight_cache import in_large_pages
+from ppd_runtime.files.large_pages import in_large_pages
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
 from ppd_runtime.models.compiled.export import (
     MOST_SEVERAL,
@@ -156,7 +156,7 @@ class CompiledLayers:
         """Whether to compute with what all processes share: not where the weights are few and their pages small."""
         if self._sharing is None:
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._shared.values())
-            self._sharing = num_bytes > MOST_IN_OWN_PAGES or in_large_pages(half)
+            self._sharing = num_bytes > MOST_IN_OWN_PAGES or in_large_pages(half.data_ptr())
         return self._sharing
 
     @staticmethod
