@@ -137,7 +137,7 @@ class Client:
         try:
             outcome, found = await (self._streamed if stream else self._whole)(http, text)
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-            outcome, found = "lost", f"{type(error).__name__} {error}"
+            outcome, found = "lost", _with_causes(error)
         self.tally.slowest_s = max(self.tally.slowest_s, time.monotonic() - began)
         self.tally.note(outcome, found and f"{'stream' if stream else 'whole'} {text.path} {text.body}: {found}"[:2000])
 
@@ -218,3 +218,12 @@ def write_template(folder: Path) -> Path:
     path = folder / "chat.jinja"
     path.write_text(CHAT_TEMPLATE)
     return path
+
+
+def _with_causes(error: BaseException | None) -> str:
+    """An error and what it came from; a client's library says little itself."""
+    found = []
+    while error is not None:
+        found.append(repr(error))
+        error = error.__cause__ or error.__context__
+    return " from ".join(found)

@@ -20,6 +20,8 @@ logger = logging.getLogger("ppd_runtime.server")
 _LOOK_EVERY_S = 1.0
 _LAST_ANSWERS_S = 5
 _MOST_CONNECTIONS = 4096
+_IDLE_S = 75
+"""How long a connection waits for its next request: longer than clients keep theirs, which else ask as it is closed."""
 
 
 class Prepared:
@@ -81,6 +83,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=_IDLE_S,
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
                 limit_concurrency=_MOST_CONNECTIONS,
                 h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,  # a little too much gets an error object

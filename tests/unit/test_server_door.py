@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import logging
 import socket
@@ -49,6 +50,18 @@ def wait_until(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.nightly
+def test_an_idle_connection_outlives_what_clients_keep(locked: Running) -> None:
+    url = httpx.URL(locked.url)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=DEADLINE_S)  # opens none by itself again
+    with contextlib.closing(connection):
+        for idle_s in (20, 0):  # clients' libraries keep one for 5 to 15 s
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            assert (answer.status, bool(answer.read())) == (200, True)
+            time.sleep(idle_s)
 
 
 @pytest.mark.parametrize(
