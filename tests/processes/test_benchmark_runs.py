@@ -92,6 +92,7 @@ def test_equal_devices_that_are_emulated():
     assert [row["devices"] for row in found["rows"]] == [1, 4, 4, 4]
 
 
+@nightly
 def test_stages_on_slow_links_that_nobody_foresees():
     """Nothing is guessed, so every token takes all layers and a hop to each stage; the simulator knows both."""
     options = "--model random:64x4 --stages 2 --tokens 6 --limit 1 --rounds 1 --emulate-layer-ms 5 --hop-ms 20"
@@ -105,6 +106,7 @@ def test_stages_on_slow_links_that_nobody_foresees():
     assert found["measured_over_simulated"] == found["staged_ms"] / found["simulated_ms"]
 
 
+@nightly
 @nightly
 @pytest.mark.skipif(available_cores() < 2, reason="contention is between two cores")
 def test_stages_beside_other_ways_of_using_two_cores():

@@ -184,6 +184,7 @@ def test_a_killed_job_goes_on_where_it_was(cluster, folder, arguments, tmp_path)
     assert out.read_bytes() == before
 
 
+@nightly
 def test_stages_as_a_job(cluster, folder, arguments, tmp_path):
     """Each stage logs with its name how many layers it has."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"

@@ -213,11 +213,11 @@ def test_tokens_are_ordinary_decodings(model_folder, k, workers, dtype, run_ahea
 def test_the_dead_are_replaced_and_linked_to(model_folder):
     """Sub-processes and the main process, in the middle of a text; all of them meet again."""
     folder = str(model_folder("llama", num_layers=4))
-    text = OrdinaryDecoding(folder, dtype="bfloat16").generate(PROMPT, max_new_tokens=200, ignore_eos=True).token_ids
+    text = OrdinaryDecoding(folder, dtype="bfloat16").generate(PROMPT, max_new_tokens=100, ignore_eos=True).token_ids
     head, slow = OracleHead(((*PROMPT, *text),), 1.0, 300), EmulatedDevice(layer_ms=6.0)
     layout = {"k": 1, "dtype": "bfloat16", "exit_head": head, "emulate": slow}
     with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
-        stream = runtime.stream(PROMPT, max_new_tokens=200, ignore_eos=True)
+        stream = runtime.stream(PROMPT, max_new_tokens=100, ignore_eos=True)
         events = [next(stream) for _ in range(5)]
         for name in ("sub-1", "main"):
             worker_processes()[name].kill()

@@ -79,6 +79,7 @@ def test_libraries_of_layers(
     assert all(map(is_whole, paths))
 
 
+@nightly
 def test_our_own_library(model: str, made: tuple, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     (own,) = set(cache.glob("*.so")) - set(unpacked(cache))
     clear(own)

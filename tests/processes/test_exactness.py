@@ -113,7 +113,6 @@ def test_ray_and_zeromq(ray_node, model_folder, family, dtype, k, exit_layer, le
 @pytest.mark.parametrize(
     ("k", "dtype", "transport", "lengths"),
     [
-        (1, "float32", "unix", BY_DAY),
         *(
             pytest.param(k, dtype, ("unix", "zeromq")[(i + i // 2) % 2], LENGTHS, marks=nightly)
             for i, (k, dtype) in enumerate(itertools.product((1, 3, 5), DTYPES))

@@ -1,4 +1,4 @@
-"""Trained exit heads as users meet them: trained, measured and run by the command line, over threads and over Ray."""
+"""Trained exit heads as users meet them: trained, measured and run by the command line, over threads and processes."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from grids import nightly
 from heads_for_tests import make_head, write_texts
 from typer.testing import CliRunner
 
@@ -43,12 +44,22 @@ def head(model: Path, tmp_path: Path) -> Path:
     return make_head(tmp_path / "head", model, AFFINE, 3).folder
 
 
-@pytest.mark.parametrize(("transport", "kind"), [("local", LM_HEAD), ("local", AFFINE), ("zeromq", LM_HEAD)])
+@pytest.mark.parametrize(
+    ("launcher", "transport", "kind"),
+    [
+        ("auto", "local", LM_HEAD),
+        ("auto", "local", AFFINE),
+        ("processes", "zeromq", LM_HEAD),
+        pytest.param("ray", "zeromq", LM_HEAD, marks=nightly),
+    ],
+)
 def test_exact_tokens_with_trained_heads(
-    ray_node: None, model: Path, tmp_path: Path, transport: str, kind: str
+    request: pytest.FixtureRequest, model: Path, tmp_path: Path, launcher: str, transport: str, kind: str
 ) -> None:
+    if launcher == "ray":
+        request.getfixturevalue("ray_node")
     ordinary, folder = OrdinaryDecoding(str(model)), make_head(tmp_path / "head", model, kind, 3).folder
-    with PPDRuntime(str(model), k=2, exit_head=folder, transport=transport, launcher="ray") as runtime:
+    with PPDRuntime(str(model), k=2, exit_head=folder, transport=transport, launcher=launcher) as runtime:
         assert runtime.exit_layer == 3
         for setting in ({}, {"temperature": 1.0, "seed": 3}):
             result = runtime.generate(PROMPT, max_new_tokens=16, **setting)

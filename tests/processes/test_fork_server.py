@@ -97,6 +97,7 @@ def test_a_server_that_cannot_start_says_why(folder, monkeypatch):
         PPDRuntime(folder, k=1, launcher="processes").start()
 
 
+@nightly
 def test_workers_that_import_for_themselves_serve_as_well(folder, expected, monkeypatch):
     monkeypatch.setattr("ppd_runtime.launch.processes.CAN_FORK", False)
     with PPDRuntime(folder, k=1, launcher="processes") as runtime:

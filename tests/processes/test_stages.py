@@ -28,7 +28,7 @@ def ordinary():
         ({"stages": 2}, {"launcher": "processes", "transport": "unix"}),
         ({"cuts": "2,5,9", "k": 2, "rows": 3}, {"launcher": "processes", "transport": "zeromq"}),
         ({"stages": 3, "k": 1}, {"launcher": "processes", "transport": "collective"}),
-        ({"stages": 3}, {"launcher": "ray"}),
+        ({"stages": 2}, {"launcher": "ray"}),
     ],
     ids=str,
 )

@@ -87,7 +87,11 @@ def hits_token_by_token(folder: Path, sampling: SamplingParams, exit_layer: int,
     "family",
     ["llama", pytest.param("gemma2", marks=nightly)],  # plain; windows, soft-capped logits
 )
-@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLED], ids=["greedy", "all", "top-p", "top-k"])
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, *(pytest.param(params, marks=nightly if params is not SAMPLED[1] else ()) for params in SAMPLED)],
+    ids=["greedy", "all", "top-p", "top-k"],
+)
 def test_rates_are_those_of_the_pipelines_exit_head(
     model_folder: ModelFolder, family: str, sampling: SamplingParams
 ) -> None:
