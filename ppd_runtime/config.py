@@ -126,8 +126,8 @@ class RuntimeConfig:
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
     weights: str | None = None
-    """int8 or int4: weights of so many bits, on CPUs; default: as the model's files have them. The tokens are those of
-    `OrdinaryDecoding` with the same weights."""
+    """int8 or int4: weights of so many bits, on CPUs; default: as the model's files have them. A folder of
+    `ppd quantize` has its own. The tokens are those of `OrdinaryDecoding` with the same weights."""
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any."""
     transport: str = "auto"

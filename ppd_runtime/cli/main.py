@@ -11,6 +11,7 @@ from ppd_runtime.cli.errors import OneLineGroup
 from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cli.plan import plan
+from ppd_runtime.cli.quantize import quantize
 from ppd_runtime.cli.search_layers import search_layers
 from ppd_runtime.cli.serve import serve
 from ppd_runtime.cli.simulate import simulate
@@ -48,6 +49,7 @@ app.command()(tradeoff)
 app.command("match-rate")(match_rate)
 app.command()(simulate)
 app.add_typer(train, name="train")
+app.command()(quantize)
 app.command()(plan)
 app.command()(bench)
 app.command("search-layers")(search_layers)

@@ -11,7 +11,7 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
-from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.opening import compile_ahead, load_stage, share_weights
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats
@@ -46,6 +46,7 @@ class OneProcessDecoding(TextGenerator):
         place = choose_device(config.device)
         number = choose_dtype(config.dtype, place, info, config.threads_per_worker, compiled=config.compile)
         code = compile_ahead(info, number, place, pass_kinds) if config.compile else None
+        share_weights(info, number, place, config.compile)
         return load_stage(info, info.num_layers, number, place, code, self._emulate)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from ppd_runtime.models.checkpoint.loading import (
     load_layers,
     weight_copies,
 )
-from ppd_runtime.models.checkpoint.quantised import packed_file
+from ppd_runtime.models.checkpoint.quantised import check_packed
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.stage import Stage
@@ -45,9 +45,13 @@ def load_stage(
 
 
 def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:
-    """Make the copies of weights that `load_stage` maps into memory, before processes with deadlines do so."""
+    """Make, or check, the files of weights that `load_stage` maps into memory, before processes with deadlines do so.
+
+    Raises:
+        ValueError: where the file of a quantised folder is damaged.
+    """
     if info.weights:
-        packed_file(info)
+        check_packed(info)
     elif device == "cpu":
         weight_copies(info, dtype)
         if compiled and dtype == torch.float32:

@@ -42,6 +42,8 @@ class TrainingRun(ABC):
     checkpoint: Checkpoint
 
     def __init__(self, model: ModelInfo, data: str, recipe: Recipe, out: Path) -> None:
+        if model.weights:
+            raise ValueError(f"model {model.name!r} has {model.weights} weights; train the model they were made of")
         self.info, self.data, self.out, self._recipe = model, data, out, recipe
         self.rows, self.held_out, data_sha256 = self._read_rows()
         self.settings: dict[str, Any] = {

@@ -18,6 +18,7 @@ from seeds import SEED
 from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -58,11 +59,15 @@ def test_threads(model_folder, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_of_few_bits(model_folder, weights):
-    folder = model_folder("llama", num_layers=5)
+def test_weights_of_few_bits(model_folder, tmp_path, weights):
+    folder, quantised = model_folder("llama", num_layers=5), tmp_path / "quantised"
+    quantise_model(str(folder), quantised, weights)
     ordinary = OrdinaryDecoding(folder, compile=True, weights=weights)
-    for layout in ({"k": 1}, {"stages": 3, "k": 2, "rows": 4}):
-        with PPDRuntime(folder, compile=True, weights=weights, transport="local", **layout) as runtime:
+    for model, layout in (
+        (folder, {"k": 1, "weights": weights}),
+        (quantised, {"stages": 3, "k": 2, "rows": 4}),
+    ):
+        with PPDRuntime(model, compile=True, transport="local", **layout) as runtime:
             for sampling in ({}, {"temperature": 0.9, "seed": 5}):
                 settings = {"max_new_tokens": 14, "ignore_eos": True, **sampling}
                 expected = ordinary.generate("a fox", **settings).token_ids

@@ -10,6 +10,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from ppd_runtime.models.checkpoint.hub import one_line
 
+QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
+"""Files of a folder that `ppd quantize` wrote: what its weights are, and they themselves."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -26,13 +28,21 @@ def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, in a fixed order; empty where there are none."""
-    index = folder / _INDEX
-    if index.exists():
+    index, single = folder / _INDEX, folder / _SINGLE
+    if (folder / QUANTISED_CARD).exists():
+        single = folder / QUANTISED
+    elif index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"model {str(folder)!r}: {index.name} has no weight_map")
         return [folder / name for name in sorted(set(weight_map.values()))]
-    return [folder / _SINGLE] if (folder / _SINGLE).exists() else []
+    return [single] if single.exists() else []
+
+
+def layer_number(tensor_name: str) -> int:
+    """The layer a tensor belongs to, -1 for the embedding, norm and head."""
+    parts = tensor_name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1
 
 
 def model_config(folder: Path) -> PretrainedConfig:

@@ -15,6 +15,7 @@ from ppd_runtime.models.checkpoint.config import (
 )
 from ppd_runtime.models.checkpoint.hub import find_model, one_line
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
+from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.behaviour import cache_windows
 from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.slicing import check_sub_layers
@@ -36,7 +37,7 @@ class ModelInfo:
     longest_in_chunks: int | None = None
     """Tokens up to which a prompt is read in chunks; None: any number."""
     weights: str | None = None
-    """The format of its matrices' weights, such as int8; None: as its files have them."""
+    """The format of its matrices' weights, such as int8; None: floats, as its files have them."""
 
 
 def describe(model: str, weights: str | None = None, needs_weights: bool = True) -> ModelInfo:
@@ -49,9 +50,10 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
 
     Raises:
         ValueError: no such model, no safetensors weights, an architecture that cannot be cut into stages, or one whose
-            weights cannot have the format.
+            weights cannot have the format, or have another one.
     """
     name, folder = find_model(model)
+    weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)
     skeleton = check_architecture(model, config)
     if needs_weights and not weight_files(folder):

@@ -11,6 +11,7 @@ import numpy as np
 
 from ppd_runtime.models.checkpoint.config import weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.weights_card import card_of
 
 _SAMPLES, _SAMPLE_BYTES = 8, 512
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
@@ -32,6 +33,12 @@ def model_fingerprint(info: ModelInfo) -> str:
     for name, about, sample in sorted(tensors):
         digest.update(f"\0{name}\0{about}\0".encode() + sample)
     return digest.hexdigest()
+
+
+def fingerprints(info: ModelInfo) -> tuple[str, ...]:
+    """The model's, and that of the model it was quantised from: what was trained for either serves it."""
+    card = card_of(info.folder)
+    return (model_fingerprint(info), *([card.source_fingerprint] if card else []))
 
 
 def _tensors(info: ModelInfo, path: Path) -> Iterator[tuple[str, str, bytes]]:

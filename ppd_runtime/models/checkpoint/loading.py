@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ppd_runtime.models.checkpoint.config import first_layers_config, model_config, skeleton_of, weight_files
+from ppd_runtime.models.checkpoint.config import (
+    first_layers_config,
+    layer_number,
+    model_config,
+    skeleton_of,
+    weight_files,
+)
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.quantised import packed_tensors
@@ -43,11 +49,9 @@ def load_layers(
     config = first_layers_config(model_config(info.folder), last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     packed = packed_tensors(info, first, last) if info.weights else {}
-    tensors = _read_tensors(info, last, dtype if device == "cpu" and not packed else None, first)
-    if packed:
-        tensors = _without(tensors, packed)
-    if first:
-        tensors |= _placeholders(config, range(first), dtype)
+    tensors = _read_tensors(info, last, dtype if device == "cpu" and not packed else None, first, packed)
+    if first or packed:
+        tensors |= _placeholders(config, range(first), dtype, packed)
     with no_progress_bar(), errors_only():
         model, report = model_class.from_pretrained(
             None,
@@ -93,7 +97,7 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, hea
     return head_tokens * head.shape[1] * head.element_size() + sum(
         weight.nbytes
         for name, weight in skeleton.named_parameters()
-        if name not in absent and not 0 <= _layer_number(name) < first and not (head_tokens and name == _HEAD)
+        if name not in absent and not 0 <= layer_number(name) < first and not (head_tokens and name == _HEAD)
     )
 
 
@@ -108,21 +112,17 @@ def _some_rows(head: nn.Linear | QuantisedLinear, tokens: Sequence[int]) -> nn.M
     return short
 
 
-def _without(tensors: dict[str, Tensor], packed: Container[str]) -> dict[str, Tensor]:
-    """The tensors, of the packed ones just one number, shown again and again."""
-    return {
-        name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if name in packed else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _placeholders(config: PretrainedConfig, layers: range, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of layers that are not there, by name: each is one number, shown again and again."""
+def _placeholders(
+    config: PretrainedConfig, layers: range, dtype: torch.dtype, packed: Container[str]
+) -> dict[str, Tensor]:
+    """Tensors of layers that are not there, and of matrices that are packed, by name: each is one number, shown again
+    and again."""
     names = skeleton_of(config, config.num_hidden_layers, dtype).state_dict().items()
+    tied = {_HEAD} if config.tie_word_embeddings else set()  # it has the embedding's until the packed one is there
     return {
         name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         for name, tensor in names
-        if _layer_number(name) in layers
+        if layer_number(name) in layers or (name in packed and name not in tied)
     }
 
 
@@ -198,13 +198,16 @@ def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
             raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
 
 
-def _read_tensors(info: ModelInfo, last: int, dtype: torch.dtype | None, first: int = 0) -> dict[str, Tensor]:
-    """The tensors of layers `first` to `last`; in `dtype` where copies are kept, else as they are stored."""
+def _read_tensors(
+    info: ModelInfo, last: int, dtype: torch.dtype | None, first: int = 0, packed: Container[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors of layers `first` to `last` but those that are packed; in `dtype` where copies are kept, else as they
+    are stored."""
     tensors = dict[str, Tensor]()
     copies = weight_copies(info, dtype) if dtype else {}
     for path in weight_files(info.folder):
         try:
-            tensors |= _some_layers(path, copies.get(path), first, last)
+            tensors |= _some_layers(path, copies.get(path), first, last, packed)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
     return tensors
@@ -215,12 +218,14 @@ def _names(info: ModelInfo) -> list[str]:
     return list(skeleton_of(model_config(info.folder), info.num_layers).state_dict())
 
 
-def _some_layers(path: Path, copy: Path | None, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors but those of other layers, mapped into memory: the copy's where there is one."""
+def _some_layers(
+    path: Path, copy: Path | None, first: int, last: int, packed: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors but those of other layers and packed ones, mapped into memory: the copy's where there is one."""
     absent = {*range(first)}
 
     def is_wanted(name: str) -> bool:
-        return (number := _layer_number(name)) < last and number not in absent
+        return (number := layer_number(name)) < last and number not in absent and name not in packed
 
     if copy:
         try:
@@ -257,9 +262,3 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-def _layer_number(tensor_name: str) -> int:
-    """The layer a tensor belongs to, -1 for the embedding, norm and head."""
-    parts = tensor_name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1

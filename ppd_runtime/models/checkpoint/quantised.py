@@ -1,26 +1,41 @@
-"""A model's matrices in a format of few bits: a copy of them that a host's processes share."""
+"""A model's matrices in a format of few bits: a file of them that a host's processes share."""
 
+import contextlib
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ppd_runtime.files.cache_folder import artifact
-from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
+from ppd_runtime.files.checksummed import checksum
+from ppd_runtime.files.large_pages import read_in_large_pages
+from ppd_runtime.models.checkpoint.config import (
+    QUANTISED,
+    QUANTISED_CARD,
+    layer_number,
+    model_config,
+    skeleton_of,
+    weight_files,
+)
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
-from ppd_runtime.models.checkpoint.weight_cache import map_tensors, version_of
-from ppd_runtime.models.native.formats import pack, quantise
+from ppd_runtime.models.checkpoint.weight_cache import DTYPES, bytes_of, header_of, map_tensors, version_of
+from ppd_runtime.models.checkpoint.weights_card import card_of
+from ppd_runtime.models.native.formats import pack, quantise, row_bytes
 
 logger = logging.getLogger(__name__)
-_RECIPE = 1
+RECIPE = 1
 """Of numbers and scales: another one gives other weights."""
-_EMBEDDING = "model.embed_tokens.weight"
-_OF_HEAD = "int8"
+FORMAT_OF_HEAD = "int8"
 """The head's format, whatever the layers': with 4 bits it costs most."""
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def packed_tensors(info: ModelInfo, first: int, last: int) -> dict[str, Tensor]:
@@ -31,41 +46,144 @@ def packed_tensors(info: ModelInfo, first: int, last: int) -> dict[str, Tensor]:
     Raises:
         ValueError: where they can be kept nowhere, or a file cannot be read.
     """
-    found = {}
-    for name, tensor in map_tensors(packed_file(info)):
-        layer = first if name == HEAD else int(name.split(".")[2])
-        if layer < last:
+    found, path = {}, packed_file(info)
+    try:
+        tensors = dict(map_tensors(path))
+    except OSError as error:
+        raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
+    for name, tensor in tensors.items():
+        layer = first if name == HEAD else layer_number(name)
+        if tensor.dtype == torch.uint8 and layer < last:
             found[name] = tensor if layer >= first else tensor.new_zeros(()).expand(tensor.shape)
     return found
 
 
+def check_packed(info: ModelInfo) -> None:
+    """Have the file of packed matrices whole and in memory; raise ValueError where a quantised folder's is damaged."""
+    path = packed_file(info)
+    if not (card := card_of(info.folder)):
+        return  # a kept file is checked whenever it is looked for
+    try:
+        read_in_large_pages(path)
+        found = checksum(path)
+    except OSError as error:
+        raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
+    if found != card.checksum:
+        way_out = "quantise the model again with `ppd quantize`"
+        raise ValueError(f"model {info.name!r}: {path.name} is not what {QUANTISED_CARD} describes; {way_out}")
+
+
 def packed_file(info: ModelInfo) -> Path:
-    """The file that holds a model's packed matrices, made where there is none."""
+    """The file that holds a model's packed matrices: a quantised folder's own, else one that is kept, made where there
+    is none."""
+    if card_of(info.folder):
+        return info.folder / QUANTISED
     files = weight_files(info.folder)
     ingredients = {
         "weights": info.weights,
-        "head": _OF_HEAD,
-        "recipe": _RECIPE,
+        "head": FORMAT_OF_HEAD,
+        "recipe": RECIPE,
         "of": [(str(path.resolve()), version_of(path)) for path in files],
     }
-    return artifact(ingredients, partial(_quantise, info), ".safetensors")
+    return artifact(ingredients, partial(_keep, info), ".safetensors")
 
 
-def _quantise(info: ModelInfo, path: Path) -> None:
-    assert info.weights
-    logger.info("quantising %s to %s", info.name, info.weights)
-    names = quantised_linears(skeleton_of(model_config(info.folder), info.num_layers))
-    packed: dict[str, Tensor] = {}
-    for file in weight_files(info.folder):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                if name in names:
-                    packed[name] = _packed(tensors.get_tensor(name), _OF_HEAD if name == HEAD else info.weights)
-                elif name == _EMBEDDING and HEAD not in packed:  # the head may share it
-                    packed[HEAD] = _packed(tensors.get_tensor(name), _OF_HEAD)
-    order = [name for name in names if name in packed]
-    save_file({name: packed[name] for name in order}, path)
+def _keep(info: ModelInfo, path: Path) -> None:
+    with PackedModel(info, matrices_alone=True) as packed:
+        packed.write(path)
 
 
-def _packed(matrix: Tensor, weights: str) -> Tensor:
-    return pack(*quantise(matrix, weights), weights)
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor comes from, and what it becomes."""
+
+    file: Any
+    name: str
+    """In that file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    weights: str | None
+    """The format it is packed in."""
+
+
+class PackedModel(contextlib.ExitStack):
+    """A model's matrices packed in `info.weights`, and its other tensors as they are stored, to be written one by one.
+
+    Its files are open until the `with` block ends.
+
+    Args:
+        info: the model, with the format.
+        matrices_alone: leave the other tensors out.
+
+    Raises:
+        ValueError: for files that cannot be read, lack a matrix, or have one of another shape.
+    """
+
+    def __init__(self, info: ModelInfo, matrices_alone: bool = False) -> None:
+        super().__init__()
+        self._info = info
+        with contextlib.ExitStack() as opened:
+            places = self._places(opened)
+            skeleton = skeleton_of(model_config(info.folder), info.num_layers)
+            matrices, tied = quantised_linears(skeleton), skeleton.config.tie_word_embeddings
+            self._sources = dict[str, _Source]()
+            for name, tensor in skeleton.state_dict().items():  # in the order in which a pass reads them
+                at = _EMBEDDING if name == HEAD and tied and name not in places else name
+                if name in matrices:
+                    self._sources[name] = self._matrix(places, name, at, tensor.shape)
+                elif name in places and not matrices_alone:
+                    self._sources[name] = self._other(places[name], name)
+            self.push(opened.pop_all())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, once written."""
+        return sum(torch.Size(of.shape).numel() * of.dtype.itemsize for of in self._sources.values())
+
+    def write(self, path: Path) -> None:
+        """Write them as a safetensors file that `map_tensors` reads.
+
+        Raises:
+            ValueError: for a number that the format cannot have, or a file that cannot be read.
+            OSError: where it cannot be written.
+        """
+        logger.info("quantising %s to %s", self._info.name, self._info.weights)
+        with path.open("wb") as out:
+            out.write(header_of({name: (of.dtype, of.shape) for name, of in self._sources.items()}, {}))
+            for name, of in self._sources.items():
+                out.write(bytes_of(self._tensor(name, of)))
+
+    def _tensor(self, name: str, of: _Source) -> Tensor:
+        try:
+            tensor: Tensor = of.file.get_tensor(of.name)
+        except SafetensorError as error:
+            raise ValueError(f"model {self._info.name!r}: {name} cannot be read: {one_line(error)}") from error
+        return pack(*quantise(tensor, of.weights), of.weights) if of.weights else tensor
+
+    def _places(self, opened: contextlib.ExitStack) -> dict[str, Any]:
+        """The open file that holds each tensor, by name."""
+        places = dict[str, Any]()
+        for path in weight_files(self._info.folder):
+            try:
+                file = opened.enter_context(safe_open(path, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"model {self._info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
+            places |= dict.fromkeys(file.keys(), file)
+        return places
+
+    def _matrix(self, places: dict[str, Any], name: str, at: str, shape: Iterable[int]) -> _Source:
+        if at not in places:
+            raise ValueError(f"model {self._info.name!r}: its files lack {name}")
+        if (found := places[at].get_slice(at).get_shape()) != list(shape):
+            raise ValueError(f"model {self._info.name!r}: {name} has another shape than config.json says: {found}")
+        weights = FORMAT_OF_HEAD if name == HEAD else self._info.weights
+        assert weights
+        outputs, inputs = shape
+        return _Source(places[at], at, torch.uint8, (outputs, row_bytes(inputs, weights)), weights)
+
+    def _other(self, file: Any, name: str) -> _Source:
+        about = file.get_slice(name)
+        dtype = DTYPES.get(about.get_dtype())
+        if dtype is None or dtype == torch.uint8:
+            raise ValueError(f"model {self._info.name!r}: {name} is stored in {about.get_dtype()}, not in floats")
+        return _Source(file, name, dtype, tuple(about.get_shape()), None)

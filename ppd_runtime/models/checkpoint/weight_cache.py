@@ -15,7 +15,7 @@ import platform
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ made; so does what a killed maker left."""
 _FORMAT = 1
 _SUFFIX = ".safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"U8": torch.uint8}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"U8": torch.uint8}
+_ALL_NAMES = _NAMES | {torch.uint8: "U8"}
 _LENGTH, _LINE = 8, 64
 _MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
 _Stored = dict[str, tuple[torch.dtype | None, list[int]]]
@@ -132,7 +133,7 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 def _stored(path: Path) -> _Stored:
     with safe_open(path, "pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no mapping)
-        return {name: (_DTYPES.get(part.get_dtype()), list(part.get_shape())) for name, part in slices.items()}
+        return {name: (DTYPES.get(part.get_dtype()), list(part.get_shape())) for name, part in slices.items()}
 
 
 def _num_bytes(stored: _Stored, dtype: torch.dtype) -> int:
@@ -216,10 +217,10 @@ def _content(
 ) -> Iterator[bytes | memoryview]:
     shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
-    yield _header(shapes, dtype, path, version)
+    about = {"made_of": str(path.resolve()), "version": str(version), "host": platform.node()}
+    yield header_of({name: (dtype, shape) for name, shape in shapes.items()}, about)
     for name in shapes:
-        tensor = file.get_tensor(name).to(dtype).contiguous()
-        yield memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        yield bytes_of(file.get_tensor(name).to(dtype))
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
@@ -234,21 +235,28 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
         yield pending
 
 
-def _header(shapes: dict[str, list[int]], dtype: torch.dtype, path: Path, version: list[int]) -> bytes:
-    about = {"made_of": str(path.resolve()), "version": str(version), "host": platform.node()}
+def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with whose tensors, by dtype and shape, follow one another, so that they lie well
+    where `map_tensors` maps it; `about` is text for readers."""
     fields: dict[str, Any] = {"__metadata__": about}
     end = 0
-    for name, shape in shapes.items():
+    for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        fields[name] = {"dtype": _ALL_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(fields).encode()
     page, behind = (_LINE, 0) if end % _LINE else (LARGE_PAGE, end)
     text += b" " * (-(_LENGTH + len(text) + behind) % page)  # the file's end would not be in a large page
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's numbers, as files have them."""
+    numbers: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return numbers
+
+
 def _tensor(memory: mmap.mmap, data_at: int, field: dict[str, Any]) -> Tensor:
-    dtype, shape = _DTYPES[field["dtype"]], field["shape"]
+    dtype, shape = DTYPES[field["dtype"]], field["shape"]
     if not (count := math.prod(shape)):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=data_at + field["data_offsets"][0]).view(shape)

@@ -50,11 +50,14 @@ class QuantisedLinear(nn.Module):
 
 
 def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
-    """Put packed weights, by name, in the place of the weights of a model's linear layers."""
+    """Put packed weights, by name, in the place of the weights of a model's linear layers; ValueError where one has
+    another shape."""
     for name, weight in packed.items():
         path = name.removesuffix(".weight")
         linear = model.get_submodule(path)
         assert isinstance(linear, nn.Linear)
+        if len(weight) != linear.out_features:
+            raise ValueError(f"weights: {name} has {len(weight)} rows, for {linear.out_features} outputs")
         parent, _, attribute = path.rpartition(".")
         taken = QuantisedLinear(weight, linear.bias, linear.in_features)
         setattr(model.get_submodule(parent), attribute, taken)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.fingerprint import fingerprints, model_fingerprint
 from ppd_runtime.models.stage.slicing import LayerSet
 
 _FORMAT = 1
@@ -49,10 +49,10 @@ def read_layer_set(path: str | Path, info: ModelInfo) -> LayerSet:
         raise ValueError(f"{name}: {error.strerror}; {way_out}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{name} holds no layer set ({type(error).__name__}: {error}); {way_out}") from error
-    if (ours := model_fingerprint(info)) != fingerprint:
+    if fingerprint not in (ours := fingerprints(info)):
         other = f"model {info.name!r}" if info.name != model else "these weights"
         raise ValueError(
-            f"{name} was found for model {model!r} ({fingerprint[:12]}), not for {other} ({ours[:12]}): {way_out}"
+            f"{name} was found for model {model!r} ({fingerprint[:12]}), not for {other} ({ours[0][:12]}): {way_out}"
         )
     inner = range(1, info.num_layers - 1)  # the first and the last layer stay whole
     for kind, layers in zip(_KINDS, (left_out.attention, left_out.mlp), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.fingerprint import fingerprints
 
 _FORMAT = 1
 
@@ -53,12 +53,12 @@ class PartInfo:
         """Raise ValueError where the card holds what this version does not know."""
 
     def check_model(self, info: ModelInfo) -> None:
-        """Raise ValueError for any other model than the one that the part was trained for."""
-        found = model_fingerprint(info)
-        if found != self.model_fingerprint:
+        """Raise ValueError for any other model than the one that the part was trained for, or one quantised from it."""
+        found = fingerprints(info)
+        if self.model_fingerprint not in found:
             other = f"model {info.name!r}" if info.name != self.model else "these weights"
             raise ValueError(
-                f"{self._was_trained} ({self.model_fingerprint[:12]}), not for {other} ({found[:12]}): "
+                f"{self._was_trained} ({self.model_fingerprint[:12]}), not for {other} ({found[0][:12]}): "
                 f"give that model, or train one for this model with `{self.COMMAND}`"
             )
 

@@ -1,0 +1,56 @@
+"""The card of a folder whose weights `ppd quantize` has packed: what they are, and of which model they were made."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ppd_runtime.config import FORMATS
+from ppd_runtime.models.checkpoint.config import QUANTISED_CARD, read_json
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class WeightsCard:
+    """What a quantised folder holds; `card_of` reads it."""
+
+    weights: str
+    """The format of the layers' matrices, such as int8."""
+    head: str
+    """That of the head."""
+    recipe: int
+    """By which numbers and scales were chosen."""
+    source: str
+    """The model's name when it was quantised; the fingerprint tells which one it was."""
+    source_fingerprint: str
+    checksum: str
+    """Of the file of weights, as `files.checksummed` has it."""
+
+    def write(self, folder: Path) -> None:
+        """Put the card into the folder."""
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
+        (folder / QUANTISED_CARD).write_text(text + "\n", encoding="utf-8")
+
+
+def card_of(folder: Path) -> WeightsCard | None:
+    """The folder's card; None where it is an ordinary model's; ValueError for one that this version cannot read."""
+    if not (folder / QUANTISED_CARD).exists():
+        return None
+    card = read_json(folder / QUANTISED_CARD)
+    try:
+        if card.pop("format") != _FORMAT or card["weights"] not in FORMATS or card["head"] not in FORMATS:
+            raise ValueError("another version wrote it")
+        return WeightsCard(**card)
+    except (KeyError, TypeError, ValueError) as error:
+        way_out = "quantise the model again with `ppd quantize`"
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model {str(folder)!r}: {QUANTISED_CARD} cannot be read ({reason}); {way_out}") from error
+
+
+def agreed_format(model: str, weights: str | None, card: WeightsCard | None) -> str | None:
+    """The format that a model's weights have, if it is `weights` that was asked for; raises ValueError where it has
+    another one for good."""
+    if card and weights not in (None, card.weights):
+        has = f"model {model!r} has {card.weights} ones, made of {card.source!r}"
+        raise ValueError(f"weights={weights!r}: {has}; leave weights out, or give the model they were made of")
+    return card.weights if card else weights
