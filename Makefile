@@ -54,7 +54,7 @@ nightly-fuzz: .venv/test.stamp
 	done
 
 nightly-peers: .venv/peers.stamp
-	$(NIGHTLY) -m nightly tests/processes/test_peers.py
+	$(NIGHTLY) -m nightly tests/processes/test_peers.py tests/processes/test_engines_side_by_side.py
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks

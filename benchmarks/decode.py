@@ -63,14 +63,6 @@ def floor_time(model: PreTrainedModel, num_tokens: int) -> float:
     return (time.perf_counter() - began) / (num_tokens - 1)
 
 
-def reading_time(reading: Reading, num_tokens: int) -> float:
-    """Seconds for reading one token's weights."""
-    began = time.perf_counter()
-    for _ in range(num_tokens - 1):
-        reading.run()
-    return (time.perf_counter() - began) / (num_tokens - 1)
-
-
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything in turn, on one core; the figures by name."""
     for name, value in (("--tokens", options.tokens), ("--rounds", options.rounds)):
@@ -99,8 +91,8 @@ def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
         "floor": lambda: floor_time(eager.model, options.tokens),
         "eager": lambda: stage_time(eager, options.tokens, ledgers["eager"]),
         "compiled": lambda: stage_time(compiled, options.tokens, ledgers["compiled"]),
-        "reading, eager": lambda: reading_time(readings["eager"], options.tokens),
-        "reading, compiled": lambda: reading_time(readings["compiled"], options.tokens),
+        "reading, eager": lambda: readings["eager"].seconds(options.tokens - 1),
+        "reading, compiled": lambda: readings["compiled"].seconds(options.tokens - 1),
         "transformers": lambda: transformers_time_per_token(library, _PROMPT, options.tokens),
     }
     rounds = [{name: run() for name, run in runs.items()} for _ in range(options.rounds + 1)][1:]

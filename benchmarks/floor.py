@@ -1,8 +1,15 @@
 """Floors of a decoding step: its matrix products and nothing else, and its weights read once and nothing else."""
 
+import os
+import threading
+import time
+
 import torch
 from torch import nn
 from torch.nn.functional import linear
+
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.models.native.products import LargePages
 
 
 class Products:
@@ -24,12 +31,49 @@ class Products:
 
 
 class Reading:
-    """One core's reading of so many bytes, as fast as it goes here: a scalar product of two halves of them."""
+    """So many bytes, read as fast as it goes here: scalar products of two halves of them.
 
-    def __init__(self, num_bytes: int) -> None:
-        numbers = num_bytes // 8
-        self._halves = torch.ones(numbers), torch.ones(numbers)
+    Several threads, each on a core of its own, read a share each and do not wait for each other between two readings.
+    """
 
-    def run(self) -> None:
-        """Read them once."""
-        torch.dot(*self._halves)
+    def __init__(self, num_bytes: int, threads: int = 1) -> None:
+        numbers, memory = num_bytes // 4 // (2 * threads), LargePages(num_bytes)
+        ones = torch.ones(numbers)
+        self._shares = [(memory.copy(ones), memory.copy(ones)) for _ in range(threads)]
+
+    @property
+    def num_bytes(self) -> int:
+        """That are read, but for a remainder of some bytes."""
+        return sum(half.nbytes for share in self._shares for half in share)
+
+    def seconds(self, times: int) -> float:
+        """Of one reading, by so many."""
+        cores = sorted(os.sched_getaffinity(0))[-len(self._shares) :]
+        ready = threading.Barrier(len(self._shares))
+        moments: list[float] = []
+        readers = [
+            threading.Thread(target=self._read, args=(share, [core], times, ready, moments))
+            for share, core in zip(self._shares, cores, strict=True)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return (max(moments) - min(moments)) / times
+
+    @staticmethod
+    def _read(
+        share: tuple[torch.Tensor, torch.Tensor],
+        cores: list[int],
+        times: int,
+        ready: threading.Barrier,
+        moments: list[float],
+    ) -> None:
+        torch.set_num_threads(1)  # a new thread has as many as there are cores
+        with on_cores(cores):
+            torch.dot(*share)
+            ready.wait()
+            moments.append(time.perf_counter())
+            for _ in range(times):
+                torch.dot(*share)
+            moments.append(time.perf_counter())

@@ -19,6 +19,7 @@ from benchmarks import (
     held_out,
     hop,
     passes,
+    peers,
     pipeline,
     planner,
     serve,
@@ -29,7 +30,7 @@ from benchmarks import (
     tracing,
 )
 from benchmarks.__main__ import PLAN, merged
-from benchmarks.floor import Products
+from benchmarks.floor import Products, Reading
 from benchmarks.models import model_folder, random_shape
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
 from benchmarks.slow_links import found_sockets, slow_links
@@ -41,7 +42,21 @@ from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 from ppd_runtime.transport.unix import UnixEndpoint
 
-MODULES = (contention, decode, equal_devices, hop, passes, pipeline, planner, serve, siblings, stages, startup, tracing)
+MODULES = (
+    contention,
+    decode,
+    equal_devices,
+    hop,
+    passes,
+    peers,
+    pipeline,
+    planner,
+    serve,
+    siblings,
+    stages,
+    startup,
+    tracing,
+)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -82,6 +97,9 @@ def test_options_that_are_refused(module, arguments, capsys):
         (equal_devices, ["--devices", "9999"], "--devices 9999: "),
         (decode, ["--rounds", "1"], "--rounds 1: give at least 2"),
         (decode, ["--tokens", "1"], "--tokens 1: give at least 2"),
+        (peers, ["--tokens", "1"], "--tokens 1: "),
+        (peers, ["--threads", "9999"], "--threads 9999: there are "),
+        (peers, ["--engines", "llama"], "--engines llama: choose from ours-eager, "),
         (contention, ["--match-rate", "1.5"], "--match-rate 1.5: give a share from 0 to 1"),
         (contention, ["--seconds", "0"], "--seconds 0.0: give more than 0"),
         (tracing, ["--rounds", "1"], "--rounds 1: give at least 2"),
@@ -289,3 +307,9 @@ def test_held_out_prompts_are_whole_lines_of_held_out_files():
         assert 200 <= len(each["prompt"]) < 2000
         assert texts[path][int(first) :].startswith(each["prompt"])
         assert each["prompt"].endswith("\n")
+
+
+def test_threads_read_all_bytes_between_them():
+    one, two = Reading(1 << 16), Reading(1 << 16, threads=min(2, len(os.sched_getaffinity(0))))
+    assert one.num_bytes == two.num_bytes == 1 << 16
+    assert one.seconds(3) > 0 < two.seconds(3)

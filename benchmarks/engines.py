@@ -1,0 +1,230 @@
+"""What decodes greedily on CPUs, ours and others', each behind the same call; a process of its own for each.
+
+`python -m benchmarks.engines` opens the engine that its first line of input names, and answers each further line, a
+prompt and a number of tokens, with the tokens and the time of one of them after the first. All lines are JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.peer_files import ctranslate2_folder, gguf_file
+
+Answer = tuple[list[int], float]
+"""New tokens, and the seconds of one of them after the first."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an engine is to be."""
+
+    engine: str
+    """One of `ENGINES`."""
+    weights: str
+    """The format in which it holds them."""
+    threads: int
+    model: str
+    """The model's folder."""
+    folder: str
+    """Where files made of it are kept and found."""
+    context: int
+    """Tokens of a prompt and its text, at the most."""
+
+    @property
+    def gguf(self) -> Path:
+        """Its GGUF file."""
+        return gguf_file(Path(self.model), self.weights, Path(self.folder))
+
+
+class Engine(Protocol):
+    """Greedy decoding of one request at a time."""
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """So many tokens, whether or not the text ends among them."""
+
+
+class Ours:
+    """This project's ordinary decoding, or its stages."""
+
+    def __init__(self, task: Task) -> None:
+        from ppd_runtime import OrdinaryDecoding, PPDRuntime
+        from ppd_runtime.config import FORMATS
+
+        settings: dict[str, Any] = {"dtype": "float32", "compile": task.engine != EAGER}
+        if task.weights in FORMATS:
+            settings["weights"] = task.weights
+        if task.engine == STAGES:
+            self._decoding: Any = PPDRuntime(task.model, stages=task.threads, launcher="processes", **settings)
+        else:
+            self._decoding = OrdinaryDecoding(task.model, threads=task.threads, **settings)
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """As `Engine` has it."""
+        result = self._decoding.generate(prompt, max_new_tokens=num_tokens, ignore_eos=True)
+        return list(result.token_ids), result.stats.time_per_token_s
+
+
+class Transformers:
+    """transformers' `generate`."""
+
+    def __init__(self, task: Task) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(task.threads)
+        self._model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, task.weights)).eval()
+        self._model.generation_config.eos_token_id = None
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """As `Engine` has it."""
+        import torch
+
+        seen = _TimesOfTokens()
+        ids = torch.tensor([prompt])
+        self._model.generate(ids, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0, streamer=seen)
+        return [int(token) for token in seen.values[1:]], _time_per_token(seen.times[1:], num_tokens)
+
+
+class _TimesOfTokens:
+    """When transformers gives a prompt and each new token."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.values.append(value)
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+class LlamaCpp:
+    """llama.cpp by its own C interface, with the settings that it has by default."""
+
+    def __init__(self, task: Task) -> None:
+        import llama_cpp
+
+        self._lib = lib = llama_cpp
+        self._no_log = lib.llama_log_callback(lambda *message: None)
+        lib.llama_log_set(self._no_log, None)
+        lib.llama_backend_init()
+        path = task.gguf
+        self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+        settings = lib.llama_context_default_params()
+        settings.n_ctx = task.context
+        settings.n_threads = settings.n_threads_batch = task.threads
+        self._context = self._model and lib.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise ValueError(f"llama.cpp does not open {path.name}")
+        self._sampler = lib.llama_sampler_init_greedy()
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """As `Engine` has it."""
+        lib, tokens, times = self._lib, list(prompt), []
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
+        given = prompt
+        for _ in range(num_tokens):
+            ids = (lib.llama_token * len(given))(*given)  # a batch only points to them
+            batch = lib.llama_batch_get_one(ids, len(given))
+            if lib.llama_decode(self._context, batch):
+                raise ValueError(f"llama.cpp decodes no token {len(tokens)}")
+            given = [lib.llama_sampler_sample(self._sampler, self._context, -1)]
+            tokens += given
+            times.append(time.perf_counter())
+        return tokens[len(prompt) :], _time_per_token(times, num_tokens)
+
+
+class OpenVino:
+    """OpenVINO GenAI on the same GGUF files, with the settings that it has by default."""
+
+    def __init__(self, task: Task) -> None:
+        import openvino_genai
+
+        self._lib = openvino_genai
+        self._pipeline = openvino_genai.LLMPipeline(task.gguf, "CPU", INFERENCE_NUM_THREADS=task.threads)
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """As `Engine` has it."""
+        import openvino
+
+        times: list[float] = []
+
+        class Times(self._lib.StreamerBase):
+            def write(self, token: Any) -> Any:
+                times.append(time.perf_counter())
+                return running
+
+            def end(self) -> None:
+                pass
+
+        running = self._lib.StreamingStatus.RUNNING
+        settings = self._lib.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, ignore_eos=True)
+        result = self._pipeline.generate(openvino.Tensor(np.array([prompt])), settings, Times())
+        return list(result.tokens[0]), _time_per_token(times, num_tokens)
+
+
+class CTranslate2:
+    """CTranslate2."""
+
+    def __init__(self, task: Task) -> None:
+        import ctranslate2
+
+        weights = task.weights.removesuffix(BY_ROWS)
+        path = ctranslate2_folder(Path(task.model), weights, Path(task.folder))
+        self._vocabulary = json.loads((path / "vocabulary.json").read_text(encoding="utf-8"))
+        self._generator = ctranslate2.Generator(str(path), intra_threads=task.threads, compute_type=weights)
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """As `Engine` has it."""
+        times: list[float] = []
+        (result,) = self._generator.generate_batch(
+            [[self._vocabulary[token] for token in prompt]],
+            max_length=num_tokens,
+            include_prompt_in_result=False,
+            end_token=[],
+            callback=lambda step: bool(times.append(time.perf_counter())),
+        )
+        return result.sequences_ids[0], _time_per_token(times, num_tokens)
+
+
+EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
+BY_ROWS = " by rows"
+"""Behind the name of a format: with a scale for each row."""
+ENGINES: Mapping[str, tuple[Callable[[Task], Engine], tuple[str, ...]]] = {
+    EAGER: (Ours, ()),
+    COMPILED: (Ours, ()),
+    STAGES: (Ours, ()),
+    "transformers": (Transformers, ()),
+    "llama.cpp": (LlamaCpp, ("llama_cpp", "gguf")),
+    "OpenVINO": (OpenVino, ("openvino_genai", "gguf")),
+    "CTranslate2": (CTranslate2, ("ctranslate2",)),
+}
+"""How each is opened, and the modules that it needs from the extra `peers`."""
+
+
+def _time_per_token(times: list[float], num_tokens: int) -> float:
+    return (times[-1] - times[0]) / (num_tokens - 1)
+
+
+def main() -> None:
+    """Open an engine and answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what an engine prints is no answer
+    task = Task(**json.loads(sys.stdin.readline()))
+    engine = ENGINES[task.engine][0](task)
+    print(json.dumps("ready"), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(engine.generate(**json.loads(line))), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""A Llama's weights as other engines read them: GGUF files for llama.cpp and OpenVINO, a folder for CTranslate2.
+
+Quantised files hold this project's own numbers and scales, so that all engines multiply by the same weights.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ppd_runtime.models.checkpoint.config import model_config, weight_files
+from ppd_runtime.models.native.formats import quantise
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_TYPES = {"bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+_ORDINARY, _CONTROL = 1, 3
+"""Kinds of tokens; OpenVINO opens no file without one that controls."""
+_FILE_TYPES = {"bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
+
+
+def gguf_file(model: Path, weights: str, folder: Path) -> Path:
+    """A GGUF file of a Llama in a folder; the head of one in int4 is in int8, and embeddings are in bfloat16.
+
+    Raises:
+        ValueError: where it is no plain Llama.
+    """
+    config = model_config(model)
+    if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
+        raise ValueError(f"{model}: only plain Llamas are written as GGUF, this is {config.model_type}")
+    path = folder / f"{weights}.gguf"
+    if not path.exists():
+        _write(path, model, config, weights)
+    return path
+
+
+def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> None:
+    import gguf
+
+    unfinished = path.with_suffix(".unfinished")
+    writer = gguf.GGUFWriter(unfinished, "llama")
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[weights]])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer, model)
+    tensors = _tensors(model)
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for full_name, tensor in tensors.items():
+        name = _name(full_name)
+        part = name.split(".")[-2]
+        kind = {"token_embd": "float16" if weights == "float16" else "bfloat16"}.get(part, weights)
+        if part == "output" and weights == "int4":
+            kind = "int8"
+        numbers, of_type = _in_format(_interleaved(tensor, heads[part]) if part in heads else tensor, kind)
+        writer.add_tensor(name, numbers, raw_dtype=gguf.GGMLQuantizationType[of_type])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unfinished.rename(path)
+
+
+def _tensors(model: Path) -> dict[str, Tensor]:
+    found = {}
+    for file in weight_files(model):
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+    return found
+
+
+def _name(name: str) -> str:
+    name = name.removesuffix(".weight")
+    if not name.startswith("model.layers."):
+        return f"{_NAMES[name]}.weight"
+    _, _, layer, part = name.split(".", 3)
+    return f"blk.{layer}.{_NAMES[part]}.weight"
+
+
+def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of queries or keys as GGUF wants a Llama's: the two numbers that rotary turns together side by side."""
+    return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _in_format(tensor: Tensor, weights: str) -> tuple[np.ndarray, str]:
+    """A tensor's bytes and their type; vectors are always in float32."""
+    if tensor.dim() == 1:
+        return tensor.float().numpy(), "F32"
+    if weights == "bfloat16":
+        return tensor.bfloat16().contiguous().view(torch.uint8).numpy(), "BF16"
+    if weights == "float16":
+        return tensor.half().contiguous().numpy(), "F16"
+    numbers, scales = quantise(tensor, weights)
+    if weights == "int4":
+        low, high = (numbers + 8).view(torch.uint8).chunk(2, dim=-1)
+        numbers = low | high << 4
+    blocks = torch.cat([scales[..., None].view(torch.uint8), numbers.view(torch.uint8)], dim=-1)
+    return blocks.flatten(1).numpy(), _TYPES[weights]
+
+
+def _add_tokenizer(writer: Any, model: Path) -> None:
+    """That of a BPE tokenizer.json, without which OpenVINO opens no file; no engine makes tokens of texts here."""
+    path = model / "tokenizer.json"
+    described = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": {}}
+    bpe = described["model"]
+    if bpe.get("type") != "BPE":
+        writer.add_tokenizer_model("none")
+        return
+    vocabulary: Mapping[str, int] = bpe["vocab"]
+    special = {token["id"] for token in described["added_tokens"] if token["special"]}
+    kinds = (_ORDINARY, _CONTROL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
+    writer.add_token_types([kinds[token in special] for token in sorted(vocabulary.values())])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+
+
+def ctranslate2_folder(model: Path, weights: str, folder: Path) -> Path:
+    """A folder in CTranslate2's format; its int8 has a scale for each row."""
+    from ctranslate2.converters import TransformersConverter
+
+    path = folder / f"ctranslate2-{weights}"
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
+        TransformersConverter(str(model)).convert(str(unfinished), quantization=weights, force=True)
+        config = unfinished / "config.json"
+        named = json.loads(config.read_text(encoding="utf-8"))
+        named |= {name: named["eos_token"] for name, value in named.items() if value is None}  # it refuses None
+        config.write_text(json.dumps(named), encoding="utf-8")
+        unfinished.rename(path)
+    return path

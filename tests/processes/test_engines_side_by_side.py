@@ -1,0 +1,47 @@
+"""`benchmarks.peers`: engines in processes of their own, the same tokens, and words for what cannot be measured."""
+
+from importlib.util import find_spec
+
+import pytest
+from grids import nightly
+
+from benchmarks import peers
+from benchmarks.engine_process import EngineProcess
+from benchmarks.engines import ENGINES, Task
+from ppd_runtime.models.checkpoint.hub import DEMO
+
+
+def measured(options):
+    found = peers.measure(peers.parser().parse_args(options.split()))
+    assert peers.table(found).count("\n") == len(found["rows"]) + 1
+    return found["rows"]
+
+
+def test_transformers_has_a_time_and_what_is_not_installed_a_reason():
+    rows = measured("--model random:64x2 --threads 1 --tokens 4 --rounds 1 --limit 1 --engines transformers,llama.cpp")
+    (library, *missing) = rows
+    assert library["ms"] > 0 < library["floor_ms"]
+    assert [row["weights"] for row in missing] == ["bfloat16", "int8", "int4"]
+    if find_spec("llama_cpp") is None:
+        assert {row["reason"] for row in missing} == {
+            "llama_cpp is not installed: pip install 'ppd-runtime[peers]'",
+        }
+
+
+def test_an_engine_that_cannot_open_a_model_says_why(tmp_path):
+    engine = EngineProcess(Task("ours-eager", "float32", 1, str(tmp_path / "none"), str(tmp_path), 8))
+    assert "none" in engine.reason
+    assert engine.generate([1], 2) is None
+
+
+@nightly
+@pytest.mark.parametrize("name", ["llama.cpp", "OpenVINO", "CTranslate2"])
+def test_engines_of_others_give_our_tokens(name):
+    if any(find_spec(module) is None for module in ENGINES[name][1]):
+        pytest.skip(f"{name} is not installed: pip install -e '.[peers]'")
+    rows = measured(f"--model {DEMO} --threads 1 --tokens 12 --rounds 1 --limit 1 --engines ours-eager,{name}")
+    assert not [row["reason"] for row in rows if row["reason"]]
+    starts = [row["equal_start"] for row in rows if "equal_start" in row]
+    assert len(starts) > 3
+    assert min(starts[:3]) == 1
+    assert max(starts[3:]) == 1
