@@ -165,16 +165,13 @@ class Worker:
     def _give_turn(self) -> None:
         """No message is there: have a machine go on without one, and others whose rows fit into the same pass."""
         seats = list(self._seats.values())
-        if len(seats) == 1:
-            self._go_on(seats[0], self.spec.rows)
-        else:
-            works = {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
-            first = self._next_in_turn(seats, works)
-            work = works.pop(first, Work.NEEDED)
-            if self._most_rows == 1:
-                works.clear()
-            self._go_on(first, self._room(work, works.values()))
-            self._join(works, only_little=work == Work.LITTLE)
+        works = {} if len(seats) == 1 else {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
+        first = seats[0] if len(seats) == 1 else self._next_in_turn(seats, works)
+        work = works.pop(first, Work.NEEDED)
+        if self._most_rows == 1:
+            works.clear()
+        self._go_on(first, self._room(work, works.values()))
+        self._join(works, only_little=work == Work.LITTLE)
         self._compute()
 
     @staticmethod
@@ -218,30 +215,21 @@ class Worker:
         self._resume(seat, None)
 
     def _dispatch(self, message: Message) -> None:
-        sitting = self._seats.get(message.request)
         if isinstance(message, Peers):
             for seat in list(self._seats.values()):
                 self._step(seat, message)
-        elif isinstance(message, Begin):
-            self._take_begin(message)
-        elif sitting is not None:
+            return
+        if isinstance(message, Begin):
+            self._learn(message)
+        sitting = self._seats.get(message.request)
+        if isinstance(message, Begin) and sitting is None and self._is_new(message):
+            self._begin(message)
+        elif sitting is not None and (self._takes_begin or not isinstance(message, Begin)):
             self._step(sitting, message)
         elif self.spec.rank != MAIN:
             self._ask_for(message)
         else:
             self._answer(message)
-
-    def _take_begin(self, begin: Begin) -> None:
-        self._learn(begin)
-        sitting = self._seats.get(begin.request)
-        if sitting is None and self._is_new(begin):
-            self._begin(begin)
-        elif sitting is not None and self._takes_begin:
-            self._step(sitting, begin)
-        elif self.spec.rank != MAIN:
-            self._ask_for(begin)
-        else:
-            self._answer(begin)
 
     def _learn(self, begin: Begin) -> None:
         """Let go of requests that are over, whose ends have not come; the client has moved on."""
