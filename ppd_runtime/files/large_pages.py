@@ -1,4 +1,4 @@
-"""Files in memory in pages of 2 MB, where Linux can: weights that are read from small ones take a fifth longer."""
+"""Files in memory in pages of 2 MB, where Linux can: a pass over weights in small ones takes longer."""
 
 import contextlib
 import mmap

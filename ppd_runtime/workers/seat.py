@@ -1,9 +1,9 @@
 """One request's part in a worker: its machine and what that waits for, its times, and what it sends."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ppd_runtime.pipeline.machine import Machine, WaitFor
+from ppd_runtime.pipeline.machine import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
     NOT_ASKED,
@@ -191,3 +191,13 @@ class Seat:
             self._deliver(CLIENT, Tokens(self._rank, self.begin.request, held[0].position, token_ids, winners))
             held.clear()
         self._released = time.perf_counter()
+
+
+def next_in_turn(seats: Sequence[Seat], works: Mapping[Seat, Work]) -> Seat:
+    """The one whose patience is over, or whose turn it is."""
+    now = time.perf_counter()
+    timed = [seat for seat in seats if seat.wanted.patience and seat.wanted.deadline is not None]
+    over = [seat for seat in timed if (seat.wanted.deadline or 0.0) <= now]
+    if over or not works:
+        return min(over or timed, key=lambda seat: seat.wanted.deadline or 0.0)
+    return min(works, key=lambda seat: (works[seat], seat.last_turn))

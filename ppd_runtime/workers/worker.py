@@ -53,7 +53,7 @@ from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.joint_passes import JointPasses
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.open_requests import OpenRequests
-from ppd_runtime.workers.seat import Seat
+from ppd_runtime.workers.seat import Seat, next_in_turn
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -164,25 +164,22 @@ class Worker:
 
     def _give_turn(self) -> None:
         """No message is there: have a machine go on without one, and others whose rows fit into the same pass."""
+        if len(self._seats) == 1:
+            (only,) = self._seats.values()
+            self._go_on(only, self.spec.rows)
+        else:
+            self._choose_turn()
+        self._compute()
+
+    def _choose_turn(self) -> None:
         seats = list(self._seats.values())
-        works = {} if len(seats) == 1 else {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
-        first = seats[0] if len(seats) == 1 else self._next_in_turn(seats, works)
+        works = {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
+        first = next_in_turn(seats, works)
         work = works.pop(first, Work.NEEDED)
         if self._most_rows == 1:
             works.clear()
         self._go_on(first, self._room(work, works.values()))
         self._join(works, only_little=work == Work.LITTLE)
-        self._compute()
-
-    @staticmethod
-    def _next_in_turn(seats: list[Seat], works: dict[Seat, Work]) -> Seat:
-        """The one whose patience is over, or whose turn it is."""
-        now = time.perf_counter()
-        timed = [seat for seat in seats if seat.wanted.patience and seat.wanted.deadline is not None]
-        over = [seat for seat in timed if (seat.wanted.deadline or 0.0) <= now]
-        if over or not works:
-            return min(over or timed, key=lambda seat: seat.wanted.deadline or 0.0)
-        return min(works, key=lambda seat: (works[seat], seat.last_turn))
 
     def _join(self, works: dict[Seat, Work], only_little: bool) -> None:
         """Have others go on that decide, too, or whose rows fit into the pass that is asked for."""
@@ -211,20 +208,24 @@ class Worker:
             seat.machine.rows = rows
         if isinstance(seat.machine, FollowerStage):
             seat.machine.leaves_passes = len(self._seats) == 1  # several requests' rows run through together
-        seat.note_reply(None, was_away=self._active is not seat)
+        seat.note_reply(None, self._active is not seat)
         self._resume(seat, None)
 
     def _dispatch(self, message: Message) -> None:
+        sitting = self._seats.get(message.request)
+        if sitting is not None and not isinstance(message, (Begin, Peers)):
+            self._step(sitting, message)
+            return
         if isinstance(message, Peers):
             for seat in list(self._seats.values()):
                 self._step(seat, message)
             return
         if isinstance(message, Begin):
             self._learn(message)
-        sitting = self._seats.get(message.request)
+            sitting = self._seats.get(message.request)
         if isinstance(message, Begin) and sitting is None and self._is_new(message):
             self._begin(message)
-        elif sitting is not None and (self._takes_begin or not isinstance(message, Begin)):
+        elif sitting is not None and self._takes_begin:
             self._step(sitting, message)
         elif self.spec.rank != MAIN:
             self._ask_for(message)
@@ -254,17 +255,15 @@ class Worker:
         seat.last_turn = self._turns
         sampler = TimedSampler(begin.params, seat.recorder, len(begin.prompt_ids))
         seat.running = self._decode(seat, sampler) if self.spec.rank == MAIN else self._help(seat, sampler)
-        self._run(seat, None)
+        self._resume(seat, None)
+        self._compute()
         for message in due:
             if begin.request in self._seats:
                 self._step(seat, message)
 
     def _step(self, seat: Seat, reply: Message | None) -> None:
         """Have a machine go on, with a message or without one, to its next wait."""
-        seat.note_reply(reply, was_away=self._active is not seat)
-        self._run(seat, reply)
-
-    def _run(self, seat: Seat, reply: Message | None) -> None:
+        seat.note_reply(reply, self._active is not seat)
         self._resume(seat, reply)
         self._compute()
 

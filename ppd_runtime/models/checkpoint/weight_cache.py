@@ -35,7 +35,7 @@ from ppd_runtime.files.checksummed import (
     only_one,
     unfinished,
 )
-from ppd_runtime.files.large_pages import LARGE_PAGE, read_in_large_pages
+from ppd_runtime.files.large_pages import LARGE_PAGE
 
 logger = logging.getLogger(__name__)
 SMALLEST_BYTES = 2**24
@@ -207,7 +207,6 @@ def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[]
             raise ValueError(f"{path} has changed meanwhile")
         copy = stem.with_name(f"{stem.name}-{of_blocks(sums)}{_SUFFIX}")
         new.replace(copy)
-    read_in_large_pages(copy)
     note_whole(copy)
     return copy
 
