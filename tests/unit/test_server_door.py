@@ -11,13 +11,14 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from servers import DEADLINE_S, Running, Stepwise, running
+from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.cli.serve import check_installed
@@ -43,13 +44,6 @@ def locked(folder: Path) -> Iterator[Running]:
 @pytest.fixture
 def stepwise(folder: Path) -> Stepwise:
     return Stepwise(folder)
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.nightly

@@ -1,12 +1,12 @@
 """The server over stages, in threads: what it counts, what a client that goes away leaves, and when it is not well."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from servers import DEADLINE_S, running
+from servers import running
+from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import threads
@@ -36,13 +36,6 @@ def spacious(model_folder: Callable[..., Path], workers: list[Worker]) -> Iterat
     layout = {"stages": 2, "rows": 2, "k": 2, "cuts": (2,), "transport": "local", "dtype": "float32"}
     with PPDRuntime(folder, **layout, max_cache_tokens=ROOM) as found:
         yield found
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_client_that_goes_away_frees_its_slots_within_a_token(spacious: PPDRuntime, workers: list[Worker]) -> None:
