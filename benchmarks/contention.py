@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks.floor import Products
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime.config import DTYPES
 from ppd_runtime.cost_model.theory import realised_saving
@@ -291,7 +291,7 @@ def _cells(row: Figures) -> list[object]:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--dtype", choices=DTYPES, default="auto")
     options.add_argument("--match-rate", type=float, default=0.7, help="what the bound is for")
     options.add_argument("--seconds", type=float, default=0.5, help="of each turn")

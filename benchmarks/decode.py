@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.floor import Products, Reading
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime.config import DTYPES
@@ -156,7 +156,7 @@ def table(figures: Figures) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--dtype", choices=DTYPES, default="auto")
     options.add_argument("--tokens", type=positive, default=64, help="new tokens in each run, two at least")
     options.add_argument("--rounds", type=positive, default=15, help="paired runs, two at least")

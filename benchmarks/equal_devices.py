@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmarks.keep_cores_awake import keep_cores_awake
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import PROMPTS, exit_head, woken_at_once
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -140,7 +140,7 @@ def _match_rate(results: Sequence[GenerationResult]) -> float:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--devices", type=positive, default=2, help="CPU cores")
     options.add_argument("--dtype", default="auto")
     options.add_argument("--tokens", type=positive, default=128, help="new tokens for each prompt")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
@@ -134,7 +134,7 @@ def table(figures: Figures) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--tokens", type=whole_numbers, default=[1, 2, 3, 4, 6, 8], help="of a pass, with commas")
     options.add_argument("--position", type=positive, default=150, help="tokens before them")
     options.add_argument("--rounds", type=positive, default=41)

@@ -24,7 +24,7 @@ import torch
 from benchmarks.engine_process import EngineProcess
 from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, STAGES, Task
 from benchmarks.floor import Reading
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import PROMPTS
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
 from ppd_runtime.measure.comparison.methods import common_start
@@ -208,7 +208,7 @@ def _cells(row: Figures) -> list[object]:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--engines", help=f"some of: {', '.join(ENGINES)}; default: all")
     options.add_argument("--threads", type=whole_numbers, default=[1, 2], help="of each engine, with commas")
     options.add_argument("--tokens", type=positive, default=64, help="new tokens for each prompt, two at least")

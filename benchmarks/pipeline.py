@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.keep_cores_awake import keep_cores_awake
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SHARED
@@ -199,7 +199,7 @@ def exit_head(options: argparse.Namespace, ordinary: OrdinaryDecoding, prompts: 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--k", type=positive, default=1)
     options.add_argument("--workers", type=positive, help="sub-processes; fewer than k run candidates as one pass")
     options.add_argument("--exit-layer", type=positive)

@@ -9,7 +9,7 @@ that of tokens that are ordinary decoding's as long as all before them are.
 
 import argparse
 
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.measure.comparison.methods import common_start
@@ -57,7 +57,7 @@ def table(figures: Figures) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--prompts", default="demo", help="a JSON Lines file, or the embedded prompts")
     options.add_argument("--limit", type=positive, default=24, help="texts")
     options.add_argument("--prompt-tokens", type=positive, default=200, help="of each prompt, at the most")

@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks import contention, hop
 from benchmarks.keep_cores_awake import keep_cores_awake
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import exit_head, woken_at_once
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from benchmarks.slow_links import found_sockets, slow_links
@@ -336,7 +336,7 @@ def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -
 def parser() -> argparse.ArgumentParser:
     """The options."""
     found = new_parser(__doc__)
-    found.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    found.add_argument("--model", default="demo", help=MODEL_HELP)
     found.add_argument("--prompts", default="demo", help="JSON Lines, demo, or repeating")
     found.add_argument("--limit", type=positive, default=6, help="prompts")
     found.add_argument("--stages", type=positive)

@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-from benchmarks.models import model_folder
+from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import DTYPES
@@ -136,7 +136,7 @@ def _ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--model", default="demo", help='a folder, a hub name, "demo" or random:HIDDENxLAYERS')
+    options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--dtype", choices=DTYPES, default="auto")
     options.add_argument("--tokens", type=positive, default=16, help="new tokens in each run, two at least")
     options.add_argument("--rounds", type=positive, default=60, help="of one run each way, two at least")

@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.gpu.bits import _recordings
 from benchmarks.gpu.parts import bandwidths, kernels_of
-from benchmarks.gpu.scene import Row, Rows, Scene, llama_config
+from benchmarks.gpu.scene import Row, Rows, Scene
+from benchmarks.models import shape_config
 from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs, summarise_staged
 from ppd_runtime.calibration.simulated_stages import StageTimes
 from ppd_runtime.cost_model.staged import (
@@ -84,7 +85,7 @@ def forecast(scene: Scene) -> Rows:
     hops = [row["median_us"] for row in found if row.get("num_bytes") == 8192 and "median_us" in row]
     if passes is None or not hops:
         raise ValueError("nothing to go by: the stages llama and hops have found nothing")
-    layers = llama_config(scene.choose("llama3-8b", "little")).num_hidden_layers
+    layers = shape_config(scene.choose("llama3-8b", "little")).num_hidden_layers
     layer_ms, head_ms = passes["layers, ms"] / layers, max(passes["ms"] - passes["layers, ms"], 0.0)
     times = StageTimes(layer=layer_ms, hop=min(hops) / 1000, exit_head=head_ms, head=head_ms)
     for devices in _FORETOLD:

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from benchmarks.gpu.scene import Row, Rows, Scene, llama_config, name_of
+from benchmarks.gpu.scene import Row, Rows, Scene, name_of
+from benchmarks.models import shape_config
 from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.slicing import LayerSubset, without
@@ -57,7 +58,7 @@ def bandwidths(scene: Scene) -> Rows:
     target = torch.empty_like(numbers)
     ms = scene.median_ms(lambda: target.copy_(numbers), 10)
     yield {"bandwidth of": "a copy", "GB/s": 4 * numbers.numel() / ms / 1e6}
-    config = llama_config(scene.choose("llama3-8b", "little"))
+    config = shape_config(scene.choose("llama3-8b", "little"))
     weight = numbers[: config.hidden_size * config.intermediate_size].view(config.intermediate_size, -1)
     row = torch.ones(1, config.hidden_size, dtype=torch.bfloat16, device=scene.device)
     ms = scene.median_ms(lambda: linear(row, weight), 20)
@@ -68,7 +69,7 @@ def _attention(scene: Scene) -> Rows:
     """One token's over grouped heads; None where a backend does not take it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    config = llama_config(scene.choose("llama3-8b", "little"))
+    config = shape_config(scene.choose("llama3-8b", "little"))
     backends = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
     for length in scene.choose(_LENGTHS, (64,)):
         found: Row = {"one token's attention, ms, over": length}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import hop
-from benchmarks.gpu.scene import Row, Rows, Scene, llama_config
+from benchmarks.gpu.scene import Row, Rows, Scene
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.transport.collective.groups import CollectiveBackend
@@ -66,7 +66,7 @@ def _run(
     """A text; a layout that fails is a row that says so, and the next one is run."""
     about = {"layout": ", ".join(f"{name} {value}" for name, value in layout.items())}
     about |= {"sampled": bool(asked), "compiled": settings["compile"], "killed": victim}
-    head = OracleHead(((*_PROMPT, *text),), _MATCH_RATE, llama_config("small").vocab_size)
+    head = OracleHead(((*_PROMPT, *text),), _MATCH_RATE("small").vocab_size)
     given = {name: value for name, value in layout.items() if name != "under"}
     try:
         with PPDRuntime(folder, launcher="processes", exit_head=head, **given, **settings) as runtime:

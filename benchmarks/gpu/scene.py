@@ -1,29 +1,20 @@
 """Where stages of the benchmark run: the device, its models, and how long a call takes there."""
 
-import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.hub import DEMO
+from benchmarks.models import random_model, save_model, shape_config
 from ppd_runtime.models.stage.stage import Stage
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
-_SHAPES: Mapping[str, Mapping[str, int]] = {
-    "little": {"hidden_size": 256, "heads": 2, "shared": 1, "mlp": 512, "layers": 4, "vocab": 0},
-    "small": {"hidden_size": 1024, "heads": 8, "shared": 2, "mlp": 2816, "layers": 8, "vocab": 0},
-    "llama3-8b": {"hidden_size": 4096, "heads": 32, "shared": 8, "mlp": 14336, "layers": 32, "vocab": 128256},
-}
-"""Of models of random weights with head dimension 128; no vocabulary: the demo model's."""
-_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -55,10 +46,7 @@ class Scene:
 
     def model(self, shape: str, dtype: torch.dtype) -> PreTrainedModel:
         """A model of random weights, made on the device."""
-        config = llama_config("little" if self.pretend else shape)
-        torch.manual_seed(0)
-        with self.device:
-            return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+        return random_model(shape_config("little" if self.pretend else shape), dtype, self.device)
 
     def stage(self, shape: str, dtype: torch.dtype, *kinds: int) -> Stage:
         """The whole of such a model, with compiled code for these kinds of passes."""
@@ -73,9 +61,7 @@ class Scene:
 
     def save_model(self, shape: str, folder: Path) -> None:
         """Such a model with the demo model's tokenizer, in bfloat16."""
-        self.model(shape, torch.bfloat16).save_pretrained(folder)
-        for file in describe(DEMO).folder.glob("tokenizer*"):
-            shutil.copy(file, folder)
+        save_model(self.model(shape, torch.bfloat16), folder)
 
     def wait(self) -> None:
         """Until the device has done all that this thread has asked for."""
@@ -97,22 +83,6 @@ class Scene:
     def median_ms(self, call: Callable[[], object], rounds: int) -> float:
         """The middle of `milliseconds`."""
         return statistics.median(self.milliseconds(call, rounds))
-
-
-def llama_config(shape: str) -> LlamaConfig:
-    """A Llama's configuration of one of the shapes."""
-    of = _SHAPES[shape]
-    return LlamaConfig(
-        vocab_size=of["vocab"] or describe(DEMO).vocab_size,
-        hidden_size=of["hidden_size"],
-        intermediate_size=of["mlp"],
-        num_hidden_layers=of["layers"],
-        num_attention_heads=of["heads"],
-        num_key_value_heads=of["shared"],
-        head_dim=_HEAD_DIM,
-        max_position_embeddings=8192,
-        initializer_range=0.1,
-    )
 
 
 def name_of(dtype: torch.dtype) -> str:

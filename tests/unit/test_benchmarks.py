@@ -31,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import PLAN, merged
 from benchmarks.floor import Products, Reading
-from benchmarks.models import model_folder, random_shape
+from benchmarks.models import model_folder, random_config
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
 from benchmarks.slow_links import found_sockets, slow_links
 from ppd_runtime.launch.cpu_affinity import on_cores
@@ -222,7 +222,7 @@ def test_a_file_is_replaced_whole(tmp_path):
 @pytest.mark.parametrize("name", ["random:", "random:512", "random:0x4", "random:100x4", "random:64x1", "random:64xb"])
 def test_random_models_of_no_shape(name):
     with pytest.raises(ValueError, match=f"--model {name}: give random:HIDDENxLAYERS"):
-        random_shape(name)
+        random_config(name)
 
 
 def test_a_random_model_is_there_for_a_while():
@@ -232,6 +232,8 @@ def test_a_random_model_is_there_for_a_while():
         assert len(load_tokenizer(info)) <= info.vocab_size
     with pytest.raises(ValueError, match="no such folder"):
         describe(folder)
+    with model_folder("random:little") as folder:
+        assert random_config("random:little").num_key_value_heads < random_config("random:little").num_attention_heads
     with model_folder("demo") as name:
         assert name == "demo"
 

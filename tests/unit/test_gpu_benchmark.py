@@ -16,7 +16,8 @@ from benchmarks.gpu import parts
 from benchmarks.gpu.bits import ROWS_KEEP_THEIR_BITS
 from benchmarks.gpu.processes import run_stage
 from benchmarks.gpu.report import report
-from benchmarks.gpu.scene import Scene, llama_config
+from benchmarks.gpu.scene import Scene
+from benchmarks.models import shape_config
 
 ROOT = Path(__file__).parents[2]
 SAMPLED = ["T = 0", "T = 1", "top_p = 0.9"]
@@ -64,7 +65,7 @@ def test_what_a_stage_found_before_its_end_stays(tmp_path: Path, monkeypatch: py
 
 def test_its_models_have_grouped_heads_of_128_numbers(tmp_path: Path) -> None:
     for shape in ("little", "small", "llama3-8b"):
-        config = llama_config(shape)
+        config = shape_config(shape)
         assert config.head_dim == 128
         assert config.num_attention_heads > config.num_key_value_heads
     assert {row["sampled with"]: row["equal"] for row in parts.sampler(Scene(True, tmp_path))} == dict.fromkeys(
