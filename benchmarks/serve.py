@@ -4,8 +4,8 @@
     python -m benchmarks.serve --stages 4 --compile --at-once 1,4,8,16 --beside --emulate-layer-ms 3 --rows 8
     python -m benchmarks.serve --stages 2 --compile --at-once 1,2,4,8,16 --rates 1,2,4 --own-cost
 
-The server is a process of its own, as `ppd serve` starts it; the client here is asyncio's sockets and nothing else. In
-a closed loop so many clients ask again as soon as they have their answer. In an open one requests arrive at random
+The server is a process of its own, as `ppd serve` starts it; the client here is sockets and nothing else. In a closed
+loop so many clients ask again as soon as they have their answer. In an open one requests arrive at random
 (Poisson) at so many a second, whatever has become of the others. "Beside" is a second server: ordinary decoding, one
 process on one core (or one emulated device), asked for one request at a time in turn with each load. "Own cost" is what
 a token alone takes longer, and a first token comes later, than from `PPDRuntime.stream` in this process: one request at
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,16 +48,21 @@ class TimedAnswer:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
+def _request(url: str, prompt: str, tokens: int) -> bytes:
+    """For a streamed completion, over a connection of its own."""
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\ncontent-type: application/json\r\n"
+    return f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
 async def ask(url: str, prompt: str, tokens: int) -> TimedAnswer:
-    """Stream one completion over a connection of its own."""
+    """Stream one completion, beside others."""
     place, answer = urlsplit(url), TimedAnswer()
-    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
-    head += f"connection: close\r\ncontent-length: {len(body.encode())}\r\n\r\n"
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
         began = time.perf_counter()
-        writer.write(head.encode() + body.encode())
+        writer.write(_request(url, prompt, tokens))
         answer.status = int((await asyncio.wait_for(reader.readline(), _DEADLINE_S)).split()[1])
         while line := await asyncio.wait_for(reader.readline(), _DEADLINE_S):
             if line.startswith(b"data: {") and b'"finish_reason":null' in line:
@@ -66,6 +72,19 @@ async def ask(url: str, prompt: str, tokens: int) -> TimedAnswer:
         with contextlib.suppress(OSError):
             await writer.wait_closed()
     return answer
+
+
+def ask_alone(url: str, prompt: str, tokens: int) -> list[float]:
+    """Stream one completion with as little work of the client as can be: when each token came, in seconds."""
+    place, arrivals, line = urlsplit(url), list[float](), b""
+    with socket.create_connection((place.hostname, place.port), _DEADLINE_S) as connection:
+        began = time.perf_counter()
+        connection.sendall(_request(url, prompt, tokens))
+        while received := connection.recv(2**16):
+            *lines, line = (line + received).split(b"\n")
+            told = sum(b'"finish_reason":null' in one for one in lines)
+            arrivals += [time.perf_counter() - began] * told
+    return arrivals
 
 
 async def closed_loop(url: str, prompts: Sequence[str], tokens: int, at_once: int) -> list[TimedAnswer]:
@@ -137,7 +156,7 @@ def own_cost(options: argparse.Namespace, prompts: Sequence[str], url: str) -> F
             began, arrivals = time.perf_counter(), list[float]()
             for _ in runtime.stream(prompt, params):
                 arrivals.append(time.perf_counter() - began)
-            over_http = asyncio.run(ask(url, prompt, options.tokens)).arrivals
+            over_http = ask_alone(url, prompt, options.tokens)
             if turn:
                 first.append(1000 * (over_http[0] - arrivals[0]))
                 spans = [times[-1] - times[0] for times in (over_http, arrivals)]

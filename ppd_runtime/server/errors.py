@@ -17,6 +17,7 @@ KINDS: Mapping[int, str] = {
 """OpenAI's types by status; all others are "invalid_request_error"."""
 GONE = 499
 """The log's status of a request whose client has gone, as nginx has it."""
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _FIELDS = {"max_new_tokens": "max_tokens", "chat_template": "messages"}
 """What requests call the library's settings."""
 _NO_FIELDS = ("body", "str", "list[str]", "list[TextPart]")
@@ -66,8 +67,7 @@ class JsonResponse(Response):
 
 def as_json(content: Any) -> bytes:
     """A JSON value in UTF-8, in one line."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
+    return _ENCODE(content).encode("utf-8", "replace")
 
 
 def refused(error: ValueError | str, field: str | None = None) -> ApiError:

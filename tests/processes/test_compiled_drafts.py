@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from compilers import needs_compiler
-from grids import pairs_first
+from grids import nightly, pairs_first
 from models_for_tests import END_ID, load_stage
 from transformers import PreTrainedModel
 
@@ -124,9 +124,8 @@ def choices(method: SpeculativeMethod, draft: Draft, position: int) -> list[int]
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "make", "stopping"), pairs_first(["llama", "mistral"], [layerskip, kangaroo, probed, swift], STOPPINGS)
-)
+@pytest.mark.parametrize("family", ["mistral", pytest.param("llama", marks=nightly)])
+@pytest.mark.parametrize(("make", "stopping"), pairs_first([layerskip, kangaroo, probed, swift], STOPPINGS))
 def test_a_chain_is_its_drafts_one_by_one(
     model_folder: ModelFolder, family: str, make: Callable[..., SpeculativeMethod], stopping: Stopping
 ) -> None:

@@ -12,12 +12,13 @@ from compilers import needs_compiler
 from damage import clear, cut, flip
 from disks import disk, read_only
 from grids import nightly
+from transformers import PretrainedConfig
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.checksummed import is_whole
 from ppd_runtime.models.compiled import passes as compiled
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
-from ppd_runtime.models.compiled.export import compile_layers
+from ppd_runtime.models.compiled.export import compile_head, compile_layers
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.native import library
 
@@ -32,13 +33,17 @@ def model(model_folder: Callable[..., Path]) -> str:
 
 @pytest.fixture(scope="module")
 def made(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """A cache folder with the model's code, and ordinary decoding's tokens with it."""
+    """A cache folder with the model's code, and ordinary decoding's tokens with it; the code is all tests'."""
     base = tmp_path_factory.mktemp("made")
+    folder = base / "ppd_runtime"
+    folder.mkdir()
+    for path in [Path(library.load()._name), *_packages(model), _head(model)]:
+        shutil.copy(path, folder)
     library.load.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(base))
         tokens = generated(model)
-    yield base / "ppd_runtime", tokens
+    yield folder, tokens
     library.load.cache_clear()
 
 
@@ -108,8 +113,15 @@ def test_a_package_behind_a_workers_back(
 
 
 def _packages(model: str) -> set[Path]:
-    config = OrdinaryDecoding(model, dtype="float32").stage.model.config
-    return set(compile_layers(config, torch.float32, torch.device("cpu")))
+    return set(compile_layers(_config(model), torch.float32, torch.device("cpu")))
+
+
+def _head(model: str) -> Path:
+    return compile_head(_config(model), torch.float32, torch.device("cpu"))
+
+
+def _config(model: str) -> PretrainedConfig:
+    return OrdinaryDecoding(model, dtype="float32").stage.model.config
 
 
 @nightly
