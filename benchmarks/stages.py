@@ -8,10 +8,10 @@
 
 Times are for a token after the first; the first round is dropped, and serves the heads' calibration. "Lock-step" is the
 same machines over the same texts on virtual clocks, with hops and heads of no time: the best that they could reach.
-"Simulator" is the same with times: a layer's or the emulated device's, ordinary decoding's head for every head, and for
-a hop what `benchmarks.hop` measures, what --hop-ms adds, and ordinary decoding's Python for a token. "Planner" is the
-formulas' time for the same times and the first boundaries that were counted. An error is the predicted time over the
-measured one, less 1.
+"Simulator" is the same with times: a layer's or the emulated device's, ordinary decoding's head for every head, for a
+hop what `benchmarks.hop` measures and what --hop-ms adds, and for each pass what a stage does besides, as the stages'
+own records have it (`besides_ms`). "Planner" is the formulas' time for the same times and the first boundaries that
+were counted. An error is the predicted time over the measured one, less 1.
 Below the row stands where the time went: by ordinary decoding's and the last stage's ledgers, and by stage in a further
 pass over the texts that records what each does, which costs some time of its own.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
@@ -44,7 +44,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import ordinary_ms
-from ppd_runtime.cost_model.staged import speedup_bound
+from ppd_runtime.cost_model.staged import speedup_bound, stage_layers
 from ppd_runtime.cost_model.staged_planner import plan_stages
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
@@ -87,10 +87,10 @@ def measure(options: argparse.Namespace) -> Figures:
             pairs = _paired_runs(options.rounds, ordinary, {STAGES: runtime} | others, prompts, params)
             figures = _figures(options, runtime, pairs)
             figures["contention"] = _contention(options, model, figures) if options.contention else None
-            figures |= _predicted(options, runtime, head, prompts, params, figures)
         traced = stack.enter_context(_opened(options, model, exit_head=head, trace=True, **place))
         found = [traced.generate(prompt, params) for prompt in prompts[:_TRACED]]
-        return figures | {"by_stage_ms": by_stage([one.trace for one in found if one.trace], options.tokens)}
+        figures["by_stage_ms"] = by_stage([one.trace for one in found if one.trace], options.tokens)
+        return figures | _predicted(options, traced, head, prompts, params, figures)
 
 
 def table(figures: Figures) -> str:
@@ -311,7 +311,7 @@ def planned_ms(times: StageTimes, cuts: Sequence[int], k: int, rows: int, figure
     counted = figures["first_boundary"]
     shares = tuple(count / sum(counted) for count in counted)
     widths = {rows: 1 + (rows - 1) * times.row_cost} if rows > 1 else {}
-    known = Calibration(times.layer, times.head, times.exit_head, times.hop, widths=widths)
+    known = Calibration(times.layer, times.head, times.exit_head, times.hop, times.besides, widths=widths)
     num_layers = figures["num_layers"]
     ordinary = ordinary_ms(num_layers, known)
     return plan_stages(num_layers, tuple(cuts), k, {k: shares}, known, ordinary, max(k, rows)).ms_per_token
@@ -321,16 +321,29 @@ def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -
     """In milliseconds, as this module's docstring says."""
     spent, info = figures["ordinary_ledger_ms"], runtime.info
     slower = figures["contention"]["slower_ms"] if figures["contention"] else 0.0
-    layer = (spent["layers"] + slower) / info.num_layers
+    layer = options.emulate_layer_ms or (spent["layers"] + slower) / info.num_layers
     sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 100"
     (row,) = hop.measure(hop.parser().parse_args(sizes.split()))["rows"]
     return StageTimes(
-        layer=layer if options.emulate_layer_ms is None else options.emulate_layer_ms,
+        layer=layer,
         head=spent["heads"],
         exit_head=spent["heads"],
-        hop=row["median_us"] / 1000 + options.hop_ms + spent["python"],
+        hop=row["median_us"] / 1000 + options.hop_ms,
         row_cost=options.row_cost,
+        besides=besides_ms(figures["by_stage_ms"], stage_layers(info.num_layers, runtime.cuts), layer),
     )
+
+
+def besides_ms(by_stage: Mapping[str, Mapping[str, float]], layers: Sequence[int], layer_ms: float) -> float:
+    """What a stage does for a pass besides layers and heads, in the mean of all stages.
+
+    That is Python, sending, and taking messages in. Its passes are counted by its layers' time.
+    """
+    each = []
+    for spent, count in zip(by_stage.values(), layers, strict=True):
+        passes = spent["layers"] / (count * layer_ms)
+        each.append((spent["python"] + spent["hops"]) / passes)
+    return statistics.fmean(each)
 
 
 def parser() -> argparse.ArgumentParser:

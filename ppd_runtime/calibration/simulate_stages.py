@@ -51,7 +51,7 @@ class StagedSetting:
         staged.check_cuts(self.num_layers, self.cuts)
         for name, least in (("k", 1), ("rows", 1), ("num_new_tokens", 2)):
             check_whole(name, getattr(self, name), least)
-        for name in ("layer", "head", "exit_head", "hop", "row_cost"):
+        for name in ("layer", "head", "exit_head", "hop", "row_cost", "besides"):
             check_number(name, getattr(self.times, name))
         check_number("jitter", self.jitter)
         if not self.times.layer:
@@ -96,7 +96,8 @@ class StagedSummary:
 
 def predict_stages(setting: StagedSetting, shares: Sequence[float]) -> StagedSummary:
     """What `cost_model.staged` says: without jitter, slow stages or links, and with room for every candidate."""
-    times = Times(setting.times.layer, setting.times.head, setting.times.exit_head, setting.times.hop)
+    asked = setting.times
+    times = Times(asked.layer, asked.head, asked.exit_head, asked.hop + asked.besides)
     tokens = setting.num_new_tokens
     per_token = staged.expected_time(setting.num_layers, setting.cuts, shares, tokens, times) / tokens
     return StagedSummary(
@@ -226,7 +227,9 @@ class VirtualRowStage:
             if not self._has_run.issuperset(path[:-1]):
                 raise RuntimeError(f"node {path[-1]} runs before one that it stands behind")
             self._has_run.add(path[-1])
-        self.rows += 0 if layers.start else len(paths)
+        if not layers.start:
+            self.rows += len(paths)
+            self._clock.spend(self._times.besides)
         self.layer_passes += len(layers) * len(paths)
         self._clock.spend_layers(len(layers), 1 + self._times.row_cost * (len(paths) - 1))
         return torch.empty(1, len(paths), 0)

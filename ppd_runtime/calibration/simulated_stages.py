@@ -46,6 +46,8 @@ class StageTimes:
     hop: float = 0.0
     row_cost: float = 0.0
     """What a further row of a pass adds, as a share of the first one's time."""
+    besides: float = 0.0
+    """What a stage's process does for each pass besides its layers and heads."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,9 @@ class _ClockedStage:
         return self._stage.run_prompt(inputs, position)
 
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
-        self.rows += 0 if layers.start else len(paths)
+        if not layers.start:
+            self.rows += len(paths)
+            self._clock.spend(self._times.besides)
         self._clock.spend_layers(len(layers), 1 + self._times.row_cost * (len(paths) - 1))
         return self._stage.run_rows(inputs, paths, layers)
 

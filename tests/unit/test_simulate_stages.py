@@ -54,7 +54,14 @@ def test_room_for_more_rows_is_faster_where_rows_cost_nothing_and_slower_where_t
 
 
 @pytest.mark.parametrize(
-    "slower", [{"slow": {2: 2.0}}, {"slow_links": {0: 8.0}}, {"times": StageTimes(hop=2.0)}, {"jitter": 0.5}]
+    "slower",
+    [
+        {"slow": {2: 2.0}},
+        {"slow_links": {0: 8.0}},
+        {"times": StageTimes(hop=2.0)},
+        {"times": StageTimes(hop=0.25, besides=1)},
+        {"jitter": 0.5},
+    ],
 )
 def test_what_slows_a_stage_down_slows_the_text_down(slower):
     times = {"times": StageTimes(hop=0.25)}
