@@ -29,7 +29,7 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
-from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
 from ppd_runtime.text import StopRule
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.seat import Seat
@@ -182,6 +182,7 @@ class Essence:
 
     _READERS: tuple[tuple[object, Callable[["Essence", object], object]], ...] = (
         (Tensor, _of_tensor),
+        (RowState, lambda self, state: self._of_tensor(state.alone())),
         (Node, _of_node),
         (NodeTree, _of_tree),
         (GeneratorType, _of_generator),

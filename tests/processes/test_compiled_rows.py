@@ -219,3 +219,16 @@ def test_stages_without_the_first_layers_and_without_the_code(model_folder: Mode
     one_token = Stage(model, counted_layers(model, (1,)))
     for stage in (Stage(model), one_token):
         assert RowStage(stage, MOST_NODES).most_together == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pass_leaves_the_states_that_it_is_given(model_folder: ModelFolder, compiled: bool) -> None:
+    """They are a message's, of which another pass may run the rest."""
+    stage = load_stage(model_folder("llama"))
+    rows = row_stage(stage.model)[0] if compiled else RowStage(stage, 16)
+    rows.begin(20)
+    rows.run_prompt([40, 41, 42], 0)
+    states = torch.randn(1, 5, stage.model.config.hidden_size, generator=torch.manual_seed(0))
+    before = states.clone()
+    rows.run_rows(states[:, 1:4], [[1], [2], [1, 3]])
+    assert torch.equal(states, before)

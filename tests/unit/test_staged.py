@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from ppd_runtime.cli.generate import print_stream
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.pipeline.messages import Rows
+from ppd_runtime.pipeline.staged.arrivals import Arrivals
+from ppd_runtime.pipeline.staged.tree import NodeTree
 from ppd_runtime.results import NOTHING_NEW, News
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.spans import Kind
@@ -219,3 +223,18 @@ def test_a_head_that_is_never_right_rests_and_is_tried_again(model_folder):
     assert staged.tokens == expected.tokens
     assert set(head.asked) == {*range(start, start + 24), *range(start + 48, start + 70)}, "24 wrong ones, 24 to rest"
     assert staged.first.first_boundary == [21, 48], "each token behind the first is counted"
+
+
+def test_waiting_rows_enter_with_their_own_states():
+    """Out of one message or several, as they came, or without some that were dropped."""
+    tree = NodeTree(SimpleNamespace(keep=lambda node: None, drop=lambda node: None), [1, 2], 2)
+    arrivals = Arrivals(tree)
+    hidden = torch.arange(12.0).view(1, 6, 2)
+    for first, pass_number in ((1, 1), (4, 2)):
+        nodes = tuple(range(first, first + 3))
+        states = hidden[:, first - 1 : first + 2].contiguous()
+        arrivals.take(Rows(1, 1, 0, pass_number, nodes, (0, 0, 0), (2, 2, 2), tuple(10 + n for n in nodes), states))
+    waiting = {number: tree.get(number) for number in range(1, 7)}
+    for chosen in ([1, 2, 3], [1, 2], [2, 3], [3], [1, 3], [3, 1], [4, 6], [2, 4], [1, 2, 3, 4, 5, 6]):
+        expected = hidden[:, [number - 1 for number in chosen]]
+        assert torch.equal(arrivals.states([waiting[number] for number in chosen]), expected)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ppd_runtime.pipeline.machine import Work
 from ppd_runtime.pipeline.messages import Rows
-from ppd_runtime.pipeline.staged.tree import MOST_HELD, Node, NodeTree
+from ppd_runtime.pipeline.staged.tree import MOST_HELD, Node, NodeTree, RowState
 
 _MOST_ORPHANS = 64
 
@@ -32,7 +32,7 @@ class Arrivals:
         number, parent, position = rows.nodes[row], rows.parents[row], rows.positions[row]
         node = self._tree.add(number, rows.token_ids[row], position, parent)
         if node is not None:
-            node.hidden, node.pass_number = rows.hidden[:, row : row + 1], rows.pass_number
+            node.hidden, node.pass_number = RowState(rows.hidden, row), rows.pass_number
             self._waiting.append(node)
             return number
         if position > self._tree.root.position + 1 and self._tree.get(parent) is None:
@@ -67,8 +67,15 @@ class Arrivals:
     @staticmethod
     def states(nodes: list[Node]) -> Tensor:
         """What the nodes enter with, `[1, nodes, hidden_size]`."""
-        states = [node.hidden for node in nodes]
-        return torch.cat([state for state in states if state is not None], dim=1)
+        states = [node.hidden for node in nodes if node.hidden is not None]
+        rows, places = states[0].rows, [state.row for state in states]
+        if any(state.rows is not rows for state in states):
+            return torch.cat([state.alone() for state in states], dim=1)
+        if places == list(
+            range(places[0], places[0] + len(places))
+        ):  # as they have come, but for some that are dropped
+            return rows[:, places[0] : places[0] + len(places)]
+        return rows[:, places]
 
     def _ready(self) -> list[Node]:
         """The nodes that may run now."""

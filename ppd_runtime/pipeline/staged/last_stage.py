@@ -29,7 +29,7 @@ from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.machine import Logits, RowStageLike
 from ppd_runtime.pipeline.staged.passes import run_nodes
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
-from ppd_runtime.pipeline.staged.tree import Node, NodeTree
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -144,7 +144,9 @@ class LastStage:
     def _decisive(self) -> Tensor | None:
         """The newest token's hidden state, once it is there."""
         root = self._tree.root
-        return root.hidden if self._tree.is_newest(root) and root.has_run else None
+        if root.hidden is None or not root.has_run or not self._tree.is_newest(root):
+            return None
+        return root.hidden.alone()
 
     def _work(self) -> Work:
         if self._cancelled or self._again or self._decisive() is not None:
@@ -161,7 +163,7 @@ class LastStage:
                 self.cached_tokens = self.stage.cached_tokens
             if len(self.history) == len(self.begin.prompt_ids):
                 self._sampler.note_prompt(self.stage.logits, states, self.history, position)
-            self._tree.prompt.hidden = states[:, -1:] if self._prompt.has_run else None
+            self._tree.prompt.hidden = RowState(states, states.shape[1] - 1) if self._prompt.has_run else None
             return True
         nodes = self._arrivals.next_pass() if self._prompt.has_run else []
         if nodes:
@@ -171,7 +173,7 @@ class LastStage:
     def _run(self, nodes: list[Node]) -> Machine:
         nodes, hidden = yield from run_nodes(self.stage, self._tree, nodes, self._arrivals.states(nodes), None)
         for row, node in enumerate(nodes):
-            node.hidden = hidden[:, row : row + 1]
+            node.hidden = RowState(hidden, row)
         self._finished_pass = max(node.pass_number for node in nodes)
 
     def _tell_progress(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +13,17 @@ MOST_NODES = 64
 """In flight at any time, as the first stage sees it."""
 MOST_HELD = 2 * MOST_NODES
 """That a stage has room for: it may hear of a certain token later than the first one."""
+
+
+class RowState(NamedTuple):
+    """A row's hidden state among those of a pass, which are `[1, rows, hidden_size]`."""
+
+    rows: Tensor
+    row: int
+
+    def alone(self) -> Tensor:
+        """`[1, 1, hidden_size]`."""
+        return self.rows[:, self.row : self.row + 1]
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +45,7 @@ class Node:
     is_kept: bool = False
     """Whether its entries lie in place for good."""
     is_dropped: bool = False
-    hidden: Tensor | None = None
+    hidden: RowState | None = None
     """What it enters this stage with, until it has run; at the last stage, what is after all layers then."""
     pass_number: int = 0
 
