@@ -60,9 +60,9 @@ def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], conf
         kept = tokens * entries * sum(spec.num_layers - spec.first_layer for spec in here)
         free = min(gpus[rank].free for rank in ranks)
         if weights + kept > free:
-            workers = f"{len(here)} worker{'s' * (len(here) > 1)}"
+            workers = f"{len(here)} workers need" if len(here) > 1 else "a worker needs"
             raise ValueError(
-                f"{gpus[ranks[0]].name}: {workers} need {(weights + kept) / 1e9:.2f} GB there ({weights / 1e9:.2f} of "
+                f"{gpus[ranks[0]].name}: {workers} {(weights + kept) / 1e9:.2f} GB there ({weights / 1e9:.2f} of "
                 f"weights, {kept / 1e9:.2f} of keys and values) and {free / 1e9:.2f} GB are free: choose fewer "
                 "workers or more GPUs, a smaller max_cache_tokens or prefix_cache_tokens, or free it"
             )

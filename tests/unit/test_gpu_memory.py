@@ -1,6 +1,7 @@
 """Workers that do not fit on their GPUs are refused before anything is loaded, with what is needed and what is free."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,18 @@ def test_workers_that_fit_alone_and_not_together_are_refused(
             rf"{entries / 1e9:.2f} of keys and values\) and {needed:.2f} GB are free: choose fewer workers .*$"
         )
         with pytest.raises(ValueError, match=line):
-            startup.prepare(specs, runtime.config, "processes", lambda line: None)
+            startup.prepare(specs, replace(runtime.config, compile=True), "processes", pytest.fail)
         runtime.close()
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_stages_on_gpus_of_their_own_are_counted_as_they_have_been_cut(model_folder: Callable[..., Path]) -> None:
+    info = describe(str(model_folder("llama", hidden_size=256)))
+    config = RuntimeConfig(stages=2, cuts="1", rows=1, prefix_cache_tokens=0, device="cuda", dtype="float32")
+    specs = worker_specs(config, "processes", info, 2, {}, None)
+    line = r"^device='cuda:[01]': a worker needs .* and 0.00 GB are free: choose fewer workers .*$"
+    with pytest.raises(ValueError, match=line):
+        startup.prepare(specs, config, "processes", lambda line: None)
 
 
 def test_workers_of_ray_are_counted_by_the_gpu_that_each_has_come_to(model_folder: Callable[..., Path]) -> None:

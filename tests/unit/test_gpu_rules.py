@@ -119,10 +119,13 @@ def test_a_gpu_is_not_chosen_for_weights_of_few_bits(model_folder: Callable[...,
 
 
 @pytest.mark.usefixtures("gpu_seen")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cuda:1") == "cuda:1"
     with pytest.raises(ValueError, match=r"^device='cuda:2': PyTorch sees 2 GPUs here; choose cuda:0 to cuda:1, .*$"):
         choose_device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"^device='cuda:1': PyTorch sees one GPU here; choose cuda:0, or cuda$"):
+        choose_device("cuda:1")
 
 
 def test_a_missing_toolkit_is_named_before_anything_is_compiled(
@@ -150,6 +153,7 @@ def test_a_missing_toolkit_is_named_before_anything_is_loaded_or_started(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("runtime.start_workers", "methods.in_process.load_stage"):
         monkeypatch.setattr(f"ppd_runtime.{name}", lambda *_: pytest.fail("too early"))

@@ -115,9 +115,9 @@ def choose_device(device: str, weights: str | None = None) -> str:
         raise ValueError(f"device={device!r}: PyTorch sees no GPU here; choose cpu or auto")
     number = torch.device(device).index
     if number is not None and number >= (count := torch.cuda.device_count()):
-        raise ValueError(
-            f"device={device!r}: PyTorch sees {count} GPUs here; choose cuda:0 to cuda:{count - 1}, or cuda"
-        )
+        there = "one GPU" if count == 1 else f"{count} GPUs"
+        last = "" if count == 1 else f" to cuda:{count - 1}"
+        raise ValueError(f"device={device!r}: PyTorch sees {there} here; choose cuda:0{last}, or cuda")
     return device
 
 
