@@ -19,7 +19,7 @@ from benchmarks.gpu.processes import Line, run_stage
 from benchmarks.gpu.report import report
 
 STAGES = {
-    "versions": ("parts", 60),
+    "versions": ("parts", 180),  # nothing that is imported is in memory yet
     "compiling": ("parts", 240),
     "bits": ("bits", 240),
     "eager": ("parts", 90),
