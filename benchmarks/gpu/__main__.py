@@ -20,7 +20,7 @@ from benchmarks.gpu.report import report
 
 STAGES = {
     "versions": ("parts", 180),  # nothing that is imported is in memory yet
-    "compiling": ("parts", 240),
+    "compiling": ("parts", 600),  # ten times, each some tens of seconds on a few cores
     "bits": ("bits", 240),
     "eager": ("parts", 90),
     "sampler": ("parts", 90),
