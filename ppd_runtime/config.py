@@ -129,7 +129,7 @@ class RuntimeConfig:
     """int8 or int4: weights of so many bits, on CPUs; default: as the model's files have them. A folder of
     `ppd quantize` has its own. The tokens are those of `OrdinaryDecoding` with the same weights."""
     device: str = "auto"
-    """cpu, cuda, or auto: GPUs where there are any."""
+    """cpu, cuda, or auto: GPUs where there are any; CPUs for `weights` of few bits."""
     transport: str = "auto"
     """How messages travel: local (threads), unix, zeromq or collective (processes), or auto. With unix and zeromq
     there are sockets between processes; with collective hidden states and key/value entries go from device to device
@@ -186,9 +186,9 @@ class RuntimeConfig:
             check_choice("weights", self.weights, FORMATS)
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("launcher", self.launcher, LAUNCHERS)
-        self._check_placement()
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
+        self._check_placement()
         for name in ("compile", "run_ahead", "trace", "repetitions"):
             check_bool(name, getattr(self, name))
         if self.workers is not None:
@@ -265,6 +265,11 @@ class RuntimeConfig:
             check_range(
                 "gpus_per_worker", self.gpus_per_worker, lambda g: 0.001 <= g <= 1 or g == int(g) > 0, range_text
             )
+            if self.device not in ("auto", "cuda"):
+                raise ValueError(
+                    f"gpus_per_worker={self.gpus_per_worker:g} with device={self.device!r}, where all workers are: "
+                    "drop it, or choose device cuda"
+                )
         if self.placement != "auto" and (self.launcher == "processes" or self.in_threads):
             raise ValueError(
                 f"placement={self.placement!r} is for Ray's workers: drop it, or the launcher or transport"

@@ -127,7 +127,7 @@ class PPDRuntime(TextGenerator):
         """Start the workers and wait until they have loaded their layers; a second call does nothing.
 
         Raises:
-            ValueError: where the model cannot be compiled, or not on this machine.
+            ValueError: where the model cannot be compiled, not on this machine, or does not fit on the workers' GPUs.
             RuntimeError: when a worker fails to start, with the worker's own message, or the runtime is closed.
         """
         with self._starting:

@@ -77,3 +77,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 def tokenizer() -> PreTrainedTokenizerBase:
     """The tokenizer of every model that `model_folder` builds."""
     return build_tokenizer()
+
+
+@pytest.fixture
+def gpu_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch says that there are two GPUs of 1 GB each."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000, 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")

@@ -224,7 +224,13 @@ def _tensors_of(index: int) -> Any:
     members: dict[str, Any] = {name: property(lambda _, value=value: value) for name, value in said.items()}
     members["cpu"] = lambda tensor: tensor.as_subclass(Tensor)
     members["record_stream"] = lambda tensor, stream: None
+    members["numpy"] = _no_array
     return type(f"OnGpu{index}", (Tensor,), members)
+
+
+def _no_array(tensor: Tensor) -> None:
+    """As PyTorch refuses it."""
+    raise TypeError(f"can't convert {tensor.device} device type tensor to numpy")
 
 
 _TENSORS = [_tensors_of(index) for index in range(2)]

@@ -19,8 +19,8 @@ from benchmarks.gpu.processes import Line, run_stage
 from benchmarks.gpu.report import report
 
 STAGES = {
-    "versions": ("parts", 60),
-    "compiling": ("parts", 240),
+    "versions": ("parts", 180),  # nothing that is imported is in memory yet
+    "compiling": ("parts", 600),  # ten times, each some tens of seconds on a few cores
     "bits": ("bits", 240),
     "eager": ("parts", 90),
     "sampler": ("parts", 90),

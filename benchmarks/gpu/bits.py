@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benchmarks.gpu.scene import Rows, Scene, name_of
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
+from ppd_runtime.models.compiled.graphs import Recordings
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 
@@ -65,7 +66,7 @@ def _cuts(stage: Stage) -> range:
     return range(1, stage.num_layers)
 
 
-def _recordings(stage: Stage) -> "object | None":
+def _recordings(stage: Stage) -> Recordings | None:
     passes = getattr(stage._compiled, "_passes", None)
     return passes._recordings if isinstance(passes, LaunchedPasses) else None
 

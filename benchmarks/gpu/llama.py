@@ -2,12 +2,13 @@
 
 import json
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 
 import torch
 
 from benchmarks.gpu.bits import _recordings
-from benchmarks.gpu.parts import bandwidths, kernels_of
+from benchmarks.gpu.parts import bandwidths, kernels_of, run_one
 from benchmarks.gpu.scene import Row, Rows, Scene
 from benchmarks.models import shape_config
 from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs, summarise_staged
@@ -62,9 +63,7 @@ def _pass_of(scene: Scene, stage: Stage, length: int) -> Row:
         stage.truncate(length)
 
     ms = scene.median_ms(one_token, scene.choose(20, 2))
-    layers = scene.median_ms(
-        lambda: (stage.run(0, stage.num_layers, [1], length), stage.truncate(length)), scene.choose(20, 2)
-    )
+    layers = scene.median_ms(partial(run_one, stage, length), scene.choose(20, 2))
     weights = sum(w.numel() * w.element_size() for w in stage.model.parameters()) - _embedding_bytes(stage)
     row: Row = {"ms": ms, "layers, ms": layers, "GB/s": weights / ms / 1e6}
     return row | kernels_of(scene, one_token, stage.num_layers)

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import hop
 from benchmarks.gpu.scene import Row, Rows, Scene
+from benchmarks.models import shape_config
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.transport.collective.groups import CollectiveBackend
@@ -64,9 +65,9 @@ def _run(
     victim: str | None = None,
 ) -> Rows:
     """A text; a layout that fails is a row that says so, and the next one is run."""
-    about = {"layout": ", ".join(f"{name} {value}" for name, value in layout.items())}
+    about: Row = {"layout": ", ".join(f"{name} {value}" for name, value in layout.items())}
     about |= {"sampled": bool(asked), "compiled": settings["compile"], "killed": victim}
-    head = OracleHead(((*_PROMPT, *text),), _MATCH_RATE("small").vocab_size)
+    head = OracleHead(((*_PROMPT, *text),), _MATCH_RATE, shape_config("small").vocab_size)
     given = {name: value for name, value in layout.items() if name != "under"}
     try:
         with PPDRuntime(folder, launcher="processes", exit_head=head, **given, **settings) as runtime:

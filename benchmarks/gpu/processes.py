@@ -26,7 +26,7 @@ def run_stage(name: str, module: str, out: Path, pretend: bool, deadline_s: floa
 
     Its process starts afresh, as CUDA needs it. Where there is no CUDA it comes from one that has imported everything.
     """
-    context = multiprocessing.get_context("forkserver" if pretend else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if pretend else "spawn")
     if pretend:
         context.set_forkserver_preload([f"benchmarks.gpu.{module}" for module in _MODULES])
     began, error = time.monotonic(), None

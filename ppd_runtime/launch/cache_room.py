@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from ppd_runtime.launch.gpus import free_bytes
 from ppd_runtime.models.checkpoint.config import model_config, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.pipeline.messages import MAIN
@@ -63,7 +64,7 @@ def _weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype)
 
 def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+        return free_bytes(device)
     return min(_free_here(), _left_to_this_group())
 
 

@@ -1,12 +1,12 @@
 """Whether the workers of a GPU fit there together, before any of them is loaded."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.launch.cache_room import layer_entry_bytes
+from ppd_runtime.launch.gpus import free_bytes
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.trained.heads import HeadInfo
@@ -14,26 +14,55 @@ from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
 
 
+@dataclass(frozen=True)
+class FoundGpu:
+    """The GPU of a worker that has not loaded anything yet."""
+
+    number: str
+    """Of its host's, as it counts them."""
+    free: int
+    """Bytes."""
+    host: str = ""
+    """The address of another host; empty: this one."""
+
+    @property
+    def name(self) -> str:
+        """What messages to people call it."""
+        return f"device='cuda:{self.number}'" + (f" of {self.host}" if self.host else "")
+
+
 def check_gpus(specs: Sequence[WorkerSpec], config: RuntimeConfig) -> None:
-    """Raise ValueError where the workers of one of this host's GPUs need more memory together than is free there.
+    """As `check_shares`, of workers that are told which of this host's GPUs is theirs."""
+    on_gpus = {spec.rank: spec.device for spec in specs if spec.device.startswith("cuda")}
+    gpus = {rank: FoundGpu(device.removeprefix("cuda:"), free_bytes(device)) for rank, device in on_gpus.items()}
+    check_shares(specs, gpus, config)
+
+
+def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], config: RuntimeConfig) -> None:
+    """Raise ValueError where the workers of one GPU need more memory together than is free there.
 
     Counted are weights, boundaries' heads among them, and the keys and values of as many tokens as the settings have
     stages keep. What is chosen by the free memory, and what CUDA takes in each process, are not.
+
+    Args:
+        specs: the workers, by their ranks.
+        gpus: where those that have a GPU have found it, by rank.
+        config: the runtime's settings.
     """
-    of_gpus = defaultdict[str, list[WorkerSpec]](list)
-    for spec in specs:
-        if spec.device.startswith("cuda"):
-            of_gpus[spec.device].append(spec)
+    of_gpus = defaultdict[tuple[str, str], list[int]](list)
+    for rank, gpu in gpus.items():
+        of_gpus[gpu.host, gpu.number].append(rank)
     tokens = (config.max_cache_tokens or 0) + config.prefix_tokens
-    entries = layer_entry_bytes(model_config(specs[MAIN].info.folder), specs[MAIN].dtype) if of_gpus else 0
-    for device, here in of_gpus.items():
+    entries = layer_entry_bytes(model_config(specs[MAIN].info.folder), specs[MAIN].dtype) if gpus else 0
+    for ranks in of_gpus.values():
+        here = [specs[rank] for rank in ranks]
         weights = sum(map(_weights, here))
         kept = tokens * entries * sum(spec.num_layers - spec.first_layer for spec in here)
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        free = min(gpus[rank].free for rank in ranks)
         if weights + kept > free:
-            workers = f"{len(here)} worker{'s' * (len(here) > 1)}"
+            workers = f"{len(here)} workers need" if len(here) > 1 else "a worker needs"
             raise ValueError(
-                f"device={device!r}: {workers} need {(weights + kept) / 1e9:.2f} GB there ({weights / 1e9:.2f} of "
+                f"{gpus[ranks[0]].name}: {workers} {(weights + kept) / 1e9:.2f} GB there ({weights / 1e9:.2f} of "
                 f"weights, {kept / 1e9:.2f} of keys and values) and {free / 1e9:.2f} GB are free: choose fewer "
                 "workers or more GPUs, a smaller max_cache_tokens or prefix_cache_tokens, or free it"
             )

@@ -1,6 +1,13 @@
-"""The GPUs of this host for workers that are no actors of Ray's."""
+"""This host's GPUs: which of them workers get that are no actors of Ray's, and what is free there."""
 
 import math
+
+import torch
+
+
+def free_bytes(device: str) -> int:
+    """Of the memory of a GPU that this process sees."""
+    return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 
 def assign_gpus(num_workers: int, num_gpus: int, gpus_per_worker: float | None) -> list[str]:

@@ -67,7 +67,8 @@ def _kept_costs(spec: WorkerSpec, progress: Progress) -> StageCosts | None:
     try:
         numbers = kept_finding("stages", _about(spec), ["guess_head", "head", "row"], lambda: _measured(spec, progress))
     except (OSError, ValueError, RuntimeError) as error:
-        logger.warning("stages: even cuts, and passes of one row: %s", with_way_out(error))
+        reason = with_way_out(error) if isinstance(error, OSError) else error  # of a folder that cannot be written
+        logger.warning("stages: even cuts, and passes of one row: %s", reason)
         return None
     finally:
         if spec.device.startswith("cuda"):  # the workers need the memory

@@ -67,8 +67,13 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     """Make code and weights ready, and choose what stages are to be chosen by measurement.
 
     Where this process sees no device of the workers' kind, or cannot compile for workers on other hosts, there is no
-    code yet: a worker compiles it.
+    code yet: a worker compiles it. Workers that do not fit on this host's GPUs are refused first or, where that depends
+    on how stages are cut, as soon as it is known.
     """
+    gpus_are_known = launcher != "ray"  # whose actors learn theirs when they are there
+    cuts_matter = bool(config.stages) and len({spec.device for spec in specs}) > 1
+    if gpus_are_known and not cuts_matter:
+        check_gpus(specs, config)
     if config.compile and _sees_device(specs[MAIN]):
         progress("compiling, unless an earlier run has")
         main = specs[MAIN]
@@ -86,7 +91,7 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
     specs = with_layout(specs, config, progress) if config.stages else specs
-    if launcher != "ray":  # whose actors learn their GPUs when they are there
+    if gpus_are_known and cuts_matter:
         check_gpus(specs, config)
     return specs
 

@@ -83,8 +83,13 @@ def worker_specs(
 ) -> list[WorkerSpec]:
     """Of all processes, by their ranks; ValueError where this machine cannot have them."""
     by_ray = launcher == "ray"
+    if by_ray and config.device.startswith("cuda:"):
+        raise ValueError(
+            f"device={config.device!r} with Ray, which gives each worker a GPU of its own: choose device cuda, or "
+            "launcher processes"
+        )
     elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
-    device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device)
+    device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
     processes = 1 + config.num_subs
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)

@@ -43,7 +43,7 @@ class OneProcessDecoding(TextGenerator):
     def load_whole(self, pass_kinds: Sequence[int]) -> Stage:
         """The whole model; with `compile`, with code for these kinds of passes."""
         info, config = self.info, self.config
-        place = choose_device(config.device)
+        place = choose_device(config.device, info.weights)
         number = choose_dtype(config.dtype, place, info, config.threads_per_worker, compiled=config.compile)
         code = compile_ahead(info, number, place, pass_kinds) if config.compile else None
         share_weights(info, number, place, config.compile)

@@ -90,12 +90,12 @@ class Worker:
             self._trained_head = (
                 load_head(head, self.stage.model, spec.guess_tokens) if isinstance(head, HeadInfo) else None
             )
+            self._row_stage = RowStage(self.stage, MOST_HELD, spec.prefix_cache_tokens) if spec.cuts else None
         head_start = spec.info.num_layers - spec.exit_layer
         self._validator = MessageValidator(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
-        self._row_stage = RowStage(self.stage, MOST_HELD, spec.prefix_cache_tokens) if spec.cuts else None
         self._calibration = ChanceCalibration() if spec.cuts else None
         self._joint = JointPasses(self.stage, self._row_stage)
         joins = self._row_stage is not None and (self._row_stage.joins_requests or spec.emulate is not None)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+import torch
 
 from ppd_runtime.launch.fork_server import CAN_FORK, ForkServer, open_fork_server
 
@@ -44,10 +45,14 @@ def one_fork_server(_test_cache: None) -> Iterator[ForkServer | None]:
 
 @pytest.fixture(scope="session")
 def ray_node() -> Iterator[None]:
-    """A Ray node that outlives single runtimes: they use a Ray that is there, and leave it running."""
+    """A Ray node that outlives single runtimes: they use a Ray that is there, and leave it running.
+
+    Where there is no GPU it says that it has two, which it hands out all the same.
+    """
     ray.init(
         address="local",
         num_cpus=8,
+        num_gpus=None if torch.cuda.is_available() else 2,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=80 * 2**20,

@@ -4,13 +4,16 @@ import contextlib
 import itertools
 import json
 import random
+import socket
 import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import psutil
 import pytest
+import ray
 from compilers import needs_compiler
 from grids import nightly
 from seeds import SEED
@@ -18,13 +21,22 @@ from seeds import SEED
 from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
+from ppd_runtime.launch import startup
+from ppd_runtime.launch.ray import workers
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.stage.sample import output_hashes
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
 NEW_TOKENS = 70  # past a step of the attended rows
 GREEDY, SAMPLED = {}, {"temperature": 0.8, "seed": 3}
+ADDRESSES = [
+    place.address
+    for places in psutil.net_if_addrs().values()
+    for place in places
+    if place.family == socket.AF_INET and not place.address.startswith("127.")
+]
 
 
 pytestmark = needs_compiler
@@ -120,6 +132,29 @@ def test_threads_with_fewer_workers_than_candidates(model_folder):
 def test_ray(ray_node, model_folder, k, settings):
     ordinary = OrdinaryDecoding(str(model_folder("llama", num_layers=5)), compile=True, dtype="float32")
     check(ordinary, settings, k=k, exit_layer=3, launcher="ray")
+
+
+@pytest.mark.skipif(not ADDRESSES, reason="no address but this host's own")
+def test_code_that_a_worker_compiles_travels_to_all(ray_node, model_folder, monkeypatch):
+    """The program compiles nothing, as where its host has no GPU; why a worker cannot is the program's error."""
+    monkeypatch.setattr(startup, "_sees_device", lambda spec: False)
+    folder, settings = str(model_folder("llama", num_layers=5)), {"dtype": "float32", "compile": True}
+    ordinary = OrdinaryDecoding(folder, **settings)
+    layout = {"k": 1, "launcher": "ray", "bind_interface": ADDRESSES[0]}
+    with PPDRuntime(folder, **layout, **settings) as runtime:
+        assert ray.get(runtime._workers._code).startswith(b'{"machine": ["cpu", ')
+        assert all(not spec.code for spec in runtime._specs)
+        bits = [post.handle.bits for post in runtime._workers.supervisor._posts.values()]
+        tokens = runtime.generate([5], max_new_tokens=9).token_ids
+    assert [of_worker.hashes for of_worker in bits] == [output_hashes(ordinary.stage)] * 2, "another's code, or none"
+    assert tokens == ordinary.generate([5], max_new_tokens=9).token_ids
+
+    def refuse(order, kinds):
+        raise ValueError("compile: no toolkit")
+
+    monkeypatch.setattr(workers, "compile_code", ray.remote(refuse))
+    with pytest.raises(ValueError, match=r"^compile: no toolkit$"):
+        PPDRuntime(folder, **layout, **settings).start()
 
 
 def _layers_kept():

@@ -9,12 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+import torch
 from grids import nightly
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
 import ppd_runtime.launch.ray.workers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
 PROMPT = [5, 9, 200, 31]
@@ -158,6 +161,24 @@ def test_another_ray_than_the_programs(ray_node, folder):
     here = ray.get_runtime_context().gcs_address
     for address in (here, "auto"):
         assert PPDRuntime(folder, ray_address=address).launcher == "ray"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs are there")
+def test_actors_that_share_a_gpu_and_do_not_fit_there_are_refused(ray_node, folder, monkeypatch):
+    """Before any is there; each fits alone. Ray gives them GPUs in earnest, and what is free there is made up."""
+    free = weight_bytes(describe(folder), 0, 4, torch.float32)
+
+    @ray.remote
+    def find_gpu():
+        return str(ray.get_gpu_ids()[0]), "10.0.0.3", free
+
+    monkeypatch.setattr(ppd_runtime.launch.ray.workers, "find_gpu", find_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    runtime = PPDRuntime(folder, k=1, device="cuda", dtype="float32", launcher="ray", gpus_per_worker=0.5)
+    line = rf"^device='cuda:[01]' of 10.0.0.3: 2 workers need .* and {free / 1e9:.2f} GB are free: choose .*$"
+    with pytest.raises(ValueError, match=line):
+        runtime.start()
+    assert not [process for process in psutil.process_iter(["cmdline"]) if "ray::PPD" in str(process.info["cmdline"])]
 
 
 def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):

@@ -17,6 +17,7 @@ from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
 from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
+from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers import worker
@@ -307,19 +308,25 @@ class _Watching:
         return self._inside.receive(timeout)
 
 
+@pytest.mark.parametrize("cuts", [(), (2,)])
 def test_a_worker_loads_and_serves_with_its_device_current(
-    gpus: TwoGpus, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    gpus: TwoGpus, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...]
 ) -> None:
-    """In whatever thread that is; the program's own threads keep theirs."""
+    """In whatever thread that is; the program's own threads keep theirs. A stage tries its passes where it loads."""
     info, loading = describe(str(model_folder("llama"))), []
 
     def load(*arguments: object) -> object:
         loading.append(gpus.current_device())
         return load_stage(*(argument if argument != "cuda:1" else "cpu" for argument in arguments))
 
+    def rows(*arguments: object) -> RowStage:
+        loading.append(gpus.current_device())
+        return RowStage(*arguments)
+
     monkeypatch.setattr(worker, "load_stage", load)
-    made = Worker(WorkerSpec(MAIN, 1, 1, info, 2, torch.float32, "cuda:1", 1))
-    assert loading == [1]
+    monkeypatch.setattr(worker, "RowStage", rows)
+    made = Worker(WorkerSpec(MAIN, 1, 1, info, 2, torch.float32, "cuda:1", 1, cuts=cuts))
+    assert loading == [1] * (1 + len(cuts))
     assert gpus.current_device() == 0
     network = LocalNetwork([CLIENT, MAIN])
     network.endpoint(CLIENT).send(MAIN, Shutdown(CLIENT, 0))

@@ -3,6 +3,7 @@ told. `torch.cuda` is a stand-in where it matters.
 """
 
 import ast
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from heads_for_tests import make_head
 from models_for_tests import build_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,33 +20,22 @@ from two_gpus import NewTensors, on_gpu, two_gpus
 
 import ppd_runtime
 from benchmarks import hop
-from ppd_runtime import PPDRuntime, RuntimeConfig
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig
 from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
-from ppd_runtime.launch import startup
 from ppd_runtime.launch.gpus import assign_gpus
+from ppd_runtime.launch.worker_specs import worker_specs
 from ppd_runtime.measure.comparison.methods import Methods
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
-from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.pipeline.messages import MAIN, ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
 PACKAGE = Path(ppd_runtime.__file__).parent
-
-
-@pytest.fixture
-def gpu_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch says that there are two GPUs of 1 GB each."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000, 10**9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
 
 
 @pytest.mark.usefixtures("gpu_seen")
@@ -97,84 +86,46 @@ def test_more_workers_than_gpus_may_have_are_refused(each: float, needed: int) -
         assign_gpus(3, 1, each)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_shares_of_gpus_are_for_workers_that_may_be_on_any(device: str) -> None:
+    line = rf"^gpus_per_worker=1 with device='{device}', where all workers are: drop it, or choose device cuda$"
+    with pytest.raises(ValueError, match=line):
+        RuntimeConfig(device=device, gpus_per_worker=1)
+
+
 @pytest.mark.usefixtures("gpu_seen")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+@pytest.mark.parametrize("interface", [None, "10.0.0.1"])
+def test_a_particular_gpu_is_not_for_workers_of_ray(model_folder: Callable[..., Path], interface: str | None) -> None:
+    """They would all be on it, or not see it, whatever Ray gave them."""
+    config = RuntimeConfig(device="cuda:1", dtype="float32", bind_interface=interface)
+    info = describe(str(model_folder("llama")))
+    with pytest.raises(ValueError, match=r"^device='cuda:1' with Ray, which gives each .*: choose device cuda, or .*$"):
+        worker_specs(config, "ray", info, 2, {}, None)
+    assert {spec.device for spec in worker_specs(config, "processes", info, 2, {}, None)} == {"cuda:1"}
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_a_gpu_is_not_chosen_for_weights_of_few_bits(model_folder: Callable[..., Path]) -> None:
+    """Their products run on CPUs: to be told that by a user who named no device would be no help."""
+    folder = model_folder("llama")
+    runtime = PPDRuntime(folder, weights="int8", launcher="processes")
+    assert runtime.device == "cpu"
+    runtime.close()
+    assert OrdinaryDecoding(folder, weights="int8").stage.device.type == "cpu"
+    with pytest.raises(
+        ValueError, match=r"^device='cuda:0' with weights='int8', whose products run on CPUs: drop one$"
+    ):
+        OrdinaryDecoding(folder, weights="int8", device="cuda:0")
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cuda:1") == "cuda:1"
     with pytest.raises(ValueError, match=r"^device='cuda:2': PyTorch sees 2 GPUs here; choose cuda:0 to cuda:1, .*$"):
         choose_device("cuda:2")
-
-
-@pytest.mark.usefixtures("gpu_seen")
-@pytest.mark.parametrize(("first", "layers"), [(0, 4), (2, 4)])
-def test_a_gpu_without_room_is_named_with_both_numbers(
-    model_folder: Callable[..., Path], first: int, layers: int
-) -> None:
-    """Before anything is loaded; the need is the memory that a stage of these layers has on a CPU."""
-    info = describe(str(model_folder("llama", hidden_size=256)))
-    model = load_stage(info, layers, torch.float32, "cpu", first=first).model
-    held = [
-        w
-        for name, w in model.named_parameters()
-        if not (first and (name.startswith(("model.layers.0.", "model.layers.1.", "model.embed"))))
-    ]
-    needed = sum(w.numel() * w.element_size() for w in held) / 1e9
-    line = rf"^device='cuda:1': layers {first + 1} to 4 of .* in float32 need {needed:.2f} GB and 0.00 GB are free: .*$"
-    with pytest.raises(ValueError, match=line):
-        load_stage(info, layers, torch.float32, "cuda:1", first=first)
-
-
-@pytest.mark.usefixtures("gpu_seen")
-def test_workers_that_fit_alone_and_not_together_are_refused(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before any is loaded: their weights, their boundaries' heads, and what they keep of keys and values."""
-    folder, free = model_folder("llama", hidden_size=256), [0]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 10**9))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    settings = {"device": "cuda", "dtype": "float32", "launcher": "processes"}
-    stages = {"stages": 2, "cuts": "2", "rows": 1, "max_cache_tokens": 1000, "prefix_cache_tokens": 0}
-    for layout, kept in (({"k": 1}, 0), (stages, 1000), (stages | {"guess_vocab": 7}, 1000)):
-        runtime = PPDRuntime(folder, **layout, **settings)
-        specs, info = runtime._specs, describe(str(folder))
-        loaded = [
-            load_stage(info, s.num_layers, s.dtype, "cpu", None, None, s.first_layer, s.guess_tokens) for s in specs
-        ]
-        entries = 0
-        for spec, stage in zip(specs, loaded, strict=True):
-            stage.begin(64)
-            states = torch.zeros(1, 1, 256)
-            stage.run(spec.first_layer, spec.num_layers, states if spec.first_layer else [0], 0)
-            held = [layer for layer in stage.cache.layers if layer.rows]
-            entries += kept * sum(rows[0].nbytes for layer in held for rows in layer.rows)
-        weights = sum(_held(stage.model) for stage in loaded)
-        needed, alone = (weights + entries) / 1e9, max(_held(stage.model) for stage in loaded)
-        free[0] = needed_bytes = weights + entries
-        startup.check_gpus(specs, runtime.config)
-        free[0] = needed_bytes - 1
-        assert alone < free[0]
-        line = (
-            rf"^device='cuda:0': 2 workers need {needed:.2f} GB there \({weights / 1e9:.2f} of weights, "
-            rf"{entries / 1e9:.2f} of keys and values\) and {needed:.2f} GB are free: choose fewer workers .*$"
-        )
-        with pytest.raises(ValueError, match=line):
-            startup.prepare(specs, runtime.config, "processes", lambda line: None)
-        runtime.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [(), (3, 5, 9)])
-def test_a_trained_heads_share_of_that_is_what_it_holds(
-    model_folder: Callable[..., Path], tmp_path: Path, kind: str, tokens: tuple[int, ...]
-) -> None:
-    folder = model_folder("llama")
-    head, info = make_head(tmp_path, folder, kind, 2), describe(str(folder))
-    loaded = load_head(head, load_stage(info, 2, torch.float32, "cpu", head_tokens=tokens).model, tokens)
-    assert head.num_weights(len(tokens)) == sum(w.numel() for w in loaded.parameters())
-
-
-def _held(model: PreTrainedModel) -> int:
-    """The bytes that a model has memory for; those of absent layers are one number, shown again and again."""
-    return sum(w.nbytes for w in model.parameters() if 0 not in w.stride())
+    with pytest.raises(ValueError, match=r"^device='cuda:1': PyTorch sees one GPU here; choose cuda:0, or cuda$"):
+        choose_device("cuda:1")
 
 
 def test_a_missing_toolkit_is_named_before_anything_is_compiled(
@@ -195,6 +146,24 @@ def test_a_missing_toolkit_is_named_before_anything_is_compiled(
     (tmp_path / "include/cuda.h").touch()
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
     toolkit.check_toolkit()
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_a_missing_toolkit_is_named_before_anything_is_loaded_or_started(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("runtime.start_workers", "methods.in_process.load_stage"):
+        monkeypatch.setattr(f"ppd_runtime.{name}", lambda *_: pytest.fail("too early"))
+    settings = {"device": "cuda", "compile": True, "dtype": "bfloat16"}
+    line = pytest.raises(ValueError, match=r"^compile: code for GPUs needs Triton, .* or leave compile out$")
+    for layout in ({"launcher": "processes"}, {"launcher": "ray"}, {"transport": "local"}, {"stages": 2}):
+        with contextlib.closing(PPDRuntime(model_folder("llama"), **layout, **settings)) as runtime, line:
+            runtime.start()
+    with line:
+        OrdinaryDecoding(model_folder("llama"), **settings)
 
 
 @pytest.mark.parametrize("passes", [1, PassKind.SEVERAL])

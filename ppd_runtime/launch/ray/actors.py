@@ -34,6 +34,19 @@ class PPDStage(_HostActor):
     """One of several stages; the class' name is what `ps` shows."""
 
 
+@ray.remote(max_retries=0, max_calls=1)
+def find_gpu() -> tuple[str, str, int]:
+    """Of the GPU of this place: its number on its host, the host's address, and the bytes that are free there.
+
+    Its process ends behind it, and gives back what CUDA takes.
+    """
+    with quick_imports():
+        from ppd_runtime.launch.gpus import free_bytes
+
+    own = ray.get_gpu_ids()
+    return str(own[0]), ray.util.get_node_ip_address(), free_bytes(own_device(own, os.environ))
+
+
 @ray.remote(max_retries=0)
 def compile_code(order: str, kinds: list[int]) -> bytes:
     """A bundle of compiled code for these kinds of passes, for the model and the kind of device of a worker's order."""

@@ -13,7 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ppd_runtime.config import TRANSPORTS, RuntimeConfig
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.choice import address_to_join
-from ppd_runtime.launch.ray.actors import PPDMain, PPDStage, PPDSub, compile_code
+from ppd_runtime.launch.gpu_memory import FoundGpu, check_shares
+from ppd_runtime.launch.ray.actors import PPDMain, PPDStage, PPDSub, compile_code, find_gpu
 from ppd_runtime.launch.ray.gpus import UNMASKED
 from ppd_runtime.launch.ray.metrics import RayMetrics
 from ppd_runtime.launch.ray.placement import cluster_nodes, release, reserve
@@ -35,6 +36,7 @@ _STOP_DEADLINE_S = 5.0
 _BIRTH_DEADLINE_S = 60.0  # as long as Ray itself waits for a process that it has started
 _PATIENCE_S = 0.5
 _COMPILE_S = 1800.0
+_FIND_S = 300.0
 
 
 class RayWorkers:
@@ -64,6 +66,8 @@ class RayWorkers:
             on_gpus = self._specs[MAIN].device.startswith("cuda")
             transport = choose_transport(config.transport, on_gpus, own_gpus=self._bundle.gpus >= 1)
             self._environment = UNMASKED if on_gpus and TRANSPORTS[transport].device_tensors else {}
+            if on_gpus:
+                self._check_gpus(config, progress)
             self._code = self._compiled(config, progress)
             self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
@@ -94,13 +98,30 @@ class RayWorkers:
         if not self._one_host:
             network = replace(network, interface="")  # the address of the Ray node that it comes to
         order = start_order(self._specs[rank], network)
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        resources = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
-        options: dict[str, Any] = {"scheduling_strategy": place, "max_concurrency": 2, **resources}
+        options = self._place(rank) | {"max_concurrency": 2}
         if self._environment:
             options["runtime_env"] = {"env_vars": self._environment}
         name = process_name(rank, self._num_stages)
         return ActorHandle(actor_class.options(**options).remote(name, order, self._code), self._joined)
+
+    def _place(self, rank: int) -> dict[str, Any]:
+        """Ray's options for what runs in a worker's place, with all that the worker has there."""
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        return {"scheduling_strategy": place, "num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
+
+    def _check_gpus(self, config: RuntimeConfig, progress: Progress) -> None:
+        """Workers of one GPU are refused where they do not fit there together; which share one, their places know.
+
+        Raises:
+            ValueError: as `check_shares`.
+        """
+        progress("looking for memory on the workers' GPUs")
+        asked = [find_gpu.options(**self._place(rank)).remote() for rank in self._specs]
+        found = _result(asked, _FIND_S, "the look at the workers' GPUs")
+        gpus = {
+            rank: FoundGpu(number, free, host) for rank, (number, host, free) in zip(self._specs, found, strict=True)
+        }
+        check_shares(list(self._specs.values()), gpus, config)
 
     def _compiled(self, config: RuntimeConfig, progress: Progress) -> Any:
         """Workers on several hosts have the same code: what one compiles at the place of the first, as Ray holds it.
@@ -112,16 +133,9 @@ class RayWorkers:
             return b""
         progress("a worker compiles, unless an earlier run has")
         kinds = sorted(set().union(*(spec.pass_kinds for spec in self._specs.values())))
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=MAIN)
-        task = compile_code.options(scheduling_strategy=place, num_cpus=self._bundle.cpus, num_gpus=self._bundle.gpus)
-        try:
-            return ray.put(ray.get(task.remote(start_order(self._specs[MAIN], Network()), kinds), timeout=_COMPILE_S))
-        except ray.exceptions.GetTimeoutError as error:
-            raise RuntimeError(f"compile: the worker that compiles has not ended for {_COMPILE_S:.0f} s") from error
-        except ray.exceptions.RayError as error:
-            if isinstance(cause := getattr(error, "cause", None), ValueError):
-                raise ValueError(str(cause)) from error
-            raise RuntimeError(_own_words(error)) from error
+        order = start_order(self._specs[MAIN], Network())
+        task = compile_code.options(**self._place(MAIN)).remote(order, kinds)
+        return ray.put(_result(task, _COMPILE_S, "compile: the worker that compiles"))
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)
@@ -236,6 +250,18 @@ class ActorHandle:
             self.cancelled = self.cancelled or _never_ran(error)
             return _own_words(error)
         return "it ended"
+
+
+def _result(task: Any, seconds: float, who: str) -> Any:
+    """What a task gives, or tasks; raises its ValueError, or RuntimeError with its words or where it takes too long."""
+    try:
+        return ray.get(task, timeout=seconds)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RuntimeError(f"{who} has not ended for {seconds:.0f} s") from error
+    except ray.exceptions.RayError as error:
+        if isinstance(cause := getattr(error, "cause", None), ValueError):
+            raise ValueError(str(cause)) from error
+        raise RuntimeError(_own_words(error)) from error
 
 
 def _has(reference: Any, seconds: float = 0.0) -> bool:

@@ -106,17 +106,18 @@ def _round_seconds(weights: list[Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def choose_device(device: str) -> str:
-    """The device that "auto" stands for: a GPU where PyTorch sees one; raises ValueError for a GPU it does not see."""
+def choose_device(device: str, weights: str | None = None) -> str:
+    """The device that "auto" stands for: a GPU where PyTorch sees one, but for `weights` of few bits, whose products
+    run on CPUs; raises ValueError for a GPU it does not see."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() and not weights else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: PyTorch sees no GPU here; choose cpu or auto")
     number = torch.device(device).index
     if number is not None and number >= (count := torch.cuda.device_count()):
-        raise ValueError(
-            f"device={device!r}: PyTorch sees {count} GPUs here; choose cuda:0 to cuda:{count - 1}, or cuda"
-        )
+        there = "one GPU" if count == 1 else f"{count} GPUs"
+        last = "" if count == 1 else f" to cuda:{count - 1}"
+        raise ValueError(f"device={device!r}: PyTorch sees {there} here; choose cuda:0{last}, or cuda")
     return device
 
 
