@@ -24,6 +24,7 @@ from ppd_runtime.models.checkpoint.config import (
     weight_files,
 )
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.gguf.kept import is_kept
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import DTYPES, bytes_of, header_of, map_tensors, version_of
@@ -69,7 +70,8 @@ def check_packed(info: ModelInfo) -> None:
     except OSError as error:
         raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
     if found != card.checksum:
-        way_out = "quantise the model again with `ppd quantize`"
+        again = f"remove {info.folder}, and it is made again" if is_kept(info.folder) else ""
+        way_out = again or "quantise the model again with `ppd quantize`"
         raise ValueError(f"model {info.name!r}: {path.name} is not what {QUANTISED_CARD} describes; {way_out}")
 
 
