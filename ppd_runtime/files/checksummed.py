@@ -64,6 +64,21 @@ def is_whole(path: Path) -> bool:
         return False
 
 
+def has_checksum(path: Path, value: str) -> bool:
+    """Whether a file has this checksum, as a process of this host found a moment ago, or as it is found now.
+
+    Raises:
+        OSError: where it cannot be read.
+    """
+    if not _is_small(path) and _whole_lately(path):
+        return True
+    identity = _identity(path)
+    if checksum(path) != value:
+        return False
+    note_whole(path, identity)
+    return True
+
+
 def find(folder: Path, name: str, suffix: str) -> Path | None:
     """The file of this name, found whole a moment ago by this process or another one of this host; None where there is
     none. A damaged one is removed, with a line of warning; who asks makes it again.

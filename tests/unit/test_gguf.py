@@ -22,7 +22,7 @@ from ppd_runtime.models.checkpoint.config import QUANTISED, model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.gguf import kept
-from ppd_runtime.models.checkpoint.gguf.reader import read_gguf
+from ppd_runtime.models.checkpoint.gguf.reader import _TYPES, read_gguf
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised import check_packed
 from ppd_runtime.models.native.formats import as_floats
@@ -154,7 +154,7 @@ def test_numbers_that_the_matrices_dtype_cannot_hold_keep_theirs(model_folder: M
 def test_packed_weights_have_the_files_numbers(model_folder, tmp_path, family, settings, others, kind, weights):
     folder = model_folder(family, **settings)
     metadata, tensors = model_parts(folder, kind, others)
-    file = write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    file = write_gguf(tmp_path / "model.gguf", metadata, tensors, version=2 if family == "qwen3" else 3)
     info = describe(str(file))
     assert info.weights == weights
     state, config = state_of(info), model_config(info.folder)
@@ -244,17 +244,16 @@ def test_two_at_once_write_one_folder(model_folder: ModelFolder, tmp_path: Path)
     assert len(names) == 1
 
 
-def test_a_damaged_kept_folder_is_one_line(model_folder: ModelFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [QUANTISED, "config.json", "made_of.json"])
+@pytest.mark.parametrize("damage", ["a bit", "gone"])
+def test_a_damaged_kept_folder_is_made_again(model_folder, tmp_path, caplog, name, damage) -> None:
     file = write_model(tmp_path / "model.gguf", model_folder("llama"), "Q8_0")
-    info = describe(str(file))
-    weights = info.folder / QUANTISED
-    content = bytearray(weights.read_bytes())
-    content[-500] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(ValueError, match=f"remove {info.folder}, and it is made again"):
-        check_packed(info)
-    shutil.rmtree(info.folder)
+    damaged = describe(str(file)).folder / name
+    whole = damaged.read_bytes()
+    damaged.unlink() if damage == "gone" else damaged.write_bytes(bytes([whole[0] ^ 4]) + whole[1:])
     check_packed(describe(str(file)))
+    assert "is damaged, so it is removed and made again" in caplog.text
+    assert damaged.read_bytes() == whole
 
 
 def test_the_commands_take_a_file(model_folder: ModelFolder, tmp_path: Path) -> None:
@@ -438,6 +437,12 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_packed_weights_need_their_products(model_folder: ModelFolder, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(kept, "is_available", lambda *_: False)
+    refused(write_model(tmp_path / "a.gguf", model_folder("llama"), "Q4_0"), "has int4 weights, which need Linux")
+    describe(str(write_model(tmp_path / "b.gguf", model_folder("llama"), "F16")))
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_read_is_one_line(model_folder: ModelFolder, tmp_path: Path, what: str) -> None:
     changed, reason = REFUSED[what]
@@ -582,6 +587,7 @@ def test_the_reader_agrees_with_the_formats_own(model_folder: ModelFolder, tmp_p
     for key, value in ours.metadata.items():
         found = fields[key].contents()
         assert found == (value.tolist() if isinstance(value, np.ndarray) else value), key
+    assert all(_TYPES[kind] == kind.name for kind in gguf.GGMLQuantizationType)
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         one = ours.tensors[tensor.name]

@@ -66,12 +66,13 @@ def check_packed(info: ModelInfo) -> None:
         return  # a kept file is checked whenever it is looked for
     try:
         read_in_large_pages(path)
+        if is_kept(info.folder):
+            return  # it was checked when it was looked for
         found = checksum(path)
     except OSError as error:
         raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
     if found != card.checksum:
-        again = f"remove {info.folder}, and it is made again" if is_kept(info.folder) else ""
-        way_out = again or "quantise the model again with `ppd quantize`"
+        way_out = "quantise the model again with `ppd quantize`"
         raise ValueError(f"model {info.name!r}: {path.name} is not what {QUANTISED_CARD} describes; {way_out}")
 
 

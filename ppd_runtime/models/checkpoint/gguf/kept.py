@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
-from ppd_runtime.files.checksummed import checksum, only_one
+from ppd_runtime.files.checksummed import checksum, has_checksum, only_one
 from ppd_runtime.models.checkpoint.config import QUANTISED, SINGLE, read_json
 from ppd_runtime.models.checkpoint.gguf.config import config_of
 from ppd_runtime.models.checkpoint.gguf.reader import read_gguf
@@ -19,6 +21,7 @@ from ppd_runtime.models.checkpoint.gguf.tensors import TensorPlan, check_kinds, 
 from ppd_runtime.models.checkpoint.gguf.tokenizer import BESIDE, write_tokenizer
 from ppd_runtime.models.checkpoint.weight_cache import version_of
 from ppd_runtime.models.checkpoint.weights_card import FLOATS, WeightsCard
+from ppd_runtime.models.native.library import is_available
 
 logger = logging.getLogger(__name__)
 _FOLDER, _ABOUT = "gguf", "made_of.json"
@@ -64,14 +67,17 @@ def kept_folder(model: str) -> Path:
         raise ValueError(f"model {model!r} cannot be read: {error.strerror or error}") from error
     place = cache_folder() / _FOLDER
     folder = place / ingredients_name(about)
-    if is_kept(folder):
+    if _is_whole(folder):
         _count_as_used(folder)
         return folder
     try:
         place.mkdir(exist_ok=True)
         with only_one(place, folder.name, _PATIENCE_S):
-            if not is_kept(folder):
+            if not _is_whole(folder):
                 _remove_unused(place)
+                if folder.exists():
+                    logger.warning("%s is damaged, so it is removed and made again", folder)
+                    shutil.rmtree(folder)
                 _write(path, about, folder)
     except ValueError as error:
         raise ValueError(f"model {model!r} {error}") from error
@@ -93,6 +99,8 @@ def _write(path: Path, about: dict[str, Any], folder: Path) -> None:
     check_kinds(gguf)
     config = config_of(gguf, rope_factors_of(gguf))
     plan = plan_tensors(gguf, config)
+    if plan.weights and not is_available(torch.device("cpu"), torch.float32):
+        raise ValueError(f"has {plan.weights} weights, which need Linux and PyTorch 2.8 or newer; give a file in F16")
     _check_room(plan.num_bytes, folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as making:
         unfinished = Path(making, "model")
@@ -109,7 +117,8 @@ def _write(path: Path, about: dict[str, Any], folder: Path) -> None:
             _card(plan, path, folder.name, weights).write(unfinished)
         if about != _about(path):
             raise ValueError("has changed meanwhile; open it again")
-        (unfinished / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        checksums = {file.name: checksum(file) for file in sorted(unfinished.iterdir())}
+        (unfinished / _ABOUT).write_text(json.dumps({**about, "checksums": checksums}, indent=2) + "\n")
         unfinished.replace(folder)
 
 
@@ -123,6 +132,15 @@ def _check_room(num_bytes: int, place: Path) -> None:
     if free < num_bytes:
         needs = f"needs {num_bytes / 1e9:.3g} GB in {place}, and {free / 1e9:.3g} GB are free"
         raise ValueError(f"{needs}; free some, or set XDG_CACHE_HOME to another folder")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the folder is there, with the files that were written."""
+    try:
+        checksums = read_json(folder / _ABOUT)["checksums"]
+        return all(has_checksum(folder / name, value) for name, value in checksums.items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
 
 
 def _count_as_used(folder: Path) -> None:

@@ -18,7 +18,7 @@ from ppd_runtime.models.checkpoint.gguf.config import INTERLEAVED, OTHER_MODEL, 
 from ppd_runtime.models.checkpoint.gguf.reader import BLOCKS, GGUF, StoredTensor, shown
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import bytes_of, header_of
-from ppd_runtime.models.native.formats import GROUP, pack, row_bytes
+from ppd_runtime.models.native.formats import pack_values, row_bytes
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PACKED = {"Q8_0": "int8", "Q4_0": "int4"}
@@ -224,21 +224,18 @@ def _converted(rows: np.ndarray[Any, Any], each: _Written) -> Tensor:
     if each.of.kind in _FLOATS:
         numbers = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).view(_FLOATS[each.of.kind])
         return numbers.to(each.dtype).view(len(rows), -1)
-    numbers, scales = _groups(rows, each.of)
-    if each.weights:
-        return pack(numbers, scales, each.weights)
-    return (numbers.float() * scales.float()[..., None]).view(len(rows), -1)
-
-
-def _groups(rows: np.ndarray[Any, Any], of: StoredTensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers, int8 `[rows, groups, 32]`, and scales, float16 `[rows, groups]`, of rows in Q8_0 or Q4_0."""
-    blocks = torch.from_numpy(np.ascontiguousarray(rows)).view(len(rows), -1, BLOCKS[of.kind][1])
+    blocks = torch.from_numpy(np.ascontiguousarray(rows)).view(len(rows), -1, BLOCKS[each.of.kind][1])
     scales = blocks[..., :_SCALE_BYTES].contiguous().view(torch.float16)[..., 0]
+    values = blocks[..., _SCALE_BYTES:]
     if not torch.isfinite(scales).all():
-        raise ValueError(f"is damaged: a scale of {of.name} is not finite")
-    values = blocks[..., _SCALE_BYTES:].contiguous()
-    if of.kind == "Q8_0":
-        return values.view(torch.int8), scales
-    numbers = torch.cat([values & 15, values >> 4], dim=-1).to(torch.int8) - 8
-    assert numbers.shape[-1] == GROUP
-    return numbers, scales
+        raise ValueError(f"is damaged: a scale of {each.of.name} is not finite")
+    if each.weights:
+        return pack_values(values, scales)
+    return (_whole_numbers(values, each.of.kind).float() * scales.float()[..., None]).view(len(rows), -1)
+
+
+def _whole_numbers(values: Tensor, kind: str) -> Tensor:
+    """Those that the bytes of groups in Q8_0 or Q4_0 hold, int8 `[rows, groups, 32]`."""
+    if kind == "Q8_0":
+        return values.contiguous().view(torch.int8)
+    return torch.cat([values & 15, values >> 4], dim=-1).to(torch.int8) - 8
