@@ -37,6 +37,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
 FLIPS = 300
 """Files of the test that damages bytes at random."""
 
@@ -106,7 +107,7 @@ def llama3_factors(head_dim: int) -> torch.Tensor:
         ({"rope_type": "linear", "factor": 4.0}, {"factor": 4.0}),
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-            {"type": "yarn", "factor": 4.0, "original_context_length": 128},
+            YARN,
         ),
         (
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "beta_fast": 16.0},
@@ -416,6 +417,10 @@ REFUSED = {
     "part rotary": ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count 4 for heads of 8 numbers"),
     "other values": ({"llama__attention__value_length": 4}, "llama.attention.value_length 4 for heads of 8"),
     "su rotary": ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type 'longrope'; linear and yarn are read"),
+    "rotary that stands still": (
+        {"llama__rope__freq_base": 1.0, **{f"llama__rope__scaling__{key}": value for key, value in YARN.items()}},
+        "says what no llama can be: ZeroDivisionError",
+    ),
     "no epsilon": ({"llama__attention__layer_norm_rms_epsilon": None}, "lacks llama.attention.layer_norm_rms_epsilon"),
     "infinite theta": ({"llama__rope__freq_base": float("inf")}, "says that llama.rope.freq_base is inf"),
     "no layers": ({"llama__block_count": 0}, "says that llama.block_count is 0"),
@@ -576,6 +581,31 @@ def test_random_damage_is_one_line_or_opens(model_folder: ModelFolder, tmp_path:
             assert "\n" not in str(error), error
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB, of a file of 100
     assert opened > FLIPS // 20
+
+
+def test_values_that_nobody_expects_are_one_line_or_open(model_folder: ModelFolder, tmp_path: Path) -> None:
+    metadata, tensors = model_parts(model_folder("llama", num_layers=2), "Q8_0")
+    file, drawn, opened = tmp_path / "model.gguf", random.Random(4), 0
+    numbers, words = (
+        [0, 1, 2, 3, 7, 64, 2**20, 2**31 - 1, -1, 0.0, 0.5, 1e30, float("nan"), float("inf")],
+        ["x", "", "▁"],
+    )
+    for _ in range(FLIPS // 3):
+        changed = dict(metadata)
+        for key in drawn.sample(list(metadata), drawn.choice([1, 1, 2])):
+            value = metadata[key]
+            if isinstance(value, list) and drawn.random() < 0.7:
+                some = [value[0]] if isinstance(value[0], str) else numbers[:9]
+                changed[key] = [*value[:5], drawn.choice([*some, *(words if some == [value[0]] else [])]), *value[6:]]
+            else:
+                changed[key] = drawn.choice([*numbers, *words, True, [1, 2], ["a"]])
+        write_gguf(file, changed, tensors)
+        try:
+            load_tokenizer(describe(str(file)))
+            opened += 1
+        except ValueError as error:
+            assert "\n" not in str(error), error
+    assert opened
 
 
 def test_the_reader_agrees_with_the_formats_own(model_folder: ModelFolder, tmp_path: Path) -> None:

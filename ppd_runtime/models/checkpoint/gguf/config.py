@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.gguf.reader import GGUF, Value, shown
 from ppd_runtime.models.checkpoint.hub import one_line
 
@@ -118,6 +119,26 @@ def config_of(gguf: GGUF, rope_factors: torch.Tensor | None) -> PretrainedConfig
     """
     architecture = architecture_of(gguf)
     about = Metadata(gguf.metadata, architecture)
+    sizes = _sizes(gguf, about)
+    settings = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "hidden_act": "silu",
+        "rms_norm_eps": about.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(about, sizes["head_dim"], rope_factors),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **_own_settings(gguf, architecture),
+    }
+    try:
+        config = CONFIG_MAPPING[architecture](**sizes, **settings)
+        skeleton_of(config, 1)
+        return config
+    except Exception as error:  # the library's own checks raise many kinds
+        raise ValueError(f"says what no {architecture} can be: {one_line(error)}; {OTHER_MODEL}") from error
+
+
+def _sizes(gguf: GGUF, about: Metadata) -> dict[str, int]:
+    """Those of the model, by the library's names, which fit each other and the first layer's tensors."""
     hidden, heads = about.whole("embedding_length"), about.whole("attention.head_count")
     kv_heads = about.whole("attention.head_count_kv", heads)
     head_dim = about.whole("attention.key_length", max(1, hidden // heads))
@@ -133,19 +154,7 @@ def config_of(gguf: GGUF, rope_factors: torch.Tensor | None) -> PretrainedConfig
         "max_position_embeddings": about.whole("context_length", most=_MOST_POSITIONS),
     }
     _check_sizes(gguf, about, sizes)
-    settings = {
-        "architectures": [ARCHITECTURES[architecture]],
-        "hidden_act": "silu",
-        "rms_norm_eps": about.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(about, sizes["head_dim"], rope_factors),
-        "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        **_own_settings(gguf, architecture),
-    }
-    try:
-        return CONFIG_MAPPING[architecture](**sizes, **settings)
-    except Exception as error:  # a config's own checks raise many kinds
-        raise ValueError(f"says what no {architecture} can be: {one_line(error)}; {OTHER_MODEL}") from error
+    return sizes
 
 
 def _own_settings(gguf: GGUF, architecture: str) -> dict[str, Any]:
@@ -222,7 +231,8 @@ def _llama3(theta: float, head_dim: int, context: int, factors: torch.Tensor) ->
     low, high = _LLAMA3.values()
     smooth = ((context / waves - low) / (high - low)).clamp(0, 1)
     longest = float(smooth[-1])  # 0 where the longest wave is divided by the whole factor
-    whole = (1 - longest) / (1 / float(factors[-1]) - longest) if longest < 1 and factors[-1] > 1 else 1.0
+    last = 1 / max(1.0, float(factors[-1]))
+    whole = (1 - longest) / (last - longest) if last > longest else 1.0
     factor = float(f"{whole:.4g}")
     expected = 1 / ((1 - smooth) / factor + smooth)
     if factors.shape != expected.shape or not torch.allclose(factors.double(), expected, rtol=_CLOSE, atol=0):

@@ -15,7 +15,7 @@ import torch
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
 from ppd_runtime.files.checksummed import checksum, has_checksum, only_one
 from ppd_runtime.models.checkpoint.config import QUANTISED, SINGLE, read_json
-from ppd_runtime.models.checkpoint.gguf.config import config_of
+from ppd_runtime.models.checkpoint.gguf.config import architecture_of, config_of
 from ppd_runtime.models.checkpoint.gguf.reader import read_gguf
 from ppd_runtime.models.checkpoint.gguf.tensors import TensorPlan, check_kinds, plan_tensors, rope_factors_of
 from ppd_runtime.models.checkpoint.gguf.tokenizer import BESIDE, write_tokenizer
@@ -96,6 +96,7 @@ def _about(path: Path) -> dict[str, Any]:
 def _write(path: Path, about: dict[str, Any], folder: Path) -> None:
     """Write the folder; it appears when it is whole, and not at all for a file that is refused."""
     gguf = read_gguf(path)
+    architecture_of(gguf)
     check_kinds(gguf)
     config = config_of(gguf, rope_factors_of(gguf))
     plan = plan_tensors(gguf, config)
