@@ -80,7 +80,7 @@ class RuntimeConfig:
     """
 
     model: str = "demo"
-    """A local folder, a hub name (`name@revision` pins a commit), or "demo" for the embedded model."""
+    """A local folder, a GGUF file, a hub name (`name@revision` pins a commit), or "demo" for the embedded model."""
     k: int | None = None
     """Early candidates for each token, 3 by default; with `stages`, at each boundary, as many as suit its `rows`."""
     stages: int | None = None

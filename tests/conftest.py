@@ -1,6 +1,7 @@
 """Fixtures for every test: small models built once in a session, one thread, no network, no noise."""
 
 import os
+import shutil
 import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test reaches for the network
@@ -37,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # one of the processes that share the run
         oldest = time.time() - _KEPT_S
         for path in (CACHE / "ppd_runtime").glob("*"):
-            if path.suffix not in (".pt2", ".so") or path.stat().st_mtime < oldest:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.suffix not in (".pt2", ".so") or path.stat().st_mtime < oldest:
                 path.unlink()
 
 

@@ -16,7 +16,10 @@ Format = Enum("Format", {name: name for name in FORMATS}, type=str)  # type: ign
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help='A local folder, a hub name (name@revision pins a commit), or "demo".')],
+    model: Annotated[
+        str,
+        typer.Argument(help='A local folder, a GGUF file, a hub name (name@revision pins a commit), or "demo".'),
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write, which is not there yet.")],
     weights: Annotated[Format, typer.Option(help="The format of the layers' matrices; the head has int8 in both.")],
     as_json: AsJson = False,

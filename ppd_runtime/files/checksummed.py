@@ -64,6 +64,21 @@ def is_whole(path: Path) -> bool:
         return False
 
 
+def has_checksum(path: Path, value: str) -> bool:
+    """Whether a file has this checksum, as a process of this host found a moment ago, or as it is found now.
+
+    Raises:
+        OSError: where it cannot be read.
+    """
+    if not _is_small(path) and _whole_lately(path):
+        return True
+    identity = _identity(path)
+    if checksum(path) != value:
+        return False
+    note_whole(path, identity)
+    return True
+
+
 def find(folder: Path, name: str, suffix: str) -> Path | None:
     """The file of this name, found whole a moment ago by this process or another one of this host; None where there is
     none. A damaged one is removed, with a line of warning; who asks makes it again.
@@ -129,15 +144,15 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def only_one(folder: Path, name: str) -> Iterator[None]:
+def only_one(folder: Path, name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """One process of this host at a time for what has this name; several at once where no lock can be had.
 
     Raises:
-        OSError: a Timeout, where the others take longer than `PATIENCE_S`.
+        OSError: a Timeout, where the others take longer than `patience_s`.
     """
     lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
-        lock = FileLock(folder / f"{name}.lock").acquire(timeout=PATIENCE_S)
+        lock = FileLock(folder / f"{name}.lock").acquire(timeout=patience_s)
     except TimeoutError:
         raise
     except (OSError, NotImplementedError) as error:  # it can be read only, it is full, it has no locks

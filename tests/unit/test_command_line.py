@@ -224,11 +224,15 @@ def test_standard_input_that_is_no_text_is_refused(model_folder: Callable[..., P
     assert shown.stderr == b"ppd: standard input: no UTF-8 text at byte 0; give a text\n"
 
 
-def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+def test_a_gguf_file_that_is_none_is_named_as_such(tmp_path: Path) -> None:
     file = tmp_path / "model.Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
-    for model in (file, tmp_path, "somebody/some-model.GGUF"):
+    for model, reason in (
+        (file, "is cut short; download or convert it again"),
+        (tmp_path, "a folder of GGUF files; give one of them"),
+        ("somebody/some-model.GGUF", "no such GGUF file here; give one, a folder, a hub name or 'demo'"),
+    ):
         result = invoke("generate", "x", "--model", model)
         assert result.exit_code == 2
-        assert "GGUF files are not read; give the hub name" in result.stderr
+        assert reason in result.stderr
         assert result.stderr.count("\n") == 1

@@ -12,7 +12,8 @@ from ppd_runtime.models.checkpoint.hub import one_line
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
 """Files of a folder that `ppd quantize` wrote: what its weights are, and they themselves."""
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""Files of an ordinary folder: which tensor is where, and the tensors where they are in one file."""
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
@@ -28,7 +29,7 @@ def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, in a fixed order; empty where there are none."""
-    index, single = folder / _INDEX, folder / _SINGLE
+    index, single = folder / _INDEX, folder / SINGLE
     if (folder / QUANTISED_CARD).exists():
         single = folder / QUANTISED
     elif index.exists():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppd_runtime.models.checkpoint.architecture import check_architecture, depth_of_all_kinds, tokens_until_recomputed
 from ppd_runtime.models.checkpoint.config import (
@@ -13,6 +13,7 @@ from ppd_runtime.models.checkpoint.config import (
     skeleton_of,
     weight_files,
 )
+from ppd_runtime.models.checkpoint.gguf.kept import is_gguf, is_kept, kept_folder
 from ppd_runtime.models.checkpoint.hub import find_model, one_line
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
@@ -44,7 +45,7 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     """Find a model and check that it can be run here, without reading its weights.
 
     Args:
-        model: a local folder, a hub name, one with a revision (`name@commit`), or "demo".
+        model: a local folder, a GGUF file, a hub name, one with a revision (`name@commit`), or "demo".
         weights: the format that its matrices' weights are to have; None: as its files have them.
         needs_weights: False where its shape and tokenizer are enough.
 
@@ -52,7 +53,7 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
         ValueError: no such model, no safetensors weights, an architecture that cannot be cut into stages, or one whose
             weights cannot have the format, or have another one.
     """
-    name, folder = find_model(model)
+    name, folder = (model, kept_folder(model)) if is_gguf(model) else find_model(model)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)
     skeleton = check_architecture(model, config)
@@ -76,6 +77,8 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     """The model's tokenizer; raises ValueError where the folder has none."""
     try:
+        if is_kept(info.folder):  # the library would choose by the architecture, whatever the file says
+            return PreTrainedTokenizerFast.from_pretrained(info.folder)
         return AutoTokenizer.from_pretrained(info.folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain ones
         raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {one_line(error)}") from error

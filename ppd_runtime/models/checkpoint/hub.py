@@ -7,10 +7,6 @@ from importlib import resources
 from pathlib import Path
 
 DEMO = "demo"
-_GGUF = (
-    "GGUF files are not read; give the hub name of the model that it was made of, or a folder with its config.json "
-    "and safetensors weights"
-)
 _FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What is fetched: no other format of weights, and no code."""
 
@@ -28,8 +24,6 @@ def find_model(model: str) -> tuple[str, Path]:
         return model, Path(str(resources.files("ppd_runtime.models") / "demo"))
     if not model:
         raise ValueError(f"model {model!r}: give a folder, a hub name or 'demo'")
-    if model.lower().endswith(".gguf"):
-        raise ValueError(f"model {model!r}: {_GGUF}")
     if os.path.isdir(model):  # noqa: PTH112 (a Path raises where a name is too long)
         _check_format(model, Path(model))
         return model, Path(model)
@@ -47,7 +41,7 @@ def _check_format(model: str, folder: Path) -> None:
     with contextlib.suppress(OSError):  # what cannot be read is told by who reads it
         suffixes = {path.suffix.lower() for path in folder.iterdir()}
         if ".gguf" in suffixes and not suffixes & {".safetensors", ".json"}:
-            raise ValueError(f"model {model!r}: {_GGUF}")
+            raise ValueError(f"model {model!r}: a folder of GGUF files; give one of them, such as {model}/NAME.gguf")
 
 
 def _download(model: str, name: str, revision: str | None) -> Path:

@@ -24,6 +24,7 @@ from ppd_runtime.models.checkpoint.config import (
     weight_files,
 )
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.gguf.kept import is_kept
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import DTYPES, bytes_of, header_of, map_tensors, version_of
@@ -65,6 +66,8 @@ def check_packed(info: ModelInfo) -> None:
         return  # a kept file is checked whenever it is looked for
     try:
         read_in_large_pages(path)
+        if is_kept(info.folder):
+            return  # it was checked when it was looked for
         found = checksum(path)
     except OSError as error:
         raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error

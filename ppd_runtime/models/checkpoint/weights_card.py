@@ -7,6 +7,7 @@ from pathlib import Path
 from ppd_runtime.config import FORMATS
 from ppd_runtime.models.checkpoint.config import QUANTISED_CARD, read_json
 
+FLOATS = "floats"
 _FORMAT = 1
 
 
@@ -17,7 +18,7 @@ class WeightsCard:
     weights: str
     """The format of the layers' matrices, such as int8."""
     head: str
-    """That of the head."""
+    """That of the head, or floats."""
     recipe: int
     """By which numbers and scales were chosen."""
     source: str
@@ -38,7 +39,7 @@ def card_of(folder: Path) -> WeightsCard | None:
         return None
     card = read_json(folder / QUANTISED_CARD)
     try:
-        if card.pop("format") != _FORMAT or card["weights"] not in FORMATS or card["head"] not in FORMATS:
+        if card.pop("format") != _FORMAT or card["weights"] not in FORMATS or card["head"] not in (*FORMATS, FLOATS):
             raise ValueError("another version wrote it")
         return WeightsCard(**card)
     except (KeyError, TypeError, ValueError) as error:

@@ -78,23 +78,38 @@ def _rounded(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
 
 def pack(numbers: Tensor, scales: Tensor, weights: str) -> Tensor:
     """Whole numbers and scales, as `quantise` gives them, as a packed matrix: uint8 `[outputs, row_bytes]`."""
-    outputs, groups, _ = numbers.shape
-    packed = torch.empty(outputs, row_bytes(groups * GROUP, weights), dtype=torch.uint8)
-    for first in range(0, outputs, _TILE):
-        some = slice(first, min(first + _TILE, outputs))
-        packed[some] = _tiles(numbers[some], scales[some], weights).view(-1, packed.shape[1])
-    return packed
+    if weights == "int8":
+        return pack_values(numbers.contiguous().view(torch.uint8), scales)
+    low, high = (numbers + 8).to(torch.uint8).chunk(2, dim=-1)
+    return pack_values(low | high << 4, scales)
 
 
-def _tiles(numbers: Tensor, scales: Tensor, weights: str) -> Tensor:
-    rows, groups, _ = numbers.shape
-    chunks = numbers.reshape(rows, groups, -1, _CHUNK).permute(1, 2, 0, 3)  # groups, chunks, rows, inputs side by side
-    if weights == "int4":
-        low, high = (chunks + 8).to(torch.uint8).chunk(2, dim=1)
-        values = low | high << 4
-    else:
-        values = chunks.contiguous().view(torch.uint8)
-    return torch.cat([values.reshape(-1), scales.T.flatten().view(torch.uint8)])
+def pack_values(values: Tensor, scales: Tensor) -> Tensor:
+    """A packed matrix of bytes that hold whole numbers.
+
+    Args:
+        values: uint8 `[outputs, groups, bytes]`; 32 of int8, or 16 of int4: each holds input j plus 8, and above it
+            input j + 16 plus 8.
+        scales: float16 `[outputs, groups]`.
+    """
+    outputs, groups, size = values.shape
+    packed = np.empty((outputs, groups * (size + _SCALE_BYTES)), np.uint8)
+    whole = outputs // _TILE * _TILE
+    for some, rows in ((slice(whole), _TILE), (slice(whole, None), outputs - whole)):
+        if len(packed[some]):
+            _fill(packed[some], values[some].numpy(), scales[some].numpy(), rows)
+    return torch.from_numpy(packed)
+
+
+def _fill(packed: np.ndarray, values: np.ndarray, scales: np.ndarray, rows: int) -> None:
+    """Write tiles of so many rows each: of every group the rows' chunks in turn, then their scales."""
+    groups = values.shape[1]
+    chunks = np.ascontiguousarray(values).view(np.uint32).reshape(-1, rows, groups, values.shape[2] // _CHUNK)
+    tiles = packed.reshape(len(chunks), -1)
+    end = tiles.shape[1] - rows * groups * _SCALE_BYTES
+    tiles[:, :end] = chunks.transpose(0, 2, 3, 1).reshape(len(chunks), -1).view(np.uint8)
+    of_tiles = scales.reshape(-1, rows, groups).transpose(0, 2, 1).reshape(len(chunks), -1)
+    tiles[:, end:] = of_tiles.view(np.uint8)
 
 
 def unpack(packed: Tensor, inputs: int) -> tuple[Tensor, Tensor]:

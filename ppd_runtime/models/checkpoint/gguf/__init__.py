@@ -1,0 +1,1 @@
+"""GGUF files as models: read within bounds, and written once as folders that open like any other."""

@@ -1,0 +1,246 @@
+"""The tokenizer inside a GGUF file, or one that lies beside it, written as a model folder's.
+
+Byte-level BPE (`gpt2`) and SentencePiece's BPE with scores (`llama`) are read; a text becomes the tokens that the
+model's own tokenizer makes of it.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from ppd_runtime.models.checkpoint.gguf.reader import GGUF, Value, shown
+from ppd_runtime.models.checkpoint.hub import one_line
+
+logger = logging.getLogger(__name__)
+BESIDE = "tokenizer.json"
+_WAY_OUT = f"put the model's {BESIDE} beside the file"
+_PREFIX = "tokenizer.ggml."
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens
+_MOST_CHARACTERS = 2**10  # of a token
+_SPACE = "▁"
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_NAMED_ENDS = {"<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"}
+"""Tokens that end a text for llama.cpp too, where a file names them by their texts alone."""
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3, _QWEN2 = _CASED % r"\p{N}{1,3}", _CASED % r"\p{N}"
+_SPLITS: Mapping[str, Sequence[str]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+}
+"""What cuts a text into words, one after the other, by the pre-tokenizer's name."""
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3"}
+"""Pre-tokenizers whose words that are tokens are not put together by merges; a text begins with BOS there."""
+
+_COMPOSED = {"qwen2"}
+"""Those of models whose own tokenizers compose characters first (NFC); llama.cpp does not."""
+
+
+def write_tokenizer(gguf: GGUF, vocab_size: int, folder: Path) -> list[int]:
+    """Write the tokenizer's files, and give the tokens that end a text.
+
+    One that lies beside the file is taken where all its tokens are the file's.
+
+    Args:
+        gguf: the file.
+        vocab_size: tokens that the model has logits for.
+        folder: where a model folder's files are written.
+
+    Raises:
+        ValueError: for a tokenizer that is not read, or contradicts itself.
+    """
+    tokens = _Tokens(gguf.metadata, vocab_size)
+    tokenizer = _beside(gguf.path, tokens) or tokens.tokenizer()
+    known, template = tokenizer.get_vocab(), gguf.metadata.get("tokenizer.chat_template")
+    special = {name: text for name, key in _SPECIAL.items() if (text := tokens.text(key)) in known}
+    try:
+        whole = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            chat_template=template if isinstance(template, str) else None,
+            clean_up_tokenization_spaces=False,
+            **special,
+        )
+        whole.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain ones
+        raise ValueError(f"has a tokenizer that cannot be built: {one_line(error)}; {_WAY_OUT}") from error
+    return tokens.ends()
+
+
+def _beside(path: Path, tokens: "_Tokens") -> Tokenizer | None:
+    """The tokenizer that lies beside the file, where its tokens are the file's; None where there is none."""
+    beside = path.parent / BESIDE
+    if not beside.exists():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(beside))
+    except Exception as error:  # the library raises plain ones
+        raise ValueError(f"has a tokenizer beside it, {beside}, that cannot be read: {one_line(error)}") from error
+    for text, number in tokenizer.get_vocab().items():
+        if not tokens.may_be(number, text):
+            logger.warning("%s is not the tokenizer of %s: token %d is %r there", beside, path, number, text)
+            return None
+    logger.info("the tokenizer of %s is %s", path, beside)
+    return tokenizer
+
+
+class _Tokens:
+    """The tokens of a file, checked."""
+
+    def __init__(self, metadata: Mapping[str, Value], vocab_size: int) -> None:
+        self._metadata, self._vocab_size = metadata, vocab_size
+        self.texts = [text or f"[EMPTY_{number}]" for number, text in enumerate(self._texts("tokens"))]
+        """By their numbers."""
+        if len(self.texts) > vocab_size:
+            raise ValueError(f"is damaged: {len(self.texts)} tokens, and logits for {vocab_size}")
+        if any(len(text) > _MOST_CHARACTERS for text in self.texts):
+            raise ValueError(f"has a token of more than {_MOST_CHARACTERS} characters; {_WAY_OUT}")
+        self._numbers = {text: number for number, text in enumerate(self.texts)}
+        if len(self._numbers) < len(self.texts):
+            raise ValueError("is damaged: two of its tokens are the same")
+        self._kinds = self._per_token("token_type", 1)
+
+    @property
+    def _model(self) -> str:
+        return str(self._metadata.get(f"{_PREFIX}model", ""))
+
+    @property
+    def _pre(self) -> str:
+        return str(self._metadata.get(f"{_PREFIX}pre", ""))
+
+    def text(self, key: str) -> str | None:
+        """The token of a key such as `eos_token_id`; None where the file names none."""
+        number = self._number(key)
+        return self.texts[number] if number is not None and number < len(self.texts) else None
+
+    def may_be(self, number: int, text: str) -> bool:
+        """Whether a token has this number in the file, or could have it where the file names no tokens."""
+        return self._numbers.get(text) == number if self.texts else number < self._vocab_size
+
+    def ends(self) -> list[int]:
+        """Tokens that end a text."""
+        named = [n for n, text in enumerate(self.texts) if text in _NAMED_ENDS and self._kinds[n] == _CONTROL]
+        return sorted({number for key in _ENDS if (number := self._number(key)) is not None} | set(named))
+
+    def tokenizer(self) -> Tokenizer:
+        """The file's own tokenizer.
+
+        Raises:
+            ValueError: for a kind that is not read.
+        """
+        if self._model not in ("gpt2", "llama") or not self.texts:
+            raise ValueError(f"has a tokenizer of the kind {shown(self._model)}, gpt2 and llama are read; {_WAY_OUT}")
+        if self._model == "gpt2" and self._pre not in _SPLITS:
+            known = ", ".join(_SPLITS)
+            raise ValueError(f"has the pre-tokenizer {shown(self._pre)}, {known} are read; {_WAY_OUT}")
+        try:
+            tokenizer = self._byte_level() if self._model == "gpt2" else self._sentence_piece()
+        except ValueError:
+            raise
+        except Exception as error:  # the tokenizers library raises plain ones
+            raise ValueError(f"has a tokenizer that cannot be built: {one_line(error)}; {_WAY_OUT}") from error
+        pairs = list(zip(self.texts, self._kinds, strict=True))
+        special = [text for text, kind in pairs if kind in (_UNKNOWN, _CONTROL)]
+        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+        others = [text for text, kind in pairs if kind == _USER_DEFINED]
+        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in others])
+        self._frame(tokenizer)
+        return tokenizer
+
+    def _byte_level(self) -> Tokenizer:
+        merges = [self._merge(text) for text in self._texts("merges")]
+        whole = self._pre in _WHOLE_WORDS_FIRST
+        tokenizer = Tokenizer(models.BPE(vocab=self._numbers, merges=merges, ignore_merges=whole))
+        splits: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in _SPLITS[self._pre]]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        if self._pre in _COMPOSED:
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def _merge(self, text: str) -> tuple[str, str]:
+        """Two tokens that become one."""
+        at = text.find(" ", 1)
+        first, second = text[:at], text[at + 1 :]
+        if at < 0 or any(part not in self._numbers for part in (first, second, first + second)):
+            raise ValueError(f"is damaged: the merge {shown(text)} is not of its tokens")
+        return first, second
+
+    def _sentence_piece(self) -> Tokenizer:
+        """As the library has Llama's: a piece's score says how early two others become it."""
+        scores = self._per_token("scores", 0.0)
+        found = []
+        for text, score in zip(self.texts, scores, strict=True):
+            for at in range(1, len(text)):
+                first, second = text[:at], text[at:]
+                if first in self._numbers and second in self._numbers:
+                    found.append((-score, -len(first), -len(second), first, second))
+        found.sort(key=lambda merge: merge[:3])
+        bpe = models.BPE(
+            vocab=self._numbers,
+            merges=[merge[3:] for merge in found],
+            unk_token=self.text("unknown_token_id"),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+        tokenizer = Tokenizer(bpe)
+        spaced = bool(self._metadata.get(f"{_PREFIX}add_space_prefix", True))
+        prefix, strip = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if spaced else ([], [])
+        tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+        steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        tokenizer.decoder = decoders.Sequence(steps)
+        return tokenizer
+
+    def _frame(self, tokenizer: Tokenizer) -> None:
+        """Begin texts with BOS and end them with EOS, where the file has it so."""
+        usual = {"bos": self._model == "llama" or self._pre in _WHOLE_WORDS_FIRST, "eos": False}
+        framed = []
+        for end, is_usual in usual.items():
+            text = self.text(f"{end}_token_id")
+            if text is not None and self._metadata.get(f"{_PREFIX}add_{end}_token", is_usual):
+                framed.append({"id": end, "ids": [self._numbers[text]], "tokens": [text]})
+        first, last = ([end["id"] for end in framed if end["id"] == name] for name in usual)
+        if framed:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=[*first, "$A", *last], pair=[*first, "$A", "$B", *last], special_tokens=framed
+            )
+
+    def _number(self, key: str) -> int | None:
+        number = self._metadata.get(_PREFIX + key)
+        if number is None and self._model == "llama":
+            number = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}.get(key)
+        if number is None:
+            return None
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self._vocab_size:
+            raise ValueError(f"is damaged: {_PREFIX}{key} is {str(number)[:40]}, of {self._vocab_size} tokens")
+        return number
+
+    def _texts(self, key: str) -> list[str]:
+        texts = self._metadata.get(_PREFIX + key, [])
+        if not isinstance(texts, list):
+            raise ValueError(f"is damaged: {_PREFIX}{key} holds no texts")
+        return texts
+
+    def _per_token(self, key: str, default: float) -> list[Any]:
+        """A number for each token."""
+        numbers = self._metadata.get(_PREFIX + key)
+        if numbers is None:
+            return [default] * len(self.texts)
+        if not isinstance(numbers, np.ndarray) or len(numbers) != len(self.texts) or not np.isfinite(numbers).all():
+            raise ValueError(f"is damaged: {_PREFIX}{key} holds no number for each token")
+        found: list[Any] = numbers.tolist()
+        return found

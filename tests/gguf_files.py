@@ -1,0 +1,166 @@
+"""GGUF files for tests: any metadata and tensors, and those of a small model in a folder."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from ppd_runtime.models.native.formats import quantise
+
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+ALIGNMENT = 32
+Stored = tuple[str, tuple[int, ...], bytes]
+"""Type, shape with rows first, and bytes of a tensor."""
+
+
+def write_gguf(path: Path, metadata: Mapping[str, object], tensors: Mapping[str, Stored], version: int = 3) -> Path:
+    """Write a file; a value is a text, a truth value, a whole number, a number, or a list of one of these."""
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    header += b"".join(_text(key) + _value(value) for key, value in metadata.items())
+    data = b""
+    for name, (kind, shape, content) in tensors.items():
+        header += _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], TYPES[kind], len(data))
+        data += content + bytes(-len(content) % ALIGNMENT)
+    path.write_bytes(header + bytes(-len(header) % ALIGNMENT) + data)
+    return path
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _value(value: object) -> bytes:
+    if isinstance(value, list):
+        kind, _ = _scalar(value[0])
+        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(_scalar(each)[1] for each in value)
+    kind, content = _scalar(value)
+    if kind == 5 and value >= 0:
+        kind = 4  # counts and sizes have no sign
+    return struct.pack("<I", kind) + content
+
+
+def _scalar(value: object) -> tuple[int, bytes]:
+    if isinstance(value, str):
+        return 8, _text(value)
+    if isinstance(value, bool):
+        return 7, struct.pack("<B", value)
+    if isinstance(value, int):
+        return 5, struct.pack("<i", value)
+    return 6, struct.pack("<f", value)
+
+
+def stored(tensor: Tensor, kind: str) -> Stored:
+    """A tensor in a type; vectors are always in float32."""
+    kind = "F32" if tensor.dim() == 1 else kind
+    if kind in ("Q8_0", "Q4_0"):
+        numbers, scales = quantise(tensor, {"Q8_0": "int8", "Q4_0": "int4"}[kind])
+        if kind == "Q4_0":
+            low, high = (numbers + 8).view(torch.uint8).chunk(2, dim=-1)
+            numbers = low | high << 4
+        content = torch.cat([scales[..., None].view(torch.uint8), numbers.view(torch.uint8)], dim=-1)
+    else:
+        content = tensor.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
+    return kind, tuple(tensor.shape), content.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def interleaved(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of a Llama's queries or keys: the two numbers that rotary turns together side by side."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[part]}.{kind}"
+
+
+def model_parts(
+    folder: Path, kind: str, others: Mapping[str, str] | None = None
+) -> tuple[dict[str, object], dict[str, Stored]]:
+    """Metadata and tensors of a model folder in a type; `others` are the types of some, by their names in the file."""
+    config = AutoConfig.from_pretrained(folder)
+    architecture = config.model_type
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        part = name.split(".")[-2]
+        turned = interleaved(tensor, heads[part]) if architecture == "llama" and part in heads else tensor
+        tensors[gguf_name(name)] = stored(turned, (others or {}).get(gguf_name(name), kind))
+    about = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.hidden_size // 4,
+        "attention.value_length": config.hidden_size // 4,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.hidden_size // 4,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    general = {"general.architecture": architecture, "general.alignment": ALIGNMENT, "general.file_type": 1}
+    return general | {f"{architecture}.{key}": value for key, value in about.items()} | tokenizer_parts(folder), tensors
+
+
+def tokenizer_parts(folder: Path) -> dict[str, object]:
+    """Metadata of a folder's byte-level tokenizer, whose special tokens are the added ones."""
+    described = json.loads((folder / "tokenizer.json").read_text())
+    special = {token["id"] for token in described["added_tokens"]}
+    vocabulary = sorted(described["model"]["vocab"].items(), key=lambda pair: pair[1])
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [text for text, _ in vocabulary],
+        "tokenizer.ggml.token_type": [3 if number in special else 1 for _, number in vocabulary],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in described["model"]["merges"]],
+    }
+
+
+def write_model(
+    path: Path, folder: Path, kind: str, others: Mapping[str, str] | None = None, **changed: object
+) -> Path:
+    """Write a model folder as a GGUF file in a type; `changed` metadata has __ for dots, None takes a key away."""
+    metadata, tensors = model_parts(folder, kind, others)
+    metadata |= {key.replace("__", "."): value for key, value in changed.items()}
+    return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors)
+
+
+def numbers_of(one: Stored) -> np.ndarray:
+    """A quantised tensor's numbers in float32, by the format's description: each is (q - offset) times its scale."""
+    kind, shape, content = one
+    size, found = {"Q8_0": 34, "Q4_0": 18}[kind], []
+    for at in range(0, len(content), size):
+        (scale,) = struct.unpack("<e", content[at : at + 2])
+        values = content[at + 2 : at + size]
+        if kind == "Q8_0":
+            whole = list(struct.unpack("<32b", values))
+        else:
+            whole = [(byte & 15) - 8 for byte in values] + [(byte >> 4) - 8 for byte in values]
+        found += [np.float32(scale) * np.float32(q) for q in whole]
+    return np.array(found, np.float32).reshape(shape)
