@@ -1,9 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes .venv and installs the project at pinned versions first.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-# One more than cores: a test waits for other processes now and then.
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --maxfail 10 --durations 10
+PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --maxfail 10 --durations 10
 
 SEED := $(shell date +%s)
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0

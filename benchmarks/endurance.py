@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +54,10 @@ _LEAVE_S = 10.0  # for what has been told to end
 
 @dataclass
 class Trouble:
-    """A thread that kills and stops a program's workers at random times, if at all."""
+    """A thread that kills and stops a program's workers at random times, if at all.
+
+    Of workers that start it strikes one, and none until all serve: on a slow machine nobody would ever come to serve.
+    """
 
     generator: random.Random
     every_s: float
@@ -67,6 +70,7 @@ class Trouble:
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
+        self._has_struck_a_start = False
 
     @property
     def faults(self) -> int:
@@ -87,9 +91,14 @@ class Trouble:
     def _make(self) -> None:
         while self.every_s and not self._over.wait(self.generator.expovariate(1 / self.every_s)):
             number, victims = self.generator.randrange(self.num_workers), workers(self.program)
-            if number < len(victims):
-                with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error):
+                if number < len(victims) and not self._waits_for(victims):
                     self._strike(victims[number])
+
+    def _waits_for(self, victims: Sequence[psutil.Process]) -> bool:
+        all_serve = len(victims) == self.num_workers and all(rank_served(victim) is not None for victim in victims)
+        self._has_struck_a_start = self._has_struck_a_start and not all_serve
+        return self._has_struck_a_start
 
     def _strike(self, victim: psutil.Process) -> None:
         stop, rank = self.generator.random() < self.stop_share, rank_served(victim)
@@ -98,6 +107,7 @@ class Trouble:
         victim.send_signal(signal.SIGSTOP if stop else signal.SIGKILL)
         self.done["stopped" if stop else "killed"] += 1
         self.done["starting" if rank is None else "main" if rank == 0 else "sub"] += 1
+        self._has_struck_a_start = rank is None
 
 
 @dataclass

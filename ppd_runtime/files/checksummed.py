@@ -144,15 +144,15 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def only_one(folder: Path, name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def only_one(folder: Path, name: str, patience_s: float | None = None) -> Iterator[None]:
     """One process of this host at a time for what has this name; several at once where no lock can be had.
 
     Raises:
-        OSError: a Timeout, where the others take longer than `patience_s`.
+        OSError: a Timeout, where the others take longer than `patience_s`, by default `PATIENCE_S`.
     """
     lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
-        lock = FileLock(folder / f"{name}.lock").acquire(timeout=patience_s)
+        lock = FileLock(folder / f"{name}.lock").acquire(timeout=PATIENCE_S if patience_s is None else patience_s)
     except TimeoutError:
         raise
     except (OSError, NotImplementedError) as error:  # it can be read only, it is full, it has no locks
