@@ -18,7 +18,6 @@ from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.settings import takes_settings
 
 Decoder = TypeVar("Decoder", bound=TextGenerator)
-OnStart = Callable[[], None] | None
 
 
 class AsyncDecoding(Generic[Decoder]):
@@ -71,18 +70,13 @@ class AsyncDecoding(Generic[Decoder]):
     ) -> "AsyncGeneration":
         """As `PPDRuntime.stream`, for `async for`; the request is sent, or waits for its turn, from now on."""
         settings = {"add_special_tokens": add_special_tokens, "passes": passes, **settings}
-        return AsyncGeneration(self.generator.stream(prompt, params, **settings), self.follow)
+        return self.follow(self.generator.stream(prompt, params, **settings))
 
-    def follow(
-        self, generation: Generation, tell: Callable[[TokenEvent | Exception | None], None], on_start: OnStart = None
-    ) -> "Followed":
-        """Run a request, and `tell` the loop of each event and of its end: the error that it had, or None.
+    def follow(self, generation: Generation, on_start: Callable[[], None] | None = None) -> "AsyncGeneration":
+        """Run a request, and give its events; `on_start` is called, in its thread, when its turn has come."""
+        return AsyncGeneration(generation, self._threads, on_start)
 
-        `on_start` is called, in the request's thread, when its turn has come.
-        """
-        return Followed(generation, self._threads, tell, on_start)
-
-    async def finish(self, generation: Generation, on_start: OnStart = None) -> GenerationResult:
+    async def finish(self, generation: Generation, on_start: Callable[[], None] | None = None) -> GenerationResult:
         """Run a request to its end; `on_start` as `follow` has it."""
 
         def run() -> None:
@@ -125,52 +119,37 @@ async def together(works: Sequence[Coroutine[Any, Any, GenerationResult]]) -> li
         raise
 
 
-class Followed:
-    """A request that runs in a thread."""
+class AsyncGeneration(AsyncIterator[TokenEvent]):
+    """A generation in progress: `async for` over its events, then read `result`."""
 
     def __init__(
-        self,
-        generation: Generation,
-        threads: ThreadPoolExecutor,
-        tell: Callable[[TokenEvent | Exception | None], None],
-        on_start: OnStart,
+        self, generation: Generation, threads: ThreadPoolExecutor, on_start: Callable[[], None] | None = None
     ) -> None:
-        self._generation, self._tell, self._on_start = generation, tell, on_start
+        self._generation, self._on_start = generation, on_start
         self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
+        self._over = False
         self._work = threads.submit(self._run)
 
     def _run(self) -> None:
-        """Hand each event to the loop; where that is closed, no more are wanted."""
-        hand, tell = self._loop.call_soon_threadsafe, self._tell
+        """In a thread: hand each event to the loop; where that is closed, no more are wanted."""
         try:
-            end: Exception | None = None
+            end: BaseException | None = None
             try:
                 if self._on_start:
                     self._on_start()
                 for event in self._generation:
-                    hand(tell, event)
-            except Exception as error:  # noqa: BLE001 (who is told gets it)
+                    self._tell(event)
+            except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
                 end = error
-            hand(tell, end)
+            self._tell(end)
         except RuntimeError:
             self._generation.cancel()
         finally:
             self._generation.close()
 
-    def cancel(self) -> None:
-        """Have it end within a token, and tell of it as ever; where its turn has not come, it ends now."""
-        if self._work.cancel():
-            self._tell(None)
-        self._generation.cancel()
-
-
-class AsyncGeneration(AsyncIterator[TokenEvent]):
-    """A generation in progress: `async for` over its events, then read `result`."""
-
-    def __init__(self, generation: Generation, follow: Callable[..., Followed]) -> None:
-        self._generation, self._over = generation, False
-        self._arrived: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue()
-        self._followed = follow(generation, self._arrived.put_nowait)
+    def _tell(self, item: TokenEvent | BaseException | None) -> None:
+        self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
 
     async def __anext__(self) -> TokenEvent:
         if self._over:
@@ -194,7 +173,9 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
 
     def cancel(self) -> None:
         """Have it end within a token; its events go on up to there."""
-        self._followed.cancel()
+        if self._work.cancel():  # its turn had not come
+            self._arrived.put_nowait(None)
+        self._generation.cancel()
 
     async def aclose(self) -> None:
         """Cancel it, if it has not finished, and wait until it has ended."""

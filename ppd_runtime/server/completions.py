@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ppd_runtime.methods.base import Generation, TextGenerator
 from ppd_runtime.methods.several import with_seeds
-from ppd_runtime.results import GenerationResult, Live, TokenEvent
+from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
@@ -130,21 +130,21 @@ class EventStream(Response):
             self._room.close()
 
     async def _send_events(self, send: Send) -> None:
-        async def tell(*chunks: Any) -> None:
-            """In one write."""
-            if chunks:
-                body = b"".join(b"data: " + as_json(chunk) + b"\n\n" for chunk in chunks)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+        async def tell(chunk: Any) -> None:
+            await send({"type": "http.response.body", "body": b"data: " + as_json(chunk) + b"\n\n", "more_body": True})
 
         answer, results = self._answer, dict[int, GenerationResult]()
         try:
             for number in range(len(self._generations)):
-                await tell(*answer.opening(number))
-            async with aclosing(self._jobs.events(self._generations, self._room.close)) as batches:
-                async for batch in batches:
-                    await tell(
-                        *(self._piece(number, event, results) for number, event in batch if self._is_told(event))
-                    )
+                for chunk in answer.opening(number):
+                    await tell(chunk)
+            async with aclosing(self._jobs.events(self._generations, self._room.close)) as events:
+                async for number, event in events:
+                    if isinstance(event, GenerationResult):
+                        results[number] = event
+                        await tell(answer.closing(number, event))
+                    elif self._form.most_tokens != 0:
+                        await tell(answer.piece(number, event))
             if self._form.stream_options.include_usage:
                 await tell(answer.usage_chunk([results[number] for number in range(len(results))]))
         except ApiError as error:  # the status is told already
@@ -152,15 +152,3 @@ class EventStream(Response):
         except RuntimeError as error:
             await tell(ApiError(500, str(error)).body)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-    def _is_told(self, event: TokenEvent | GenerationResult) -> bool:
-        """Where no token is wanted, the one that was made is kept back."""
-        return isinstance(event, GenerationResult) or self._form.most_tokens != 0
-
-    def _piece(
-        self, number: int, event: TokenEvent | GenerationResult, results: dict[int, GenerationResult]
-    ) -> dict[str, Any]:
-        if isinstance(event, TokenEvent):
-            return self._answer.piece(number, event)
-        results[number] = event
-        return self._answer.closing(number, event)

@@ -5,10 +5,9 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
-from ppd_runtime.async_runtime import AsyncDecoding, Followed, together
+from ppd_runtime.async_runtime import AsyncDecoding, AsyncGeneration, together
 from ppd_runtime.methods.base import Generation, TextGenerator
 from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.server.admission import Admission
@@ -58,58 +57,44 @@ class Jobs:
 
     async def events(
         self, generations: Sequence[Generation], ended: Callable[[], None]
-    ) -> AsyncGenerator[list[tuple[int, TokenEvent | GenerationResult]], None]:
-        """Each choice's number with its events, and its result behind them: all that have come, once some have.
+    ) -> AsyncGenerator[tuple[int, TokenEvent | GenerationResult], None]:
+        """Each choice's number with its events as they come, and with its result behind them.
 
         `ended` is called when all choices have, however slowly their events are read.
         """
-        arrived: asyncio.Queue[tuple[int, TokenEvent | GenerationResult | Exception]] = asyncio.Queue()
-        running = dict[int, Timed]()
-
-        def end(number: int) -> None:
-            """Once for each choice."""
-            if timed := running.pop(number, None):
-                self._leave(generations[number], timed)
-                if not running:
-                    ended()
-
-        def tell(number: int, item: TokenEvent | Exception | None) -> None:
-            """In the loop, of one that runs; of others nothing more is wanted."""
-            if number not in running:
-                return
-            if isinstance(item, TokenEvent):
-                arrived.put_nowait((number, item))
-                return
-            if item is None:
-                self._note(generations[number].result, running[number])
-            arrived.put_nowait((number, generations[number].result if item is None else item))
-            end(number)
-
-        def follow(number: int, generation: Generation) -> Followed:
-            timed = running[number]
-            return self._decoding.follow(generation, partial(tell, number), lambda: self._begin(generation, timed))
-
-        running |= {number: self._arrive(generation) for number, generation in enumerate(generations)}
-        followed = [follow(number, generation) for number, generation in enumerate(generations)]
-        left = len(followed)
+        arrived: asyncio.Queue[tuple[int, TokenEvent | GenerationResult | BaseException]] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._follow(number, generation, arrived))
+            for number, generation in enumerate(generations)
+        ]
+        left = len(tasks)
+        over = asyncio.gather(*tasks, return_exceptions=True)
+        over.add_done_callback(lambda _: ended())
         try:
             while left:
                 number, item = await arrived.get()
-                batch = list[tuple[int, TokenEvent | GenerationResult]]()
-                while not isinstance(item, Exception):
-                    left -= isinstance(item, GenerationResult)
-                    batch.append((number, item))
-                    if arrived.empty():
-                        break
-                    number, item = arrived.get_nowait()
-                if batch:
-                    yield batch
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
+                left -= isinstance(item, GenerationResult)
+                yield number, item
         finally:
-            for number, one in enumerate(followed):
-                end(number)
-                one.cancel()
+            for task in tasks:
+                task.cancel()
+            await over
+
+    async def _follow(self, number: int, generation: Generation, arrived: "asyncio.Queue[Any]") -> None:
+        timed = self._arrive(generation)
+        followed: AsyncGeneration = self._decoding.follow(generation, lambda: self._begin(generation, timed))
+        try:
+            async for event in followed:
+                arrived.put_nowait((number, event))
+            self._note(followed.result, timed)
+            arrived.put_nowait((number, followed.result))
+        except Exception as error:  # noqa: BLE001 (the reader of the events gets it)
+            arrived.put_nowait((number, error))
+        finally:
+            followed.cancel()
+            self._leave(generation, timed)
 
     def _arrive(self, generation: Generation) -> Timed:
         self._live.add(generation)
