@@ -92,10 +92,11 @@ class Trouble:
         while self.every_s and not self._over.wait(self.generator.expovariate(1 / self.every_s)):
             number, victims = self.generator.randrange(self.num_workers), workers(self.program)
             with contextlib.suppress(psutil.Error):
-                if number < len(victims) and not self._waits_for(victims):
+                if number < len(victims) and not self._spares(victims):
                     self._strike(victims[number])
 
-    def _waits_for(self, victims: Sequence[psutil.Process]) -> bool:
+    def _spares(self, victims: Sequence[psutil.Process]) -> bool:
+        """Whether a worker that started has been struck, and not all serve since."""
         all_serve = len(victims) == self.num_workers and all(rank_served(victim) is not None for victim in victims)
         self._has_struck_a_start = self._has_struck_a_start and not all_serve
         return self._has_struck_a_start

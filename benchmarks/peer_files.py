@@ -15,22 +15,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppd_runtime.models.checkpoint.config import model_config, weight_files
+from ppd_runtime.models.checkpoint.gguf.tensors import NAMES
 from ppd_runtime.models.native.formats import quantise
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 _ORDINARY, _CONTROL = 1, 3
 """Kinds of tokens; OpenVINO opens no file without one that controls."""
@@ -98,9 +85,9 @@ def _tensors(model: Path) -> dict[str, Tensor]:
 def _name(name: str) -> str:
     name = name.removesuffix(".weight")
     if not name.startswith("model.layers."):
-        return f"{_NAMES[name]}.weight"
+        return f"{NAMES[name]}.weight"
     _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part]}.weight"
+    return f"blk.{layer}.{NAMES[part]}.weight"
 
 
 def _interleaved(weight: Tensor, num_heads: int) -> Tensor:

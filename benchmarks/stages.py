@@ -335,15 +335,12 @@ def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -
 
 
 def besides_ms(by_stage: Mapping[str, Mapping[str, float]], layers: Sequence[int], layer_ms: float) -> float:
-    """What a stage does for a pass besides layers and heads, in the mean of all stages.
+    """What a stage's Python takes for a pass, in the mean of all stages; sending and taking in are the hop's.
 
-    That is Python, sending, and taking messages in. Its passes are counted by its layers' time.
+    Its passes are counted by its layers' time.
     """
-    each = []
-    for spent, count in zip(by_stage.values(), layers, strict=True):
-        passes = spent["layers"] / (count * layer_ms)
-        each.append((spent["python"] + spent["hops"]) / passes)
-    return statistics.fmean(each)
+    passes = [spent["layers"] / (count * layer_ms) for spent, count in zip(by_stage.values(), layers, strict=True)]
+    return statistics.fmean(spent["python"] / each for spent, each in zip(by_stage.values(), passes, strict=True))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,9 +5,8 @@ import shutil
 import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test reaches for the network
-os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = (
-    "O0"  # of what calls the kernels: compiled in two thirds the time
-)
+# Of the code that calls the kernels, and computes nothing itself: so it is compiled in two thirds of the time.
+os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,7 +83,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def gpu_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch says that there are two GPUs of 1 GB each."""
+    """PyTorch says that there are two GPUs of 1 GB, with 5 KB free on each."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000, 10**9))

@@ -47,7 +47,7 @@ class StageTimes:
     row_cost: float = 0.0
     """What a further row of a pass adds, as a share of the first one's time."""
     besides: float = 0.0
-    """What a stage's process does for each pass besides its layers and heads."""
+    """What a stage's process takes for each pass besides layers, heads and hops."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from grids import nightly
 
 from benchmarks import hop
 from benchmarks.gpu import __main__ as runner
@@ -103,20 +102,12 @@ def on_a_bare_machine(tmp_path: Path, *options: str) -> dict[str, dict]:
     return lines
 
 
-def test_stages_can_be_tried_on_a_bare_machine_without_a_gpu(tmp_path: Path) -> None:
-    """All but those that compile, which are the night's, and the forecast from them."""
-    quick = ["versions", "bits", "eager", "sampler", "pipelines", "hops", "nccl"]
-    lines = on_a_bare_machine(tmp_path, "--stages", ",".join(quick))
-    assert list(lines) == quick
-    assert all(row["equal"] for row in lines["pipelines"]["rows"])
-    assert [row["a link of"] for row in lines["nccl"]["rows"]] == ["two processes"]
-
-
-@nightly
 @pytest.mark.timeout(1600)
 def test_every_stage_can_be_tried_on_a_bare_machine_without_a_gpu(tmp_path: Path) -> None:
     lines = on_a_bare_machine(tmp_path)
     assert list(lines) == list(runner.STAGES)
+    assert all(row["equal"] for row in lines["pipelines"]["rows"])
+    assert [row["a link of"] for row in lines["nccl"]["rows"]] == ["two processes"]
     rows = [(name, row) for name, line in lines.items() for row in line["rows"]]
     may_differ = ROWS_KEEP_THEIR_BITS.format(2)
     assert not [(name, row) for name, row in rows if row.get("equal") is False and row["checked"] != may_differ]

@@ -27,7 +27,7 @@ def test_what_stages_do_besides_is_counted_by_pass() -> None:
     """Two passes a token of one, one of the other."""
     first = {"layers": 12.0, "heads": 1.0, "hops": 0.5, "waiting": 3.0, "python": 1.5}
     last = {"layers": 9.0, "heads": 1.0, "hops": 0.25, "waiting": 3.0, "python": 0.75}
-    assert stages.besides_ms({"stage 1": first, "stage 2": last}, (2, 3), 3.0) == (2.0 / 2 + 1.0) / 2
+    assert stages.besides_ms({"stage 1": first, "stage 2": last}, (2, 3), 3.0) == (1.5 / 2 + 0.75) / 2
     times = StageTimes(layer=3.0, besides=0.5)
     assert stages.planned_ms(times, (3, 6, 9), 3, 1, COUNTED) == pytest.approx(9.5 * (0.7 + 2 * 0.2 + 7 * 0.05))
 

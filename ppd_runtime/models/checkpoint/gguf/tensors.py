@@ -25,7 +25,7 @@ PACKED = {"Q8_0": "int8", "Q4_0": "int4"}
 """Our formats that have the same whole numbers and float16 scales, by types of tensors."""
 _SCALE_BYTES = 2
 _PURE = "quantise it again with `llama-quantize --pure` to one of them, or give another file of the model"
-_NAMES = {
+NAMES: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -41,6 +41,7 @@ _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+"""What GGUF calls the library's modules; those of a layer without its number."""
 _IGNORED = {ROPE_FACTORS}
 _BLOCK = 2**25
 """Bytes of a tensor that are read at once."""
@@ -157,7 +158,7 @@ def _place(gguf: GGUF, name: str, shape: tuple[int, ...]) -> StoredTensor:
     if stem.startswith("model.layers."):
         _, _, layer, stem = stem.split(".", 3)
         prefix = f"blk.{layer}."
-    place = f"{prefix}{_NAMES.get(stem, stem)}.{kind}"
+    place = f"{prefix}{NAMES.get(stem, stem)}.{kind}"
     if place not in gguf.tensors:
         raise ValueError(f"lacks the tensor {place}; convert the model again with llama.cpp")
     if (found := gguf.tensors[place]).shape != shape:
