@@ -107,7 +107,6 @@ def test_every_stage_can_be_tried_on_a_bare_machine_without_a_gpu(tmp_path: Path
     lines = on_a_bare_machine(tmp_path)
     assert list(lines) == list(runner.STAGES)
     assert all(row["equal"] for row in lines["pipelines"]["rows"])
-    assert [row["a link of"] for row in lines["nccl"]["rows"]] == ["two processes"]
     rows = [(name, row) for name, line in lines.items() for row in line["rows"]]
     may_differ = ROWS_KEEP_THEIR_BITS.format(2)
     assert not [(name, row) for name, row in rows if row.get("equal") is False and row["checked"] != may_differ]
