@@ -1,10 +1,12 @@
 """What passes over several tokens cost: the products alone, by PyTorch and by our own code, and whole compiled passes.
 
     python -m benchmarks.passes --tokens 1,2,4,8 --json figures.json
+    python -m benchmarks.passes --weights int8
 
 Products are those of all linear layers but the head; passes are over a chain of tokens behind a text
 of `--position` tokens. All in turn, on one core, in float32; medians, the first round dropped. The last column tells
-whether a pass gives the bits of its tokens run one by one.
+whether a pass gives the bits of its tokens run one by one. The ways read other copies of the weights: of a model that
+fits the processor's caches, what one of them reads pushes the others' out.
 """
 
 import argparse
@@ -20,10 +22,12 @@ from torch.nn.functional import linear
 
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
+from ppd_runtime.config import FORMATS
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.compiled.export import MOST_SEVERAL
 from ppd_runtime.models.native.library import is_available
+from ppd_runtime.models.native.linear import QuantisedLinear
 from ppd_runtime.models.native.products import LargePages, in_half_the_memory, product
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.pass_kinds import PassKind
@@ -42,7 +46,7 @@ def measure(options: argparse.Namespace) -> Figures:
     torch.set_num_threads(1)
     try:
         with model_folder(options.model) as model, on_cores([max(os.sched_getaffinity(0))]), torch.inference_mode():
-            return _measure(options, describe(model))
+            return _measure(options, describe(model, options.weights))
     finally:
         torch.set_num_threads(threads)
 
@@ -69,27 +73,35 @@ def _measure(options: argparse.Namespace, info: ModelInfo) -> Figures:
         }
         for tokens in options.tokens
     ]
-    return {"model": options.model, "layers": stage.num_layers, "position": options.position, "rows": rows}
+    about = {"model": options.model, "weights": options.weights, "layers": stage.num_layers}
+    return {**about, "position": options.position, "rows": rows}
 
 
 def _ways(stage: Stage) -> dict[str, Way]:
     """What is timed, of a number of tokens at a position."""
-    weights = [part.weight for part in stage.model.model.modules() if isinstance(part, nn.Linear)]
-    ways = {"PyTorch's products": _products(weights, lambda states, weight: partial(linear, states, weight))}
-    if is_available(_CPU, torch.float32):
-        pages, halves = LargePages(sum(2 * weight.numel() for weight in weights)), map(in_half_the_memory, weights)
-        fitting = [pages.copy(half) for half in halves if half is not None]
-        ways["our own"] = _products(weights, product.bound)
-        if len(fitting) == len(weights):
-            ways["our own, bfloat16"] = _products(fitting, product.bound)
+    linears = [part for part in stage.model.model.modules() if isinstance(part, nn.Linear | QuantisedLinear)]
+    weights, inputs = [part.weight for part in linears], [part.in_features for part in linears]
+    ways: dict[str, Way] = {}
+    if any(weight.dtype == torch.uint8 for weight in weights):
+        ways["our own"] = _products(weights, inputs, product.bound)
+    else:
+        by_library = _products(weights, inputs, lambda states, weight: partial(linear, states, weight))
+        ways["PyTorch's products"] = by_library
+        if is_available(_CPU, torch.float32):
+            pages, halves = LargePages(sum(2 * weight.numel() for weight in weights)), map(in_half_the_memory, weights)
+            fitting = [pages.copy(half) for half in halves if half is not None]
+            ways["our own"] = _products(weights, inputs, product.bound)
+            if len(fitting) == len(weights):
+                ways["our own, bfloat16"] = _products(fitting, inputs, product.bound)
     ways["a pass"] = lambda tokens, position: stage.run(0, stage.num_layers, [7] * tokens, position)
     return ways
 
 
-def _products(weights: list[Tensor], bind: Callable[[Tensor, Tensor], Callable[[], object]]) -> Way:
+def _products(weights: list[Tensor], inputs: list[int], bind: Callable[[Tensor, Tensor], Callable[[], object]]) -> Way:
     """All products, made ready before they are timed."""
-    states = {size: torch.randn(MOST_SEVERAL, size) for size in {weight.shape[1] for weight in weights}}
-    ready = [[bind(states[w.shape[1]][:tokens], w) for w in weights] for tokens in range(1, MOST_SEVERAL + 1)]
+    states = {size: torch.randn(MOST_SEVERAL, size) for size in set(inputs)}
+    pairs = list(zip(weights, inputs, strict=True))
+    ready = [[bind(states[size][:tokens], w) for w, size in pairs] for tokens in range(1, MOST_SEVERAL + 1)]
 
     def all_of_them(tokens: int, position: int) -> None:
         for one in ready[tokens - 1]:
@@ -112,6 +124,7 @@ def table(figures: Figures) -> str:
     names = list(figures["rows"][0]["us"])
     columns = [
         "model",
+        "weights",
         "tokens",
         *(f"{name}, µs" for name in names),
         "a pass, over one token's",
@@ -121,6 +134,7 @@ def table(figures: Figures) -> str:
     rows = [
         [
             figures["model"],
+            figures["weights"],
             row["tokens"],
             *(f"{row['us'][name]:.0f}" for name in names),
             row["us"]["a pass"] / alone if alone else None,
@@ -135,6 +149,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
     options.add_argument("--model", default="demo", help=MODEL_HELP)
+    options.add_argument("--weights", choices=FORMATS, help="their format; default: as the model's files have them")
     options.add_argument("--tokens", type=whole_numbers, default=[1, 2, 3, 4, 6, 8], help="of a pass, with commas")
     options.add_argument("--position", type=positive, default=150, help="tokens before them")
     options.add_argument("--rounds", type=positive, default=41)

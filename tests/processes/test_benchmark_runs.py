@@ -180,6 +180,9 @@ def test_passes():
     for row in found["rows"]:
         assert row["us"]["our own, bfloat16"] > 0
         assert 0 < row["us"]["PyTorch's products"] < 1e6
+    packed = figures(passes, "--model random:64x2 --weights int4 --tokens 1,3 --position 70 --rounds 1")
+    assert [set(row["us"]) for row in packed["rows"]] == [{"our own", "a pass"}] * 2
+    assert all(row["same_bits"] for row in packed["rows"])
 
 
 def test_tracing():

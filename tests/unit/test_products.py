@@ -10,10 +10,22 @@ from compilers import needs_compiler
 from torch import Tensor
 
 from ppd_runtime.models.native import library
-from ppd_runtime.models.native.products import MOST_ROWS, LargePages, few_rows_linear, in_half_the_memory, product
+from ppd_runtime.models.native.formats import pack, quantise
+from ppd_runtime.models.native.products import (
+    MOST_ROWS,
+    PRODUCTS,
+    TILE,
+    LargePages,
+    few_rows_linear,
+    in_half_the_memory,
+    in_tiles,
+    product,
+    same_numbers,
+)
 
 pytestmark = needs_compiler
 CPU = torch.device("cpu")
+FLOAT, HALF = "float32", "bfloat16"
 SHAPES = [(1, 1), (7, 16), (24, 19), (5, 3), (9, 20), (6, 31), (4, 100), (96, 256), (2048, 130)]
 """Outputs and inputs."""
 
@@ -49,8 +61,9 @@ def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
-    before, states, weight = torch.get_num_threads(), numbers(3, 512), numbers(1031, 512)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int, dtype: torch.dtype) -> None:
+    before, states, weight = torch.get_num_threads(), numbers(3, 512), numbers(1031, 512).to(dtype)
     torch.set_num_threads(1)
     expected = product(states, weight)
     torch.set_num_threads(threads)
@@ -70,6 +83,69 @@ def test_half_the_memory_gives_the_same_numbers(shape: tuple[int, int]) -> None:
     together = product(states, half)
     assert torch.allclose(together, product(states, weight), atol=1e-4)
     assert torch.equal(torch.cat([product(state[None], half) for state in states]), together)
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 3, 4, 5, 6, 7, 8, 31, 130, 512, 513, 1030])
+def test_products_in_vectors_give_the_bits_of_the_plain_form(inputs: int) -> None:
+    """The last tile, of fewer rows, is computed number by number."""
+    states, weight = numbers(25, inputs), numbers(3 * TILE - 1, inputs).bfloat16()
+    expected = torch.cat([in_plain_words(state, weight)[None] for state in states])
+    for rows in (1, TILE - 1, TILE, 2 * TILE + 5, len(weight)):
+        for tokens in (*range(1, 14), 25):
+            found = product(states[:tokens], in_tiles(weight[:rows]))
+            assert torch.equal(found, expected[:tokens, :rows]), (rows, tokens)
+
+
+def in_plain_words(state: Tensor, weight: Tensor) -> Tensor:
+    """What `bfloat16.cpp` says, one number after the other, by the product of a matrix of one row."""
+    return torch.cat([product(state[None], in_tiles(row[None]))[0] for row in weight])
+
+
+def test_sums_run_over_every_fourth_column() -> None:
+    """Numbers so large that any other order gives another sum."""
+    states, weight = torch.tensor([[2.0**25, 1, 3, 1, -(2.0**25), 1, -3, 1]]), torch.ones(TILE, 8).bfloat16()
+    assert product(states, in_tiles(weight)).tolist() == [[4.0] * TILE]
+    moved = states[:, [0, 4, 1, 2, 3, 5, 6, 7]]
+    assert product(moved, in_tiles(weight)).tolist() != [[4.0] * TILE]
+
+
+def test_a_matrix_in_tiles_has_the_same_numbers() -> None:
+    for shape in (*SHAPES, (0, 4), (40, 6)):
+        weight = numbers(*shape).bfloat16()
+        tiled = in_tiles(weight)
+        assert tiled.shape == weight.shape
+        assert torch.equal(tiled.flatten().sort().values, weight.flatten().sort().values)
+        assert same_numbers(tiled, weight.float())
+        if weight.numel() > 1:
+            other = weight.float()
+            other[-1, -1] += 1
+            assert not same_numbers(tiled, other)
+            assert not same_numbers(weight.flip(0, 1), weight.float())
+    assert in_tiles(torch.arange(64.0).view(32, 2).bfloat16()).tolist() == torch.arange(64.0).view(32, 2).tolist()
+    assert in_tiles(torch.arange(8.0).view(2, 4).bfloat16()).flatten().tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "formats", [(FLOAT, FLOAT), (HALF, HALF, HALF), ("int8",) * 3, ("int4", "int8"), (HALF, FLOAT, HALF)]
+)
+def test_several_weights_at_once_give_the_bits_of_each(formats: tuple[object, ...]) -> None:
+    outputs, inputs = (32, 40, 7), 64
+    weights = [as_format(numbers(rows, inputs), form) for rows, form in zip(outputs, formats, strict=False)]
+    for tokens in (1, 3, 9):
+        states = numbers(tokens, inputs)
+        together = PRODUCTS[len(weights) - 1](states, *weights)
+        assert torch.equal(together, torch.cat([product(states, weight) for weight in weights], dim=1))
+
+
+def as_format(weight: Tensor, form: object) -> Tensor:
+    if form == FLOAT:
+        return weight
+    return in_tiles(weight.bfloat16()) if form == HALF else pack(*quantise(weight, form), form)
+
+
+def test_a_weight_of_another_shape_among_several_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"few_rows_linear_2: not made for .* second \[4, 15\]"):
+        PRODUCTS[1](numbers(2, 16), numbers(4, 16), numbers(4, 15))
 
 
 def test_strides_do_not_matter() -> None:

@@ -20,6 +20,7 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised import packed_tensors
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.native.formats import LAYOUT
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.trained.heads import describe_head
 from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
@@ -73,7 +74,7 @@ def test_the_command_writes_a_folder_with_a_card(model_folder: ModelFolder, tmp_
     done = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--weights", "int4", "--json"])
     assert (done.exit_code, done.stderr) == (0, "")
     card = json.loads((out / QUANTISED_CARD).read_text())
-    assert card == {"format": 1, **json.loads(done.stdout)}
+    assert card == {"format": LAYOUT, **json.loads(done.stdout)}
     assert (card["weights"], card["head"], card["source"]) == ("int4", "int8", str(folder))
     assert card["source_fingerprint"] == model_fingerprint(describe(str(folder)))
     assert {path.name for path in folder.iterdir()} - {path.name for path in out.iterdir()} == {"model.safetensors"}
@@ -177,7 +178,7 @@ def test_a_damaged_folder_is_one_line(int8_folder: Path, damage: str) -> None:
         "cut": lambda: weights.write_bytes(content[:-64]),
         "gone": weights.unlink,
         "no card": lambda: card.write_text("[]"),
-        "format": lambda: card.write_text(json.dumps(fields | {"format": 2})),
+        "format": lambda: card.write_text(json.dumps(fields | {"format": LAYOUT + 1})),
         "field": lambda: card.write_text(json.dumps(fields | {"weights": "int3"})),
     }[damage]()
     reason = {

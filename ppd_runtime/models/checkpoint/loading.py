@@ -29,8 +29,6 @@ from ppd_runtime.models.stage.slicing import decoder_of
 
 logger = logging.getLogger(__name__)
 _HEAD = "lm_head.weight"
-_MOST_IN_LARGE_PAGES = 2**30
-"""Bytes of weights up to which compiled code gets a copy that Linux maps in large pages, however they are stored."""
 
 
 def load_layers(
@@ -175,15 +173,15 @@ def _rounds_everything(info: ModelInfo, dtype: torch.dtype) -> bool:
 
 
 def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:
-    """Of files that are in bfloat16 anyway, for compiled code to read in large pages."""
-    files, order = weight_files(info.folder), partial(_names, info)
-    return kept_copies(files, torch.bfloat16, order, _MOST_IN_LARGE_PAGES, even_as_stored=True)
+    """Of files that are in bfloat16, in the order in which compiled code reads them."""
+    return kept_copies(weight_files(info.folder), torch.bfloat16, partial(_names, info), tiled=True)
 
 
 def bfloat16_weights(info: ModelInfo, last: int) -> dict[str, Tensor]:
-    """The first layers' tensors in bfloat16 as all processes share them, where they are stored that way."""
+    """The first layers' tensors in bfloat16 as all processes share them, matrices as `in_tiles` gives them; none where
+    no copies are kept."""
     copies = bfloat16_copies(info)
-    tensors = [pair for path in weight_files(info.folder) for pair in _some_layers(path, copies.get(path), 0, last)]
+    tensors = [pair for path, copy in copies.items() for pair in _some_layers(path, copy, 0, last)]
     return {name: tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
 
 

@@ -29,7 +29,7 @@ from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import DTYPES, bytes_of, header_of, map_tensors, version_of
 from ppd_runtime.models.checkpoint.weights_card import card_of
-from ppd_runtime.models.native.formats import pack, quantise, row_bytes
+from ppd_runtime.models.native.formats import LAYOUT, pack, quantise, row_bytes
 
 logger = logging.getLogger(__name__)
 RECIPE = 1
@@ -85,7 +85,7 @@ def packed_file(info: ModelInfo) -> Path:
     ingredients = {
         "weights": info.weights,
         "head": FORMAT_OF_HEAD,
-        "recipe": RECIPE,
+        "recipe": [RECIPE, LAYOUT],
         "of": [(str(path.resolve()), version_of(path)) for path in files],
     }
     return artifact(ingredients, partial(_keep, info), ".safetensors")

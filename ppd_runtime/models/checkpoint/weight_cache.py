@@ -1,7 +1,7 @@
 """Copies of models' weights in the user's cache folder, which all processes of a host map into their memory: in another
 dtype than a model's files have, and so that Linux can map them in large pages.
 
-A copy is a safetensors file like any other, filled up to whole pages; its tensors stand at the beginnings of the
+A copy is a safetensors file, filled up to whole pages; its tensors stand at the beginnings of the
 processor's cache lines where their sizes allow that. Each start reads it once, to see that it is whole.
 """
 
@@ -36,6 +36,7 @@ from ppd_runtime.files.checksummed import (
     unfinished,
 )
 from ppd_runtime.files.large_pages import LARGE_PAGE
+from ppd_runtime.models.native.products import in_tiles
 
 logger = logging.getLogger(__name__)
 SMALLEST_BYTES = 2**24
@@ -61,19 +62,18 @@ def kept_copies(
     files: Sequence[Path],
     dtype: torch.dtype,
     order: Callable[[], Iterable[str]] = tuple,
-    most_bytes: float = math.inf,
-    even_as_stored: bool = False,
+    tiled: bool = False,
     may_round: Callable[[], bool] = lambda: False,
 ) -> dict[Path, Path]:
     """Copies of a model's safetensors files with all numbers in `dtype`, by original; made where they are missing.
 
-    None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES` or larger
-    than `most_bytes`, `dtype` cannot hold every number, a file cannot be read, there is no room, or no folder to keep
-    them in. A damaged copy is made again.
+    None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES`, `dtype`
+    cannot hold every number, a file cannot be read, there is no room, or no folder to keep them in. A damaged copy is
+    made again.
 
     Args:
         order: gives the tensors' names in the order in which they are read: one after the other they come faster.
-        even_as_stored: copies are of use even where the files have that dtype themselves.
+        tiled: matrices are as `in_tiles` gives them, and the files have that dtype themselves.
         may_round: whether numbers that `dtype` cannot hold may be rounded to it, whichever tensor they are in.
     """
     try:
@@ -83,20 +83,20 @@ def kept_copies(
         return {}  # reading them gives a better error
     kinds = {kind for of_file in stored.values() for kind, _ in of_file.values()}
     num_bytes = sum(_num_bytes(of_file, dtype) for of_file in stored.values())
-    if not (kinds | {dtype} <= set(_NAMES) and SMALLEST_BYTES <= num_bytes <= most_bytes):
+    if not kinds | {dtype} <= set(_NAMES) or num_bytes < SMALLEST_BYTES:
         return {}
-    if not (even_as_stored if kinds == {dtype} else dtype == torch.float32 or may_round()):
+    if tiled != (kinds == {dtype}) or not (tiled or dtype == torch.float32 or may_round()):
         return {}
     try:
         folder = cache_folder()
-        names = {path: _name(path, versions[path], dtype) for path in files}
+        names = {path: _name(path, versions[path], dtype, tiled) for path in files}
         copies = {path: copy for path in files if (copy := find(folder, names[path], _SUFFIX))}
         missing = [path for path in files if path not in copies]
         if not _settled(missing):
             return {}
         _check_room(sum(_num_bytes(stored[path], dtype) for path in missing))
         for path in missing:
-            copies[path] = _made(path, versions[path], dtype, order, folder, names[path])
+            copies[path] = _made(path, versions[path], dtype, order, tiled, folder, names[path])
     except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
         reason = with_way_out(error)
         logger.warning("each process reads %s for itself, for no copy can be kept: %s", files[0].parent, reason)
@@ -147,8 +147,9 @@ def version_of(path: Path) -> list[int]:
     return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
-def _name(path: Path, version: list[int], dtype: torch.dtype) -> str:
-    return ingredients_name({"of": str(path.resolve()), "version": version, "dtype": str(dtype), "format": _FORMAT})
+def _name(path: Path, version: list[int], dtype: torch.dtype, tiled: bool) -> str:
+    what = {"of": str(path.resolve()), "version": version, "dtype": str(dtype), "tiled": tiled, "format": _FORMAT}
+    return ingredients_name(what)
 
 
 def _settled(files: Iterable[Path]) -> bool:
@@ -186,19 +187,27 @@ def _is_of_use(copy: Path) -> bool:
 
 
 def _made(
-    path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], folder: Path, name: str
+    path: Path,
+    version: list[int],
+    dtype: torch.dtype,
+    order: Callable[[], Iterable[str]],
+    tiled: bool,
+    folder: Path,
+    name: str,
 ) -> Path:
     """The copy, made by this process or by one that was quicker."""
     with only_one(folder, name):
-        return find_alone(folder, name, _SUFFIX) or _make(path, version, dtype, order, folder / name)
+        return find_alone(folder, name, _SUFFIX) or _make(path, version, dtype, order, tiled, folder / name)
 
 
-def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], stem: Path) -> Path:
+def _make(
+    path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], tiled: bool, stem: Path
+) -> Path:
     logger.info("keeping a copy of %s in %s", path, dtype)
     with unfinished(stem.with_name(f"{stem.name}{_SUFFIX}")) as new:
         with safe_open(path, "pt") as file, new.open("wb") as out:
             sums = []
-            for block in _blocks(_content(file, dtype, order, path, version)):
+            for block in _blocks(_content(file, dtype, order, tiled, path, version)):
                 out.write(block)  # Linux keeps it in memory in as large pages as it is written
                 sums.append(zlib.crc32(block))
             out.flush()
@@ -212,14 +221,15 @@ def _make(path: Path, version: list[int], dtype: torch.dtype, order: Callable[[]
 
 
 def _content(
-    file: Any, dtype: torch.dtype, order: Callable[[], Iterable[str]], path: Path, version: list[int]
+    file: Any, dtype: torch.dtype, order: Callable[[], Iterable[str]], tiled: bool, path: Path, version: list[int]
 ) -> Iterator[bytes | memoryview]:
     shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
     about = {"made_of": str(path.resolve()), "version": str(version), "host": platform.node()}
     yield header_of({name: (dtype, shape) for name, shape in shapes.items()}, about)
     for name in shapes:
-        yield bytes_of(file.get_tensor(name).to(dtype))
+        tensor = file.get_tensor(name).to(dtype)
+        yield bytes_of(in_tiles(tensor) if tiled and tensor.dim() == 2 else tensor)
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ppd_runtime.config import FORMATS
 from ppd_runtime.models.checkpoint.config import QUANTISED_CARD, read_json
+from ppd_runtime.models.native.formats import LAYOUT
 
 FLOATS = "floats"
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WeightsCard:
 
     def write(self, folder: Path) -> None:
         """Put the card into the folder."""
-        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
+        text = json.dumps({"format": LAYOUT, **asdict(self)}, indent=2)
         (folder / QUANTISED_CARD).write_text(text + "\n", encoding="utf-8")
 
 
@@ -39,7 +39,7 @@ def card_of(folder: Path) -> WeightsCard | None:
         return None
     card = read_json(folder / QUANTISED_CARD)
     try:
-        if card.pop("format") != _FORMAT or card["weights"] not in FORMATS or card["head"] not in (*FORMATS, FLOATS):
+        if card.pop("format") != LAYOUT or card["weights"] not in FORMATS or card["head"] not in (*FORMATS, FLOATS):
             raise ValueError("another version wrote it")
         return WeightsCard(**card)
     except (KeyError, TypeError, ValueError) as error:

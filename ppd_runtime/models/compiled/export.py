@@ -36,7 +36,8 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.files.cache_folder import artifact, capabilities
-from ppd_runtime.models.compiled import programs
+from ppd_runtime.models.compiled import joined_products, programs
+from ppd_runtime.models.compiled.joined_products import join_products
 from ppd_runtime.models.compiled.programs import (
     AttentionlessLayer,
     FewTokensHead,
@@ -50,7 +51,7 @@ from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.native.linear import with_floats
-from ppd_runtime.models.native.products import MOST_ROWS, few_rows_linear, product, product_weights
+from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import behaviour, caches, slicing
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale, shallow_copy
@@ -192,7 +193,7 @@ def _compile(
             program = _export(make, index, window, dtype, device, passes)
             options: dict[str, Any] = dict(_INDUCTOR)  # a copy: it is written to
             if native.is_available(device, dtype):
-                shims = {operator.in_graphs(): [operator.shim] for operator in (product, few_tokens_attention)}
+                shims = {operator.in_graphs(): [operator.shim] for operator in (*PRODUCTS, few_tokens_attention)}
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
                 options["aot_inductor.metadata"] = {READ_BY_PRODUCTS: json.dumps(_read_by_products(make(), program))}
             with _files_of_its_own():
@@ -241,7 +242,10 @@ def _export(
         weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
         layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes)
     with _FewRows() if own else contextlib.nullcontext():
-        return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
+        program = torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
+    if own:
+        join_products(program)
+    return program
 
 
 def _example(
@@ -287,10 +291,11 @@ def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -
     """The weights of linear layers that nothing else in the graph reads."""
     inputs, names = [node for node in program.graph.nodes if node.op == "placeholder"], list(weights_of(piece))
     readers = dict(zip(names, inputs[-len(names) :], strict=True))  # the weights are the last inputs
+    operators = {operator.in_graphs() for operator in PRODUCTS}
     return [
         name
         for name in sorted(product_weights(piece) & set(names))
-        if all(user.target is product.in_graphs() for user in readers[name].users)
+        if all(user.target in operators for user in readers[name].users)
     ]
 
 
@@ -344,7 +349,7 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     sources = [__file__, behaviour.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
-    sources += [programs.__file__, native.__file__, attention.__file__, products.__file__]
+    sources += [programs.__file__, joined_products.__file__, native.__file__, attention.__file__, products.__file__]
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],

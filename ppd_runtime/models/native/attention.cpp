@@ -45,7 +45,7 @@ struct Attention {
 // What a token's mask adds to its scores at the positions from `first` on; what is behind its place is hidden.
 inline Vec hides_from(const Attention& a, int64_t token, const float* mask, int64_t first) {
   if (first + WIDTH <= a.shared) return load(mask + first);
-  Vec hides = Vec{} + 2 * HIDDEN;
+  Vec hides = spread(2 * HIDDEN);
   const int64_t end = std::min({first + WIDTH, a.end, a.places[token] + 1});
   for (int64_t i = first; i < end; ++i) hides[i - first] = mask[i < a.shared ? i : a.row(token, i)];
   return hides;
@@ -55,9 +55,9 @@ inline Vec hides_from(const Attention& a, int64_t token, const float* mask, int6
 __attribute__((noinline)) float unscaled_softmax(const Attention& a, int64_t token, float* scores) {
   const float* mask = a.mask + token * a.of_mask;
   const int64_t whole = a.end - a.end % WIDTH, padded = a.end % WIDTH ? whole + WIDTH : whole;
-  Vec highest = Vec{} + 2 * HIDDEN, sum = {};
+  Vec highest = spread(2 * HIDDEN), sum = {};
   for (int64_t i = a.begin; i < padded; i += WIDTH) {
-    const Vec score = added(load(scores + i), Vec{} + a.scale, hides_from(a, token, mask, i));
+    const Vec score = added(load(scores + i), spread(a.scale), hides_from(a, token, mask, i));
     store(score, scores + i);
     highest = score > highest ? score : highest;
   }
@@ -84,7 +84,7 @@ inline void value_parts(
 #pragma GCC unroll 8
     for (int q = 0; q < QUERIES; ++q)
 #pragma GCC unroll 8
-      for (int p = 0; p < PARTS; ++p) found[q][p] = added(Vec{} + scores[q][row], parts[p], found[q][p]);
+      for (int p = 0; p < PARTS; ++p) found[q][p] = added(spread(scores[q][row]), parts[p], found[q][p]);
   }
   for (int q = 0; q < QUERIES; ++q)
     for (int p = 0; p < PARTS; ++p) store(found[q][p], results[q] + first + p * WIDTH);
@@ -97,7 +97,7 @@ __attribute__((noinline)) void finish(
   for (int64_t position = a.shared; position < a.end; ++position) {
     const float* value = a.values.row(key_head, a.row(token, position));
     for (int64_t i = 0; i < whole; i += WIDTH)
-      store(added(Vec{} + scores[position], load(value + i), load(result + i)), result + i);
+      store(added(spread(scores[position]), load(value + i), load(result + i)), result + i);
     for (int64_t i = whole; i < a.value_dim; ++i) result[i] = added(scores[position], value[i], result[i]);
   }
   for (int64_t i = 0; i < a.value_dim; ++i) result[i] /= sum;

@@ -13,7 +13,7 @@ namespace {
 // The place of the highest of `count` scores as NumPy's argmax has it: the first among equals, what is no number before all.
 int64_t highest(const float* scores, int64_t count) {
   const float nothing = -std::numeric_limits<float>::infinity();
-  Vec most = Vec{} + nothing;
+  Vec most = spread(nothing);
   Ints odd = {};
   int64_t i = 0;
   for (; i + WIDTH <= count; i += WIDTH) {
@@ -32,7 +32,7 @@ int64_t highest(const float* scores, int64_t count) {
 // The softmax of the highest of `count` scores, which is `most`; no number where scores are none, or infinite.
 float chance_of(float most, const float* scores, int64_t count) {
   const int64_t whole = count - count % WIDTH;
-  Vec rest = Vec{} + std::numeric_limits<float>::lowest(), sum = {};
+  Vec rest = spread(std::numeric_limits<float>::lowest()), sum = {};
   std::memcpy(&rest, scores + whole, sizeof(float) * (count - whole));
   for (int64_t i = 0; i < whole; i += WIDTH) sum += exponential(load(scores + i) - most);
   const float all = sum_of<WIDTH>(sum + exponential(rest - most));

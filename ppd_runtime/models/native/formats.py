@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.models.native.library import load
+from ppd_runtime.models.native.products import TILE
 
 GROUP = 32
 """Neighbouring inputs that share a scale."""
 BITS = {"int8": 8, "int4": 4}
 """Of a weight, by the name of the format."""
-_TILE, _CHUNK, _SCALE_BYTES = 16, 4, 2
+LAYOUT = 2
+"""Changes with how packed rows lie in memory."""
+_CHUNK, _SCALE_BYTES = 4, 2
 _SCALES_TRIED = 16
 _ROWS_AT_ONCE = 4096
 _LEAST = 2.0**-100
@@ -94,8 +97,8 @@ def pack_values(values: Tensor, scales: Tensor) -> Tensor:
     """
     outputs, groups, size = values.shape
     packed = np.empty((outputs, groups * (size + _SCALE_BYTES)), np.uint8)
-    whole = outputs // _TILE * _TILE
-    for some, rows in ((slice(whole), _TILE), (slice(whole, None), outputs - whole)):
+    whole = outputs // TILE * TILE
+    for some, rows in ((slice(whole), TILE), (slice(whole, None), outputs - whole)):
         if len(packed[some]):
             _fill(packed[some], values[some].numpy(), scales[some].numpy(), rows)
     return torch.from_numpy(packed)
@@ -103,32 +106,32 @@ def pack_values(values: Tensor, scales: Tensor) -> Tensor:
 
 def _fill(packed: np.ndarray, values: np.ndarray, scales: np.ndarray, rows: int) -> None:
     """Write tiles of so many rows each: of every group the rows' chunks in turn, then their scales."""
-    groups = values.shape[1]
-    chunks = np.ascontiguousarray(values).view(np.uint32).reshape(-1, rows, groups, values.shape[2] // _CHUNK)
-    tiles = packed.reshape(len(chunks), -1)
-    end = tiles.shape[1] - rows * groups * _SCALE_BYTES
-    tiles[:, :end] = chunks.transpose(0, 2, 3, 1).reshape(len(chunks), -1).view(np.uint8)
-    of_tiles = scales.reshape(-1, rows, groups).transpose(0, 2, 1).reshape(len(chunks), -1)
-    tiles[:, end:] = of_tiles.view(np.uint8)
+    groups, size = values.shape[1:]
+    tiles = packed.reshape(-1, groups, rows * (size + _SCALE_BYTES))
+    chunks = np.ascontiguousarray(values).view(np.uint32).reshape(len(tiles), rows, groups, size // _CHUNK)
+    tiles[:, :, : rows * size] = chunks.transpose(0, 2, 3, 1).reshape(len(tiles), groups, -1).view(np.uint8)
+    of_tiles = np.ascontiguousarray(scales.reshape(len(tiles), rows, groups).transpose(0, 2, 1))
+    tiles[:, :, rows * size :] = of_tiles.view(np.uint8)
 
 
 def unpack(packed: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
     """Whole numbers and scales of a packed matrix, as `quantise` gives them."""
     weights, groups = format_of(inputs, packed.shape[1]), inputs // GROUP
-    parts = [_of_tile(tile, groups, weights) for tile in packed.split(_TILE)]
+    parts = [_of_tile(tile, groups, weights) for tile in packed.split(TILE)]
     return torch.cat([q for q, _ in parts]), torch.cat([d for _, d in parts])
 
 
 def _of_tile(tile: Tensor, groups: int, weights: str) -> tuple[Tensor, Tensor]:
-    rows, flat = len(tile), tile.reshape(-1)
-    values, scales = flat.split([groups * rows * GROUP * BITS[weights] // 8, groups * rows * _SCALE_BYTES])
-    chunks = values.view(groups, -1, rows, _CHUNK)
+    rows = len(tile)
+    size = rows * GROUP * BITS[weights] // 8
+    values, scales = tile.reshape(groups, -1).split([size, rows * _SCALE_BYTES], dim=1)
+    chunks = values.reshape(groups, -1, rows, _CHUNK)
     if weights == "int4":
         chunks = torch.cat([chunks & 15, chunks >> 4], dim=1).to(torch.int8) - 8
     else:
         chunks = chunks.contiguous().view(torch.int8)
     numbers = chunks.permute(2, 0, 1, 3).reshape(rows, groups, GROUP)
-    return numbers, scales.clone().view(torch.float16).view(groups, rows).T.contiguous()
+    return numbers, scales.contiguous().view(torch.float16).T.contiguous()
 
 
 def as_floats(packed: Tensor, inputs: int) -> Tensor:

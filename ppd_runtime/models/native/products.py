@@ -17,6 +17,8 @@ MOST_ROWS = 24
 """Tokens up to which a product is made this way: the library makes larger ones faster."""
 MOST_IN_OWN_PAGES = 2**26
 """Bytes of a model's halved weights up to which a process has its own copy where shared ones are in small pages."""
+TILE = 16
+"""Rows of a matrix in bfloat16 that stand together."""
 _LARGE_PAGE, _LINE, _COMPARED_AT_ONCE = 2**21, 64, 2**18
 
 
@@ -25,8 +27,21 @@ def _like_product(states: Tensor, weight: Tensor) -> Tensor:
 
 
 product = Operator("few_rows_linear", ("states", "weight"), (), _like_product)
-"""`[tokens, outputs]` of states, `[tokens, inputs]` in float32, and a weight, `[outputs, inputs]` in float32 or
-bfloat16; both contiguous."""
+"""`[tokens, outputs]` of states, `[tokens, inputs]` in float32, and a weight, `[outputs, inputs]` in float32 or in
+bfloat16 as `in_tiles` gives it; both contiguous."""
+
+
+def _like_products(states: Tensor, *weights: Tensor) -> Tensor:
+    return states.new_empty(states.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+PRODUCTS = (
+    product,
+    Operator("few_rows_linear_2", ("states", "first", "second"), (), _like_products),
+    Operator("few_rows_linear_3", ("states", "first", "second", "third"), (), _like_products),
+)
+"""The same of one weight, of two, and of three: the outputs of one behind those of the other, with the bits that each
+has alone."""
 
 
 def few_rows_linear(
@@ -35,13 +50,13 @@ def few_rows_linear(
     bias: Tensor | None = None,
     multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """As `linear` in float32, up to rounding; `weight` may be in bfloat16.
+    """As `linear` in float32, up to rounding.
 
     `multiply` makes the product of `[tokens, inputs]` and `[outputs, inputs]`; None is `product`.
     """
     rows = states.numel() // states.shape[-1]
     if isinstance(rows, int) and rows > MOST_ROWS:
-        return linear(states, weight.to(states.dtype), bias)
+        return linear(states, weight, bias)
     flat = states.reshape(rows, states.shape[-1]).contiguous()
     found = (multiply or product)(flat, weight.contiguous())
     found = found.reshape(*states.shape[:-1], weight.shape[0])
@@ -49,17 +64,36 @@ def few_rows_linear(
 
 
 def in_half_the_memory(weight: Tensor) -> Tensor | None:
-    """A weight in bfloat16; None where one of its numbers would change."""
+    """A weight in bfloat16, as `in_tiles` gives it; None where one of its numbers would change."""
     half = weight.to(torch.bfloat16)
-    return half if same_numbers(half, weight) else None
+    return in_tiles(half) if torch.equal(half.to(weight.dtype), weight) else None
 
 
 def same_numbers(half: Tensor, weight: Tensor) -> bool:
-    """Whether a matrix in another dtype holds just what `weight` does."""
+    """Whether a matrix in bfloat16, as `in_tiles` gives it, holds just what `weight` does."""
     if half.shape != weight.shape:
         return False
-    rows = max(1, _COMPARED_AT_ONCE // max(1, weight[:1].numel()))  # what a whole copy took the process would keep
-    return all(torch.equal(h.to(w.dtype), w) for h, w in zip(half.split(rows), weight.split(rows), strict=True))
+    rows = TILE * max(1, _COMPARED_AT_ONCE // max(1, weight[:TILE].numel()))  # a whole copy's memory would be kept
+    pairs = (
+        (tiled, part, part.to(half.dtype)) for tiled, part in zip(half.split(rows), weight.split(rows), strict=True)
+    )
+    return all(torch.equal(new.to(old.dtype), old) and torch.equal(tiled, in_tiles(new)) for tiled, old, new in pairs)
+
+
+def in_tiles(matrix: Tensor) -> Tensor:
+    """A matrix in bfloat16 with its numbers in the order in which `product` reads them, which `bfloat16.cpp` describes.
+
+    The shape says nothing of that order: only `product` may read the result.
+    """
+    outputs, inputs = matrix.shape
+    paired, whole = inputs - inputs % 2, outputs - outputs % TILE
+    parts = []
+    for some, rows in ((matrix[:whole], TILE), (matrix[whole:], outputs - whole)):
+        if some.numel():
+            tiles = some.reshape(-1, rows, inputs)
+            pairs = tiles[:, :, :paired].reshape(len(tiles), rows, -1, 2).transpose(1, 2)
+            parts.append(torch.cat([pairs.reshape(len(tiles), -1), tiles[:, :, paired:].flatten(1)], dim=1).flatten())
+    return torch.cat(parts).view(outputs, inputs) if parts else matrix
 
 
 class LargePages:

@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "quantised_product.h"
-#include "tensors.h"
+#include "tiled_products.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -18,21 +17,21 @@
 
 namespace {
 
-constexpr int64_t GRAIN = 1 << 16;  // weights, for which a thread of its own pays
-constexpr int AHEAD_GROUPS = 8;     // of a tile, that are fetched before they are needed
 
 #if defined(__x86_64__)
 
 typedef void (*SomeTokens)(
     const uint8_t* tile, const Rounded& states, int64_t token, float* result, int64_t outputs);
 
-// A whole tile by the form for so many tokens; the last tile, which may be smaller, by the plain one.
-template <int BITS>
+// A whole tile by the form for so many tokens, of which there is one for each number up to MOST, whose sums stay in
+// registers; the last tile, which may be smaller, by the plain one.
+template <int BITS, int MOST>
 inline void tile_by(
-    const SomeTokens* by_tokens, const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens,
+    const SomeTokens (&by_tokens)[MOST], const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens,
     float* result, int64_t outputs) {
   if (rows != TILE) return tile_plain<BITS>(tile, rows, states, token, tokens, result, outputs);
-  by_tokens[tokens - 1](tile, states, token, result, outputs);
+  for (int first = 0; first < tokens; first += MOST)
+    by_tokens[std::min(MOST, tokens - first) - 1](tile, states, token + first, result + first * outputs, outputs);
 }
 
 // Sums of one group of eight rows, for each token.
@@ -81,26 +80,23 @@ PPD_FOR("avx2,f16c") inline void group_avx2(
 template <int BITS, int TOKENS>
 PPD_FOR("avx2,f16c") inline void some_avx2(
     const uint8_t* tile, const Rounded& states, int64_t token, float* result, int64_t outputs) {
-  constexpr int64_t bytes = GROUP * BITS / 8 * TILE;
+  constexpr int64_t bytes = group_bytes(BITS) * TILE, before_scales = bytes - SCALE_BYTES * TILE;
   constexpr int LANES = 8;
   const int64_t groups = states.groups, between = groups * GROUP;
-  const uint8_t* scales = tile + groups * bytes;
   const int8_t* values = states.values + token * between;
   const float* of_states = states.scales + token * groups;
   const int32_t* sums = states.sums + token * groups;
   __m256 found[2][TOKENS];
   for (auto& half : found)
     for (auto& sum : half) sum = _mm256_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g) {
-    for (int64_t line = 0; line < bytes; line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(tile + (g + AHEAD_GROUPS) * bytes + line), _MM_HINT_T0);
+  for (int64_t g = 0; g < groups; ++g, tile += bytes) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       __m256i whole[TOKENS];
       group_avx2<BITS, TOKENS>(
-          tile + g * bytes + half * LANES * CHUNK, values + g * GROUP, between, sums + g, groups, whole);
+          tile + half * LANES * CHUNK, values + g * GROUP, between, sums + g, groups, whole);
       const __m256 d = _mm256_cvtph_ps(_mm_loadu_si128(
-          reinterpret_cast<const __m128i*>(scales + (g * TILE + half * LANES) * SCALE_BYTES)));
+          reinterpret_cast<const __m128i*>(tile + before_scales + half * LANES * SCALE_BYTES)));
 #pragma GCC unroll 4
       for (int t = 0; t < TOKENS; ++t) {
         const __m256 scale = _mm256_mul_ps(d, _mm256_set1_ps(of_states[t * groups + g]));
@@ -124,23 +120,20 @@ void tile_avx2(
 template <int BITS, int TOKENS>
 PPD_FOR("avx512f,avx512bw,avx512vl,avx512vnni,f16c") inline void some_vnni(
     const uint8_t* tile, const Rounded& states, int64_t token, float* result, int64_t outputs) {
-  constexpr int64_t bytes = GROUP * BITS / 8 * TILE;
+  constexpr int64_t bytes = group_bytes(BITS) * TILE, before_scales = bytes - SCALE_BYTES * TILE;
   constexpr int LINES = CHUNKS * BITS / 8, SHIFT = BITS == 8 ? 128 : 8;
   const int64_t groups = states.groups, between = groups * GROUP;
-  const uint8_t* scales = tile + groups * bytes;
   const int8_t* values = states.values + token * between;
   const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(char(0x80));
   __m512 found[TOKENS];
   for (auto& sum : found) sum = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g) {
-    for (int64_t line = 0; line < bytes; line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(tile + (g + AHEAD_GROUPS) * bytes + line), _MM_HINT_T0);
+  for (int64_t g = 0; g < groups; ++g, tile += bytes) {
     __m512i whole[TOKENS];
     for (int t = 0; t < TOKENS; ++t) whole[t] = _mm512_set1_epi32(-SHIFT * states.sums[(token + t) * groups + g]);
 #pragma GCC unroll 8
     for (int c = 0; c < LINES; ++c) {
-      const __m512i q = _mm512_loadu_si512(tile + g * bytes + c * TILE * CHUNK);
-#pragma GCC unroll 4
+      const __m512i q = _mm512_loadu_si512(tile + c * TILE * CHUNK);
+#pragma GCC unroll 8
       for (int t = 0; t < TOKENS; ++t) {
         int32_t near, far;
         std::memcpy(&near, values + t * between + g * GROUP + c * CHUNK, sizeof near);
@@ -154,8 +147,7 @@ PPD_FOR("avx512f,avx512bw,avx512vl,avx512vnni,f16c") inline void some_vnni(
         }
       }
     }
-    const __m512 d = _mm512_cvtph_ps(
-        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + g * TILE * SCALE_BYTES)));
+    const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + before_scales)));
     for (int t = 0; t < TOKENS; ++t) {
       const __m512 scale = _mm512_mul_ps(d, _mm512_set1_ps(states.scales[(token + t) * groups + g]));
       found[t] = _mm512_add_ps(found[t], _mm512_mul_ps(_mm512_cvtepi32_ps(whole[t]), scale));
@@ -168,7 +160,8 @@ template <int BITS>
 void tile_vnni(
     const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens, float* result, int64_t outputs) {
   static constexpr SomeTokens BY_TOKENS[] = {
-      some_vnni<BITS, 1>, some_vnni<BITS, 2>, some_vnni<BITS, 3>, some_vnni<BITS, 4>};
+      some_vnni<BITS, 1>, some_vnni<BITS, 2>, some_vnni<BITS, 3>, some_vnni<BITS, 4>,
+      some_vnni<BITS, 5>, some_vnni<BITS, 6>, some_vnni<BITS, 7>, some_vnni<BITS, 8>};
   tile_by<BITS>(BY_TOKENS, tile, rows, states, token, tokens, result, outputs);
 }
 
@@ -178,10 +171,9 @@ template <int BITS>
 void tile_neon(
     const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens, float* result, int64_t outputs) {
   if (rows != TILE) return tile_plain<BITS>(tile, rows, states, token, tokens, result, outputs);
-  constexpr int64_t bytes = GROUP * BITS / 8 * TILE;
+  constexpr int64_t bytes = group_bytes(BITS) * TILE, before_scales = bytes - SCALE_BYTES * TILE;
   constexpr int LANES = 4, LINES = CHUNKS * BITS / 8;
   const int64_t groups = states.groups;
-  const uint8_t* scales = tile + groups * bytes;
   for (int t = 0; t < tokens; ++t) {
     float32x4_t found[TILE / LANES] = {};
     for (int64_t g = 0; g < groups; ++g) {
@@ -205,7 +197,7 @@ void tile_neon(
           }
         }
         float16x4_t d;
-        std::memcpy(&d, scales + (g * TILE + four * LANES) * SCALE_BYTES, sizeof d);
+        std::memcpy(&d, tile + g * bytes + before_scales + four * LANES * SCALE_BYTES, sizeof d);
         const float32x4_t scale = vmulq_f32(vcvt_f32_f16(d), vdupq_n_f32(of_states));
         found[four] = vaddq_f32(found[four], vmulq_f32(vcvtq_f32_s32(whole), scale));
       }
@@ -297,26 +289,22 @@ Rounded rounded(const float* states, int64_t tokens, int64_t inputs, Memory& mem
   return {memory.values.data(), memory.scales.data(), memory.sums.data(), groups};
 }
 
-struct Product {
-  const uint8_t* weight;
+struct Context {
+  const Products& products;
   Rounded states;
-  TileProduct tile;
-  float* result;  // [tokens, outputs]
-  int64_t outputs, row_bytes, tokens;
+  TileProduct run;
+  int64_t row_bytes;
 };
 
-void some_tiles(int64_t begin, int64_t end, void* context) {
-  const Product& product = *static_cast<const Product*>(context);
-  for (int64_t tile = begin; tile < end; ++tile) {
-    const int64_t row = tile * TILE;
-    const int rows = int(std::min<int64_t>(TILE, product.outputs - row));
-    const uint8_t* weight = product.weight + row * product.row_bytes;
-    for (int64_t token = 0; token < product.tokens; token += MOST_AT_ONCE) {
-      const int tokens = int(std::min<int64_t>(MOST_AT_ONCE, product.tokens - token));
-      product.tile(
-          weight, rows, product.states, token, tokens, product.result + token * product.outputs + row, product.outputs);
+void some_tiles(int64_t number, int64_t last, void* context) {
+  const Context& of = *static_cast<const Context*>(context);
+  each_tile(of.products, of.row_bytes, number, last, [&](const Tile& tile) {
+    for (int64_t token = 0; token < of.products.tokens; token += MOST_AT_ONCE) {
+      const int tokens = int(std::min<int64_t>(MOST_AT_ONCE, of.products.tokens - token));
+      float* const at = tile.result + token * of.products.between;
+      of.run(tile.at, int(tile.rows), of.states, token, tokens, at, of.products.between);
     }
-  }
+  });
 }
 
 }  // namespace
@@ -327,14 +315,13 @@ int ppd_bits_of_quantised(int64_t inputs, int64_t row_bytes) {
   return 0;
 }
 
-void ppd_quantised_product(
-    const uint8_t* weight, int bits, const float* states, float* result, int64_t inputs, int64_t outputs, int64_t tokens) {
+void ppd_quantised_products(const Products& products, int bits) {
   static thread_local Memory memory;
-  const Product product{
-      weight, rounded(states, tokens, inputs, memory), bits == 8 ? chosen->with_8_bits : chosen->with_4_bits,
-      result, outputs, inputs / GROUP * group_bytes(bits), tokens};
-  const int64_t tiles = (outputs + TILE - 1) / TILE, grain = std::max<int64_t>(1, GRAIN / (TILE * inputs));
-  for_all(tiles, grain, some_tiles, const_cast<Product*>(&product));
+  const int64_t inputs = products.inputs;
+  Context context{
+      products, rounded(products.states, products.tokens, inputs, memory),
+      bits == 8 ? chosen->with_8_bits : chosen->with_4_bits, inputs / GROUP * group_bytes(bits)};
+  for_all_tiles(products, some_tiles, &context);
 }
 
 // The names of the forms that run here, the fastest last, with a comma between them.

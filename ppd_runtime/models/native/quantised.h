@@ -8,21 +8,22 @@
 // and threads.
 //
 // Rows stand in tiles of TILE, the last of what is left: of each group first the numbers, four inputs of each row side by
-// side, then, behind all groups, the scales of each group, a row's beside the next one's. With 4 bits a byte holds q + 8 of
-// an input, in the low half, and of the input that is half a group further on, in the high half.
+// side, then the scales, a row's beside the next one's. So a matrix is read from first to last. With 4 bits a byte holds
+// q + 8 of an input, in the low half, and of the input that is half a group further on, in the high half.
 
 #pragma once
 
-#include <cstdint>
 #include <cstring>
+
+#include "tiled_products.h"
 
 namespace {
 
-constexpr int GROUP = 32, TILE = 16;
+constexpr int GROUP = 32;
 constexpr int CHUNK = 4;                // inputs of a row that stand side by side
 constexpr int CHUNKS = GROUP / CHUNK;   // of a group
 constexpr int SCALE_BYTES = 2;
-constexpr int MOST_AT_ONCE = 4;         // tokens, whose sums stay in registers
+constexpr int MOST_AT_ONCE = 8;         // tokens
 
 // Bytes of a row's group: numbers and scale.
 constexpr int64_t group_bytes(int bits) { return GROUP * bits / 8 + SCALE_BYTES; }
@@ -59,13 +60,12 @@ typedef void (*TileProduct)(
 template <int BITS>
 void tile_plain(
     const uint8_t* tile, int rows, const Rounded& states, int64_t token, int tokens, float* result, int64_t outputs) {
-  const int64_t groups = states.groups, bytes = GROUP * BITS / 8;
-  const uint8_t* scales = tile + groups * bytes * rows;
+  const int64_t groups = states.groups, bytes = group_bytes(BITS) * rows, of_scales = SCALE_BYTES * rows;
   for (int t = 0; t < tokens; ++t)
     for (int r = 0; r < rows; ++r) {
       float sum = 0;
       for (int64_t g = 0; g < groups; ++g) {
-        const uint8_t* numbers = tile + g * bytes * rows;
+        const uint8_t* numbers = tile + g * bytes;
         const int8_t* values = states.values + ((token + t) * groups + g) * GROUP;
         int32_t whole = 0;
         for (int i = 0; i < GROUP; ++i) {
@@ -78,7 +78,7 @@ void tile_plain(
           }
         }
         uint16_t half;
-        std::memcpy(&half, scales + (g * rows + r) * SCALE_BYTES, sizeof half);
+        std::memcpy(&half, numbers + bytes - of_scales + r * SCALE_BYTES, sizeof half);
         const float scale = half_to_float(half) * states.scales[(token + t) * groups + g];
         sum = sum + float(whole) * scale;
       }

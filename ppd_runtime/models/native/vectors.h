@@ -39,6 +39,21 @@ inline Vec load(const float* from) {
 
 inline void store(Vec numbers, float* to) { std::memcpy(to, &numbers, sizeof numbers); }
 
+// A number in every lane. An added zero is no way to this: it would be added each time, for the sake of negative zeros.
+inline Vec spread(float number) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(number);
+#elif defined(__FMA__)
+  return _mm256_set1_ps(number);
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+  return vdupq_n_f32(number);
+#else
+  Vec numbers;
+  for (int lane = 0; lane < WIDTH; ++lane) numbers[lane] = number;
+  return numbers;
+#endif
+}
+
 // sum + weight * state, rounded once where the CPU can. Said outright: a compiler that chooses by itself rounds once in one
 // loop and twice in another (GCC does for AMD's Zen, to shorten chains of sums), and a row's bits depend on the loop.
 #if defined(__AVX512F__)
@@ -127,15 +142,15 @@ inline Vec each_manieth(Vec numbers) {
 
 // e to the power of numbers that are not positive; exactly 0 below -87.
 inline Vec exponential(Vec x) {
-  const Vec magic = Vec{} + 12582912.0f;
-  const Vec shifted = added(x, Vec{} + 1.44269504f, magic), whole = shifted - magic;
-  const Vec rest = added(whole, Vec{} + 2.12194440e-4f, added(whole, Vec{} - 0.693359375f, x));
-  Vec power = Vec{} + 1.9875691500e-4f;
-  power = added(power, rest, Vec{} + 1.3981999507e-3f);
-  power = added(power, rest, Vec{} + 8.3334519073e-3f);
-  power = added(power, rest, Vec{} + 4.1665795894e-2f);
-  power = added(power, rest, Vec{} + 1.6666665459e-1f);
-  power = added(power, rest, Vec{} + 5.0000001201e-1f);
+  const Vec magic = spread(12582912.0f);
+  const Vec shifted = added(x, spread(1.44269504f), magic), whole = shifted - magic;
+  const Vec rest = added(whole, spread(2.12194440e-4f), added(whole, spread(-0.693359375f), x));
+  Vec power = spread(1.9875691500e-4f);
+  power = added(power, rest, spread(1.3981999507e-3f));
+  power = added(power, rest, spread(8.3334519073e-3f));
+  power = added(power, rest, spread(4.1665795894e-2f));
+  power = added(power, rest, spread(1.6666665459e-1f));
+  power = added(power, rest, spread(5.0000001201e-1f));
   power = added(power * rest, rest, rest) + 1.0f;
   const Ints exponent = (reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(magic)) << 23;
   const Vec result = reinterpret_cast<Vec>(reinterpret_cast<Ints>(power) + exponent);

@@ -21,6 +21,7 @@ from ppd_runtime.models.checkpoint.gguf.tensors import TensorPlan, check_kinds, 
 from ppd_runtime.models.checkpoint.gguf.tokenizer import BESIDE, write_tokenizer
 from ppd_runtime.models.checkpoint.weight_cache import version_of
 from ppd_runtime.models.checkpoint.weights_card import FLOATS, WeightsCard
+from ppd_runtime.models.native.formats import LAYOUT
 from ppd_runtime.models.native.library import is_available
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def _about(path: Path) -> dict[str, Any]:
     """What a folder is made of; it is named by that."""
     beside = path.parent / BESIDE
     files = [path, *([beside] if beside.exists() else [])]
-    return {"format": _FORMAT, "files": [[str(file.resolve()), *version_of(file)] for file in files]}
+    return {"format": [_FORMAT, LAYOUT], "files": [[str(file.resolve()), *version_of(file)] for file in files]}
 
 
 def _write(path: Path, about: dict[str, Any], folder: Path) -> None:

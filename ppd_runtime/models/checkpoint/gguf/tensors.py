@@ -19,6 +19,7 @@ from ppd_runtime.models.checkpoint.gguf.reader import BLOCKS, GGUF, StoredTensor
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import bytes_of, header_of
 from ppd_runtime.models.native.formats import pack_values, row_bytes
+from ppd_runtime.models.native.products import TILE
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PACKED = {"Q8_0": "int8", "Q4_0": "int4"}
@@ -45,7 +46,6 @@ NAMES: Mapping[str, str] = {
 _IGNORED = {ROPE_FACTORS}
 _BLOCK = 2**25
 """Bytes of a tensor that are read at once."""
-_TILE = 16  # rows that are packed together
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _blocks(file: BufferedReader, each: _Written) -> Iterator[np.ndarray[Any, An
     rows, size = math.prod(each.of.shape[:-1]), each.of.row_bytes
     if each.head_dim and len(each.of.shape) == 1:  # a bias: each number is a row
         rows, size = each.of.shape[0], size // each.of.shape[0]
-    at_once = math.lcm(_TILE, each.head_dim or 1)
+    at_once = math.lcm(TILE, each.head_dim or 1)
     step = max(1, _BLOCK // (size * at_once)) * at_once
     file.seek(each.of.start)
     for first in range(0, rows, step):

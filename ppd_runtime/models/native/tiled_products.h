@@ -1,0 +1,69 @@
+// What `products.cpp` calls of `bfloat16.cpp` and `quantised.cpp`: products of the same states with one or several matrices
+// whose rows stand in tiles. Each file says how its matrices lie.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "tensors.h"
+
+struct Matrix {
+  const void* at;
+  int64_t outputs;
+};
+
+// Matrices of a kind, which take the same states, and where their products go.
+struct Products {
+  const Matrix* matrices;
+  int count;
+  const float* states;  // [tokens, inputs]
+  float* result;        // of the first token, the outputs of one matrix behind those of the other
+  int64_t inputs, tokens;
+  int64_t between;      // the results of a token and those of the next one
+};
+
+void ppd_bfloat16_products(const Products& products);
+
+// Bits of a number in rows of so many bytes; 0 where no matrix of these inputs has such rows.
+int ppd_bits_of_quantised(int64_t inputs, int64_t row_bytes);
+
+void ppd_quantised_products(const Products& products, int bits);
+
+namespace {
+
+// Rows that stand together in memory.
+struct Tile {
+  const uint8_t* at;
+  int64_t rows;
+  float* result;  // of the first token
+};
+
+constexpr int64_t TILE = 16;
+
+inline int64_t tiles_of(int64_t outputs) { return (outputs + TILE - 1) / TILE; }
+
+// Tiles `number` to `last` of all matrices, one after the other.
+template <typename Do>
+inline void each_tile(const Products& products, int64_t row_bytes, int64_t number, int64_t last, Do&& run) {
+  float* result = products.result;
+  for (int m = 0; m < products.count; ++m) {
+    const Matrix& matrix = products.matrices[m];
+    const int64_t tiles = tiles_of(matrix.outputs);
+    for (int64_t tile = std::max<int64_t>(number, 0); tile < std::min(last, tiles); ++tile) {
+      const int64_t row = tile * TILE, rows = std::min(TILE, matrix.outputs - row);
+      run(Tile{static_cast<const uint8_t*>(matrix.at) + row * row_bytes, rows, result + row});
+    }
+    number -= tiles, last -= tiles, result += matrix.outputs;
+  }
+}
+
+// Have all tiles run, with PyTorch's threads where there are more than pay for it.
+inline void for_all_tiles(const Products& products, void (*some)(int64_t, int64_t, void*), void* context) {
+  constexpr int64_t GRAIN = 1 << 16;  // weights, for which a thread of its own pays
+  int64_t tiles = 0;
+  for (int m = 0; m < products.count; ++m) tiles += tiles_of(products.matrices[m].outputs);
+  for_all(tiles, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, TILE * products.inputs)), some, context);
+}
+
+}  // namespace
