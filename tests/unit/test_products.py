@@ -1,5 +1,6 @@
 """Products of a few tokens' states: the numbers that the plain product gives, in bits that depend on nothing beside."""
 
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,6 +147,20 @@ def as_format(weight: Tensor, form: object) -> Tensor:
 def test_a_weight_of_another_shape_among_several_is_refused() -> None:
     with pytest.raises(ValueError, match=r"few_rows_linear_2: not made for .* second \[4, 15\]"):
         PRODUCTS[1](numbers(2, 16), numbers(4, 16), numbers(4, 15))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell")
+def test_results_are_given_back() -> None:
+    states, weight = numbers(8, 16), numbers(2**15, 16)
+    product(states, weight)
+    before, each = _resident_bytes(), 8 * 2**15 * 4
+    for _ in range(100):
+        product(states, weight)
+    assert _resident_bytes() - before < 30 * each
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_strides_do_not_matter() -> None:

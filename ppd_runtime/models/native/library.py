@@ -75,7 +75,8 @@ class Operator:
         if failed:
             given = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(self._tensors, tensors, strict=True))
             raise ValueError(f"{self._name}: not made for {given}")
-        return _aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(result))
+        (tensor,) = _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(result)])  # one alone it copies, and keeps
+        return tensor
 
     def bound(self, *tensors: Tensor) -> Callable[[], None]:
         """Computes it for these tensors each time and drops the result, with next to nothing of Python: for timing."""
