@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -120,36 +120,24 @@ async def together(works: Sequence[Coroutine[Any, Any, GenerationResult]]) -> li
 
 
 class AsyncGeneration(AsyncIterator[TokenEvent]):
-    """A generation in progress: `async for` over its events, then read `result`."""
+    """A generation in progress: `async for` over its events, then read `result`.
+
+    Dropped in the middle, as by a task that is cancelled between two events, it ends within a token.
+    """
 
     def __init__(
         self, generation: Generation, threads: ThreadPoolExecutor, on_start: Callable[[], None] | None = None
     ) -> None:
-        self._generation, self._on_start = generation, on_start
-        self._loop = asyncio.get_running_loop()
+        self._generation, self._over = generation, False
         self._arrived: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
-        self._over = False
-        self._work = threads.submit(self._run)
+        loop = asyncio.get_running_loop()
+        tell = partial(loop.call_soon_threadsafe, self._arrived.put_nowait)
+        self._work = threads.submit(_hand_on, generation, tell, on_start)  # the thread knows nothing of this object
 
-    def _run(self) -> None:
-        """In a thread: hand each event to the loop; where that is closed, no more are wanted."""
-        try:
-            end: BaseException | None = None
-            try:
-                if self._on_start:
-                    self._on_start()
-                for event in self._generation:
-                    self._tell(event)
-            except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
-                end = error
-            self._tell(end)
-        except RuntimeError:
-            self._generation.cancel()
-        finally:
-            self._generation.close()
-
-    def _tell(self, item: TokenEvent | BaseException | None) -> None:
-        self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
+    def __del__(self) -> None:
+        self._generation.cancel()
+        if hasattr(self, "_work"):
+            self._work.cancel()
 
     async def __anext__(self) -> TokenEvent:
         if self._over:
@@ -182,6 +170,28 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
         self.cancel()
         async for _ in self:
             pass
+
+
+def _hand_on(
+    generation: Generation,
+    tell: Callable[[TokenEvent | BaseException | None], object],
+    on_start: Callable[[], None] | None,
+) -> None:
+    """In a thread: hand each event to a loop; where that is closed, no more are wanted."""
+    try:
+        end: BaseException | None = None
+        try:
+            if on_start:
+                on_start()
+            for event in generation:
+                tell(event)
+        except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
+            end = error
+        tell(end)
+    except RuntimeError:
+        generation.cancel()
+    finally:
+        generation.close()
 
 
 @takes_settings(RuntimeConfig)
