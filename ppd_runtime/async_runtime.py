@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -130,9 +130,8 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
     ) -> None:
         self._generation, self._over = generation, False
         self._arrived: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        tell = partial(loop.call_soon_threadsafe, self._arrived.put_nowait)
-        self._work = threads.submit(_hand_on, generation, tell, on_start)  # the thread knows nothing of this object
+        told = asyncio.get_running_loop(), self._arrived  # the thread knows nothing of this object
+        self._work = threads.submit(_hand_on, generation, *told, on_start)
 
     def __del__(self) -> None:
         self._generation.cancel()
@@ -174,20 +173,21 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
 
 def _hand_on(
     generation: Generation,
-    tell: Callable[[TokenEvent | BaseException | None], object],
+    loop: asyncio.AbstractEventLoop,
+    arrived: "asyncio.Queue[TokenEvent | BaseException | None]",
     on_start: Callable[[], None] | None,
 ) -> None:
-    """In a thread: hand each event to a loop; where that is closed, no more are wanted."""
+    """In a thread: hand each event to a loop, and the end; where the loop is closed, no more are wanted."""
     try:
         end: BaseException | None = None
         try:
             if on_start:
                 on_start()
             for event in generation:
-                tell(event)
+                loop.call_soon_threadsafe(arrived.put_nowait, event)
         except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
             end = error
-        tell(end)
+        loop.call_soon_threadsafe(arrived.put_nowait, end)
     except RuntimeError:
         generation.cancel()
     finally:

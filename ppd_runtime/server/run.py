@@ -14,12 +14,12 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
 from ppd_runtime.server.app import Service, application
 from ppd_runtime.server.gate import MOST_HEADER_BYTES
+from ppd_runtime.server.protocol import HttpProtocol
 from ppd_runtime.server.settings import ServerSettings
 
 logger = logging.getLogger("ppd_runtime.server")
 _LOOK_EVERY_S = 1.0
 _LAST_ANSWERS_S = 5
-_MOST_CONNECTIONS = 4096
 _IDLE_S = 75
 """How long a connection waits for its next request: longer than clients keep theirs, which else ask as it is closed."""
 
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application(self.service, settings, prepared.key),
-                http="h11",
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -85,7 +85,6 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=_IDLE_S,
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
-                limit_concurrency=_MOST_CONNECTIONS,
                 h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,  # a little too much gets an error object
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,

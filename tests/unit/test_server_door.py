@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import logging
+import resource
 import socket
 import ssl
 import stat
@@ -22,6 +23,7 @@ from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.cli.serve import check_installed
+from ppd_runtime.server import protocol
 from ppd_runtime.server.gate import logger
 from ppd_runtime.server.run import Prepared
 from ppd_runtime.server.settings import ServerSettings
@@ -129,6 +131,73 @@ def test_what_cannot_be_parsed_is_told_the_way_out(locked: Running, content: byt
         answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].endswith("send an object")
+
+
+@contextlib.contextmanager
+def connected(server: Running, *, said: bytes = b"") -> Iterator[socket.socket]:
+    """A connection of its own."""
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), DEADLINE_S) as connection:
+        connection.sendall(said)
+        yield connection
+
+
+def error_to(server: Running, said: bytes) -> tuple[int, str]:
+    """The status and the message with which the server closes a connection."""
+    answer = b""
+    with connected(server, said=said) as connection:
+        while part := connection.recv(4096):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+def test_what_is_no_http_gets_an_error_object(locked: Running) -> None:
+    status, message = error_to(locked, b"\x16\x03\x01 no HTTP\r\n\r\n")
+    assert status == 400
+    assert message.endswith("send HTTP/1.1 as its standard has it")
+
+
+def test_nonsense_behind_a_refusal_is_no_failure(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connected(locked, said=head) as connection:
+        assert b"invalid_api_key" in receive_until(connection, b"invalid_api_key")
+        connection.sendall(b"no length\r\n")
+        while connection.recv(4096):
+            pass
+    assert "Traceback" not in caplog.text
+
+
+def test_headers_have_a_deadline_and_requests_do_not(stepwise: Stepwise, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_HEADERS_S", 0.1)
+    with running(stepwise) as server:
+        for begun in (b"", b"GET /health HTTP/1.1\r\nhost: a"):
+            assert error_to(server, begun) == (408, "the headers did not come within 0.1 s: send them sooner")
+        whole = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        with connected(server, said=whole) as connection:
+            receive_until(connection, b"}")
+            connection.sendall(b"GET")
+            assert b" 408 " in receive_until(connection, b"}")
+        threading.Timer(0.3, stepwise.allow, [9]).start()
+        assert server.post("/v1/completions", prompt="a", max_tokens=3).status_code == 200
+
+
+def test_connections_are_bounded(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked.client() as client:
+        client.get("/health")
+        wait_until(lambda: len(locked.server.server_state.connections) == 1)
+        monkeypatch.setattr(protocol, "_MOST_CONNECTIONS", 1)
+        status, message = error_to(locked, b"")
+        assert (status, message) == (503, "2 connections, that is too many: come again later")
+        assert client.get("/health").status_code == 200
+        monkeypatch.undo()
+        assert locked.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+def test_connections_leave_files_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, connections in ((1024, 512), (10**6, 4096), (resource.RLIM_INFINITY, 4096)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, n=most: (n, n))
+        assert protocol.most_connections() == connections
 
 
 def test_other_paths_and_methods(locked: Running) -> None:
