@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen no more, and leave no thread."""
         await super().shutdown(sockets)
-        self.service.decoding.end_threads()
+        self.service.end_threads()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal refuses new requests and lets the others finish, a second one ends everything."""

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from servers import DEADLINE_S, TEMPLATE, running
+from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, SamplingParams
 from ppd_runtime.async_runtime import AsyncDecoding
@@ -38,9 +41,16 @@ class Encoding(OrdinaryDecoding):
         self.entered, self.may_go_on = threading.Event(), threading.Event()
 
     def prompt_ids(self, *args: Any) -> list[int]:
+        self._wait()
+        return super().prompt_ids(*args)
+
+    def chat_prompt(self, *args: Any) -> str:
+        self._wait()
+        return super().chat_prompt(*args)
+
+    def _wait(self) -> None:
         self.entered.set()
         self.may_go_on.wait(DEADLINE_S / 4)
-        return super().prompt_ids(*args)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +60,7 @@ class Encoding(OrdinaryDecoding):
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, 0),
         ("/detokenize", {"tokens": [5]}, 0),
         ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "n": 2}, 4),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, 1),
     ],
 )
 def test_a_long_prompt_keeps_nobody_waiting_and_has_its_room(
@@ -69,6 +80,16 @@ def test_a_long_prompt_keeps_nobody_waiting_and_has_its_room(
         encoding.may_go_on.set()
         asking.join(DEADLINE_S)
         assert (answers, server.taken) == ([200], 0)
+
+
+def test_long_prompts_keep_no_probe_waiting(folder: Path) -> None:
+    encoding, many = Encoding(folder), min(32, (os.cpu_count() or 1) + 4)  # as many threads as a loop has by itself
+    with running(encoding) as server, ThreadPoolExecutor(many) as asking, server.client() as client:
+        answers = [asking.submit(server.post, "/tokenize", prompt="a") for _ in range(many)]
+        wait_until(lambda: len(server.server.server_state.tasks) == many)
+        assert client.get("/health", timeout=DEADLINE_S / 8).status_code == 200
+        encoding.may_go_on.set()
+        assert [answer.result(DEADLINE_S).status_code for answer in answers] == [200] * many
 
 
 class CutShort(OrdinaryDecoding):
@@ -121,7 +142,7 @@ def test_who_does_not_read_holds_no_room(folder: Path) -> None:
         await until(lambda: not service.admission.taken)
         reading.set()
         await answering
-        service.decoding.end_threads()
+        service.end_threads()
 
     asyncio.run(ask())
 
