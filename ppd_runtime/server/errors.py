@@ -88,12 +88,13 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     field = ".".join(place)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}; send an object")
+    given = f"={first['input']!r:.100}" if first["type"] != "missing" else ""
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{field}: this server does not support it, leave it out", field, "unsupported_parameter")
+        message = f"{field}{given}: this server does not support it, leave it out"
+        return ApiError(400, message, field, "unsupported_parameter")
     what = first["msg"].removeprefix("Value error, ")
     if not field and first["type"] == "value_error":
         return refused(what)
     if not field:
         return ApiError(400, "the body is missing or is no object: send a JSON object")
-    given = f"={first['input']!r:.100}" if first["type"] != "missing" else ""
     return ApiError(400, f"{field}{given}: {what[:1].lower()}{what[1:]}", place[0])

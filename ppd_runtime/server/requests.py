@@ -105,9 +105,11 @@ class Sampling(Body):
     @model_validator(mode="after")
     def _options_with_stream(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: is for stream=true, leave it out")
+            given = self.stream_options.model_dump(exclude_unset=True)
+            raise ValueError(f"stream_options={given}: is for stream=true, leave it out")
         if self.ppd is not None and not self.stream:
-            raise ValueError("ppd: is for stream=true, leave it out")
+            given = self.ppd.model_dump(exclude_unset=True)
+            raise ValueError(f"ppd={given}: is for stream=true, leave it out")
         return self
 
     @property
@@ -175,7 +177,7 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _can_stream(self) -> "CompletionRequest":
         if self.stream and self.prompt_logprobs_wanted:
-            raise ValueError("echo: with logprobs it is not streamed, leave echo or stream out")
+            raise ValueError("echo=True: with logprobs it is not streamed, leave echo or stream out")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens=0: gives nothing without echo, ask for 1 or more")
         return self
@@ -257,7 +259,8 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _either(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: give one of prompt and messages")
+            given = f"={self.prompt!r:.100}" if self.prompt is not None else ""
+            raise ValueError(f"prompt{given}: give one of prompt and messages")
         return self
 
 

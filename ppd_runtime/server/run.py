@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import sys
 from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
@@ -14,6 +13,7 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
 from ppd_runtime.server.app import Service, application
 from ppd_runtime.server.gate import MOST_HEADER_BYTES
+from ppd_runtime.server.log import log_to_stderr
 from ppd_runtime.server.protocol import HttpProtocol
 from ppd_runtime.server.settings import ServerSettings
 
@@ -57,7 +57,7 @@ def serve_prepared(generator: TextGenerator, prepared: Prepared, started: Callab
     Raises:
         RuntimeError: where the workers are lost for good.
     """
-    _log_to_stderr()
+    log_to_stderr(prepared.settings.log_format == "json")
     server = Server(generator, prepared, started)
     server.run([prepared.listener])
     if server.failed:
@@ -135,13 +135,3 @@ class Server(uvicorn.Server):
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _log_to_stderr() -> None:
-    """Lines as they are: what a request was is in them."""
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Mapping
@@ -13,6 +14,10 @@ from ppd_runtime.checks import check_bool, check_choice, check_int, check_range
 KEY_VARIABLE = "PPD_API_KEY"
 LOG_FORMATS = ("lines", "json")
 _MOST_KEY = 4096
+_ORIGIN = re.compile(
+    r"(http(?!\S*:80$)|https(?!\S*:443$))://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
+)
+"""What browsers send in `Origin`."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,11 @@ class ServerSettings:
             check_range(name, getattr(self, name), lambda seconds: 0 < seconds <= 86400, "above 0, at most 86400")
         check_choice("log_format", self.log_format, LOG_FORMATS)
         for origin in self.cors_origin:
-            if not origin.startswith(("http://", "https://")) or origin.rstrip("/") != origin:
-                raise ValueError(f"cors_origin={origin!r}: give an origin such as https://example.org, not a path or *")
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origin={origin!r}: no browser sends it, give one such as https://example.org: in small "
+                    "letters, without a path, without port 80 or 443, not *"
+                )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             given = "ssl_certfile" if self.ssl_certfile else "ssl_keyfile"
             raise ValueError(f"{given}={str(getattr(self, given))!r}: give both ssl_certfile and ssl_keyfile")

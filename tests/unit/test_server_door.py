@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import logging
+import re
 import resource
 import socket
 import ssl
@@ -25,6 +26,7 @@ from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.cli.serve import check_installed
 from ppd_runtime.server import protocol
 from ppd_runtime.server.gate import logger
+from ppd_runtime.server.log import REQUEST, JsonLine
 from ppd_runtime.server.run import Prepared
 from ppd_runtime.server.settings import ServerSettings
 
@@ -350,9 +352,37 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("none")
     with pytest.raises(ValueError, match="ssl_certfile"):
         Prepared(ServerSettings(ssl_certfile=tmp_path / "cert.pem", ssl_keyfile=tmp_path / "cert.pem"))
-    for wrong in ({"port": 70000}, {"max_waiting": -1}, {"cors_origin": ("*",)}, {"ssl_certfile": Path("a")}):
+    for wrong in ({"port": 70000}, {"max_waiting": -1}, {"ssl_certfile": Path("a")}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "null", "https://a.org/", "https://a.org/x", "https://A.org", "https://a.org:443", "http://a:80", "https://"],
+)
+def test_an_origin_that_no_browser_sends_is_a_mistake(origin: str) -> None:
+    with pytest.raises(ValueError, match=f"cors_origin={re.escape(repr(origin))}: no browser sends it"):
+        ServerSettings(cors_origin=(origin,))
+
+
+def test_origins_that_browsers_send_are_taken() -> None:
+    sent = ("https://a.org", "http://localhost:3000", "http://127.0.0.1:443", "http://[::1]:8080", "https://a.org:80")
+    assert ServerSettings(cors_origin=sent).cors_origin == sent
+
+
+def test_the_log_is_json_where_that_is_wanted() -> None:
+    record = logging.makeLogRecord({"msg": "%s is lost", "args": ("stage 1",), "levelno": 30, "levelname": "WARNING"})
+    told = json.loads(JsonLine().format(record))
+    assert (told["level"], told["message"]) == ("warning", "stage 1 is lost")
+    try:
+        raise RuntimeError("two\nlines")
+    except RuntimeError as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    (line,) = JsonLine().format(record).splitlines()
+    assert "RuntimeError: two\nlines" in json.loads(line)["traceback"]
+    record = logging.makeLogRecord({"levelname": "INFO", REQUEST: {"status": 200}})
+    assert json.loads(JsonLine().format(record)) == {"time": round(record.created, 3), "level": "info", "status": 200}
 
 
 def test_a_request_over_tls(folder: Path, tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ def test_a_stream_that_is_cut_short_has_all_of_its_text(folder: Path, tmp_path: 
         *lines, done = server.post("/v1/chat/completions" if chat else "/v1/completions", **asked).text.split("\n\n")[
             :-1
         ]
+        with server.client() as client:
+            counted = client.get("/metrics").text
+    assert 'vllm:request_success_total{finished_reason="length",model_name=' in counted, "as the client is told"
     choices = [json.loads(line[6:])["choices"][0] for line in lines]
     texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
     assert texts == [""] * (len(texts) - 1) + [expected]
