@@ -15,7 +15,7 @@ from ppd_runtime.server.app import Service, application
 from ppd_runtime.server.gate import MOST_HEADER_BYTES
 from ppd_runtime.server.log import log_to_stderr
 from ppd_runtime.server.protocol import HttpProtocol
-from ppd_runtime.server.settings import ServerSettings
+from ppd_runtime.server.settings import ServerSettings, share_port
 
 logger = logging.getLogger("ppd_runtime.server")
 _LOOK_EVERY_S = 1.0
@@ -94,6 +94,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and look after the workers from then on."""
         self.loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            share_port(listener, True)
         await super().startup(sockets)
         self._keep(self._look_after_workers())
         self._on_started()

@@ -117,7 +117,7 @@ class ServerSettings:
         return key
 
     def bound(self) -> "tuple[socket.socket, ServerSettings]":
-        """A socket at the address, which does not listen yet, and the settings with its port.
+        """A socket that has the address for itself and does not listen yet, and the settings with its port.
 
         Raises:
             ValueError: where the address is not this host's, or the port is in use.
@@ -127,12 +127,13 @@ class ServerSettings:
         except OSError as error:
             raise ValueError(f"host={self.host!r}: {error.strerror or error}; give an address of this host") from error
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        share_port(listener, True)
         try:
             listener.bind(address)
         except OSError as error:
             listener.close()
             raise ValueError(f"port={self.port} at {self.host}: {error.strerror}; choose another") from error
+        share_port(listener, False)
         return listener, replace(self, port=listener.getsockname()[1])
 
     def check_tls(self) -> None:
@@ -150,6 +151,14 @@ class ServerSettings:
             raise ValueError(
                 f"ssl_certfile={str(self.ssl_certfile)!r}: {what}; give a certificate and its key"
             ) from error
+
+
+def share_port(listener: socket.socket, others_may: bool) -> None:
+    """Whether another socket may have the same address while this one does not listen; with one that does, none may.
+
+    A server that loads its workers shares it with no second one; connections that it leaves behind it do.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, others_may)
 
 
 def _key_of_file(path: Path) -> bytes:

@@ -357,6 +357,22 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
             ServerSettings(**wrong)
 
 
+def test_two_servers_that_start_at_once_do_not_share_a_port() -> None:
+    first = Prepared(ServerSettings(port=0))
+    settings = ServerSettings(port=first.settings.port)
+    with contextlib.closing(first), pytest.raises(ValueError, match=f"port={settings.port} at .* in use; choose"):
+        Prepared(settings)
+
+
+def test_a_port_is_free_as_soon_as_its_server_has_ended(folder: Path) -> None:
+    with running(OrdinaryDecoding(folder)) as server:
+        connection = http.client.HTTPConnection(httpx.URL(server.url).host, httpx.URL(server.url).port)
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+    with contextlib.closing(connection):  # whose other end the server has closed
+        Prepared(ServerSettings(port=httpx.URL(server.url).port)).close()
+
+
 @pytest.mark.parametrize(
     "origin",
     ["*", "null", "https://a.org/", "https://a.org/x", "https://A.org", "https://a.org:443", "http://a:80", "https://"],
