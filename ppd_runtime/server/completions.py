@@ -44,11 +44,11 @@ class Completions:
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
+        self.admission.check_number(asked.number_of_prompts * asked.n, "prompt" if asked.n == 1 else "n")
         try:
             prompts = asked.prompts()
         except ValueError as error:
             raise refused(error) from error
-        self.admission.check_number(len(prompts) * asked.n, "prompt" if asked.n == 1 else "n")
         return await self._answer(asked, request, len(prompts), lambda: self._prepared(asked, prompts))
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
