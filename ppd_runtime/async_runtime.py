@@ -65,12 +65,13 @@ class AsyncDecoding(Generic[Decoder]):
         params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        boundaries: bool = False,
         passes: bool = False,
         **settings: Any,
     ) -> "AsyncGeneration":
         """As `PPDRuntime.stream`, for `async for`; the request is sent, or waits for its turn, from now on."""
-        settings = {"add_special_tokens": add_special_tokens, "passes": passes, **settings}
-        return self.follow(self.generator.stream(prompt, params, **settings))
+        told = {"add_special_tokens": add_special_tokens, "boundaries": boundaries, "passes": passes}
+        return self.follow(self.generator.stream(prompt, params, **told, **settings))
 
     def follow(self, generation: Generation, on_start: Callable[[], None] | None = None) -> "AsyncGeneration":
         """Run a request, and give its events; `on_start` is called, in its thread, when its turn has come."""

@@ -181,14 +181,16 @@ class TextGenerator(ABC):
         params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        boundaries: bool = False,
         passes: bool = False,
         **settings: Any,
     ) -> "Generation":
         """Like `generate`, but gives each token as soon as it is certain; the result is there after the last.
 
-        `passes`: the events' `news` tell what every process computes, too.
+        `boundaries`: with stages, the events' `news` tell which boundary foresaw each token. `passes`: that, and what
+        every process computes.
         """
-        live = Live.PASSES if passes else Live.TOKENS
+        live = Live.PASSES if passes else Live.BOUNDARIES if boundaries else Live.TOKENS
         return self.request(prompt, sampling_from(params, settings), live, add_special_tokens)
 
     def request(

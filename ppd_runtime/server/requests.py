@@ -76,7 +76,9 @@ class StreamOptions(Body):
 class PpdOptions(Body):
     """What a stream tells of the pipeline besides; no other server's field."""
 
+    foreseen: bool = False
     timeline: bool = False
+    """What every process computes, and what `foreseen` asks for."""
 
 
 class Sampling(Body):
@@ -119,7 +121,8 @@ class Sampling(Body):
         """What is to be told while it runs."""
         if not self.stream:
             return Live.NOTHING
-        return Live.PASSES if self.ppd is not None and self.ppd.timeline else Live.TOKENS
+        asked = self.ppd or PpdOptions()
+        return Live.PASSES if asked.timeline else Live.BOUNDARIES if asked.foreseen else Live.TOKENS
 
     @property
     def logprobs_wanted(self) -> int | None:
