@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -44,6 +45,9 @@ class HttpProtocol(H11Protocol):
         """As uvicorn calls it where something is no HTTP."""
         self._refuse(ApiError(400, f"{msg.rstrip('.')}: send HTTP/1.1 as its standard has it"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Websockets are no part of this server: a request for one is answered without, and is nothing to warn of."""
+
     def _await_headers(self) -> None:
         self._due = self.loop.call_later(_HEADERS_S, self._too_slow)
 
@@ -63,7 +67,7 @@ class HttpProtocol(H11Protocol):
             response = error.response()
             headers = [*response.raw_headers, (b"connection", b"close")]
             for event in (
-                h11.Response(status_code=error.status, headers=headers),
+                h11.Response(status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase),
                 h11.Data(data=bytes(response.body)),
                 h11.EndOfMessage(),
             ):

@@ -160,6 +160,12 @@ def test_what_is_no_http_gets_an_error_object(locked: Running) -> None:
     assert message.endswith("send HTTP/1.1 as its standard has it")
 
 
+def test_a_request_for_a_websocket_is_answered_without(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with locked.client() as client:
+        assert client.get("/health", headers={"connection": "Upgrade", "upgrade": "websocket"}).status_code == 200
+    assert "Unsupported upgrade" not in caplog.text
+
+
 def test_nonsense_behind_a_refusal_is_no_failure(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
     with connected(locked, said=head) as connection:
