@@ -1,7 +1,7 @@
 """`AsyncPPDRuntime`: a runtime for programs with an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -73,20 +73,14 @@ class AsyncDecoding(Generic[Decoder]):
         told = {"add_special_tokens": add_special_tokens, "boundaries": boundaries, "passes": passes}
         return self.follow(self.generator.stream(prompt, params, **told, **settings))
 
-    def follow(self, generation: Generation, on_start: Callable[[], None] | None = None) -> "AsyncGeneration":
-        """Run a request, and give its events; `on_start` is called, in its thread, when its turn has come."""
-        return AsyncGeneration(generation, self._threads, on_start)
+    def follow(self, generation: Generation) -> "AsyncGeneration":
+        """Run a request, and give its events."""
+        return AsyncGeneration(generation, self._threads)
 
-    async def finish(self, generation: Generation, on_start: Callable[[], None] | None = None) -> GenerationResult:
-        """Run a request to its end; `on_start` as `follow` has it."""
-
-        def run() -> None:
-            if on_start:
-                on_start()
-            exhaust(generation)
-
+    async def finish(self, generation: Generation) -> GenerationResult:
+        """Run a request to its end."""
         try:
-            await asyncio.wrap_future(self._threads.submit(run))
+            await asyncio.wrap_future(self._threads.submit(exhaust, generation))
         except asyncio.CancelledError:
             generation.cancel()
             raise
@@ -126,13 +120,11 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
     Dropped in the middle, as by a task that is cancelled between two events, it ends within a token.
     """
 
-    def __init__(
-        self, generation: Generation, threads: ThreadPoolExecutor, on_start: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, generation: Generation, threads: ThreadPoolExecutor) -> None:
         self._generation, self._over = generation, False
         self._arrived: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
         told = asyncio.get_running_loop(), self._arrived  # the thread knows nothing of this object
-        self._work = threads.submit(_hand_on, generation, *told, on_start)
+        self._work = threads.submit(_hand_on, generation, *told)
 
     def __del__(self) -> None:
         self._generation.cancel()
@@ -176,14 +168,11 @@ def _hand_on(
     generation: Generation,
     loop: asyncio.AbstractEventLoop,
     arrived: "asyncio.Queue[TokenEvent | BaseException | None]",
-    on_start: Callable[[], None] | None,
 ) -> None:
     """In a thread: hand each event to a loop, and the end; where the loop is closed, no more are wanted."""
     try:
         end: BaseException | None = None
         try:
-            if on_start:
-                on_start()
             for event in generation:
                 loop.call_soon_threadsafe(arrived.put_nowait, event)
         except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
