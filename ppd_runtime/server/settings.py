@@ -1,5 +1,6 @@
 """How the server listens and whom it answers: settings, checked where they are made, before any worker starts."""
 
+import errno
 import ipaddress
 import os
 import re
@@ -132,6 +133,8 @@ class ServerSettings:
             listener.bind(address)
         except OSError as error:
             listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(f"host={self.host!r}: {error.strerror}; give an address of this host") from error
             raise ValueError(f"port={self.port} at {self.host}: {error.strerror}; choose another") from error
         share_port(listener, False)
         return listener, replace(self, port=listener.getsockname()[1])
