@@ -10,12 +10,16 @@ _REQUESTS = "ppd_runtime.server"
 
 
 def log_to_stderr(as_json: bool) -> None:
-    """Write requests, and the warnings of all the program, unless it has given its log another place."""
-    logging.getLogger(_REQUESTS).setLevel(logging.INFO)
-    root = logging.getLogger()
+    """Write requests, and all warnings of a program that has given its log no place of its own."""
+    root, requests = logging.getLogger(), logging.getLogger(_REQUESTS)
+    requests.setLevel(logging.INFO)
+    if requests.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLine() if as_json else logging.Formatter("%(message)s"))
+    requests.addHandler(handler)
+    requests.propagate = False
     if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonLine() if as_json else logging.Formatter("%(message)s"))
         root.addHandler(handler)
 
 

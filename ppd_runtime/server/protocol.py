@@ -57,6 +57,9 @@ class HttpProtocol(H11Protocol):
             self._due = None
 
     def _too_slow(self) -> None:
+        if not self.conn.trailing_data[0]:  # nothing has come, as from a browser that connects ahead
+            self.transport.close()
+            return
         self._refuse(ApiError(408, f"the headers did not come within {_HEADERS_S:g} s: send them sooner"))
 
     def _refuse(self, error: ApiError) -> None:

@@ -233,6 +233,7 @@ def test_a_server_is_a_program_on_the_cluster(cluster, folder, tmp_path):
         (choice,) = served.complete()["choices"]
         expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, max_new_tokens=16)
         assert (choice["text"], choice["ppd"]["layout"]["cuts"]) == (expected.text, [2])
+        served.wait_until(lambda: "path='/v1/completions' status=200" in served.log.read_text())
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(DEADLINE_S) == 143
         assert "placing 2 workers, each 1 CPU, STRICT_PACK on " in served.log.read_text()
