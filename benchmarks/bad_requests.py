@@ -1,6 +1,6 @@
 """Requests that no server should take, drawn by chance: wrong values, broken JSON, broken HTTP.
 
-Each has to be refused with a status from 400 to 499 and, where HTTP itself is right, with OpenAI's error object.
+Each has to be refused with a status from 400 to 499 and OpenAI's error object.
 """
 
 import asyncio
@@ -79,8 +79,6 @@ class BadRequest:
 
     what: str
     data: bytes
-    is_http: bool = True
-    """Whether the server's application sees it: then the answer has an error object."""
 
 
 def draw(generator: random.Random) -> BadRequest:
@@ -116,13 +114,11 @@ def _problem(request: BadRequest, answer: bytes) -> str:
     shown = f"{request.what}: {request.data[:300]!r} got {answer[:300]!r}"
     if not status or not status[0].startswith(b"4"):
         return shown
-    if request.is_http:
-        try:
-            told = json.loads(body)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            return shown
-        return "" if told else shown
-    return ""
+    try:
+        told = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return shown
+    return "" if told else shown
 
 
 def _http(method: str, path: str, body: bytes, **headers: str) -> bytes:
@@ -219,7 +215,7 @@ def _broken_http(generator: random.Random) -> BadRequest:
             _http("POST", "/v1/completions", b"{}", x_large="a" * 2**18),
         ]
     )
-    return BadRequest("broken HTTP", data, is_http=False)
+    return BadRequest("broken HTTP", data)
 
 
 _KINDS: Sequence[Callable[[random.Random], BadRequest]] = (

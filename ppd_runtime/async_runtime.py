@@ -1,7 +1,7 @@
 """`AsyncPPDRuntime`: a runtime for programs with an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -65,27 +65,22 @@ class AsyncDecoding(Generic[Decoder]):
         params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        boundaries: bool = False,
         passes: bool = False,
         **settings: Any,
     ) -> "AsyncGeneration":
         """As `PPDRuntime.stream`, for `async for`; the request is sent, or waits for its turn, from now on."""
-        settings = {"add_special_tokens": add_special_tokens, "passes": passes, **settings}
-        return self.follow(self.generator.stream(prompt, params, **settings))
+        told = {"add_special_tokens": add_special_tokens, "boundaries": boundaries, "passes": passes}
+        return self.follow(self.generator.stream(prompt, params, **told, **settings))
 
-    def follow(self, generation: Generation, on_start: Callable[[], None] | None = None) -> "AsyncGeneration":
-        """Run a request, and give its events; `on_start` is called, in its thread, when its turn has come."""
-        return AsyncGeneration(generation, self._threads, on_start)
+    def follow(self, generation: Generation) -> "AsyncGeneration":
+        """Run a request, and give its events."""
+        return AsyncGeneration(generation, self._threads)
 
-    async def finish(self, generation: Generation, on_start: Callable[[], None] | None = None) -> GenerationResult:
-        """Run a request to its end; `on_start` as `follow` has it."""
-
-        def run() -> None:
-            if on_start:
-                on_start()
-            exhaust(generation)
-
+    async def finish(self, generation: Generation) -> GenerationResult:
+        """Run a request to its end."""
         try:
-            await asyncio.wrap_future(self._threads.submit(run))
+            await asyncio.wrap_future(self._threads.submit(exhaust, generation))
         except asyncio.CancelledError:
             generation.cancel()
             raise
@@ -120,36 +115,21 @@ async def together(works: Sequence[Coroutine[Any, Any, GenerationResult]]) -> li
 
 
 class AsyncGeneration(AsyncIterator[TokenEvent]):
-    """A generation in progress: `async for` over its events, then read `result`."""
+    """A generation in progress: `async for` over its events, then read `result`.
 
-    def __init__(
-        self, generation: Generation, threads: ThreadPoolExecutor, on_start: Callable[[], None] | None = None
-    ) -> None:
-        self._generation, self._on_start = generation, on_start
-        self._loop = asyncio.get_running_loop()
+    Dropped in the middle, as by a task that is cancelled between two events, it ends within a token.
+    """
+
+    def __init__(self, generation: Generation, threads: ThreadPoolExecutor) -> None:
+        self._generation, self._over = generation, False
         self._arrived: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
-        self._over = False
-        self._work = threads.submit(self._run)
+        told = asyncio.get_running_loop(), self._arrived  # the thread knows nothing of this object
+        self._work = threads.submit(_hand_on, generation, *told)
 
-    def _run(self) -> None:
-        """In a thread: hand each event to the loop; where that is closed, no more are wanted."""
-        try:
-            end: BaseException | None = None
-            try:
-                if self._on_start:
-                    self._on_start()
-                for event in self._generation:
-                    self._tell(event)
-            except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
-                end = error
-            self._tell(end)
-        except RuntimeError:
-            self._generation.cancel()
-        finally:
-            self._generation.close()
-
-    def _tell(self, item: TokenEvent | BaseException | None) -> None:
-        self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
+    def __del__(self) -> None:
+        self._generation.cancel()
+        if hasattr(self, "_work"):
+            self._work.cancel()
 
     async def __anext__(self) -> TokenEvent:
         if self._over:
@@ -182,6 +162,26 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
         self.cancel()
         async for _ in self:
             pass
+
+
+def _hand_on(
+    generation: Generation,
+    loop: asyncio.AbstractEventLoop,
+    arrived: "asyncio.Queue[TokenEvent | BaseException | None]",
+) -> None:
+    """In a thread: hand each event to a loop, and the end; where the loop is closed, no more are wanted."""
+    try:
+        end: BaseException | None = None
+        try:
+            for event in generation:
+                loop.call_soon_threadsafe(arrived.put_nowait, event)
+        except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
+            end = error
+        loop.call_soon_threadsafe(arrived.put_nowait, end)
+    except RuntimeError:
+        generation.cancel()
+    finally:
+        generation.close()
 
 
 @takes_settings(RuntimeConfig)

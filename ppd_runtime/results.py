@@ -19,8 +19,10 @@ class Live(IntEnum):
     """Only the result; tokens may come in batches."""
     TOKENS = 1
     """Each token as soon as it is certain."""
-    PASSES = 2
-    """What every process computes, too."""
+    BOUNDARIES = 2
+    """With stages, which boundary foresaw each token, too."""
+    PASSES = 3
+    """And what every process computes."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class News:
     """What has become known of a generation since the event before; deciding tokens never waits for it."""
 
     boundaries: tuple[tuple[int, int], ...] = ()
-    """Positions of tokens in the staged layout, each with the boundary that was the first to name it: 0 is the text's
-    repetitions, the number of stages none. A token's is there before the next token, or soon after; of a first stage
-    that was lost, perhaps never. The last token has none."""
+    """Positions of tokens in the staged layout, each with the boundary that was the first to name it, where that was
+    asked for (`boundaries=True`, `passes=True`): 0 is the text's repetitions, the number of stages none. A token's is
+    there before the next token, or soon after; of a first stage that was lost, perhaps never. The last has none."""
     spans: tuple[ProcessSpans, ...] = ()
     """Passes through layers, heads and choices of each process, where they were asked for (`passes=True`)."""
 

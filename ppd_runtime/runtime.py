@@ -234,8 +234,9 @@ class PPDRuntime(TextGenerator):
         assert workers is not None
         assert closing is not None
         assert exchange is not None
-        watched = live == Live.PASSES
-        begin = self._numbered(Begin(CLIENT, 0, prompt_ids, params, bool(live), self._traced, watched=watched))
+        watched, foreseen = live == Live.PASSES, live >= Live.BOUNDARIES
+        begin = Begin(CLIENT, 0, prompt_ids, params, bool(live), self._traced, watched=watched, foreseen=foreseen)
+        begin = self._numbered(begin)
         ending.start_clock()
         outside, guessable = 0, frozenset(self._specs[-1].guess_tokens)
         call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of

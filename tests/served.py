@@ -1,4 +1,4 @@
-"""`ppd serve` as a process of its own, for tests that ask it as users do."""
+"""A server as a process of its own, for tests that ask it as users do: `ppd serve`, or another program's."""
 
 import json
 import subprocess
@@ -9,18 +9,21 @@ from typing import Any
 
 import httpx
 
-PPD = [sys.executable, "-m", "ppd_runtime.cli.main", "serve"]
+PPD = ("ppd_runtime.cli.main", "serve")
 DEADLINE_S = 120.0
 PROMPT = "import os\n"
 
 
 class Served:
-    """A `ppd serve` that listens; its log is in `log`."""
+    """A server that listens; what it says is in `log`."""
 
-    def __init__(self, log: Path, *options: str) -> None:
+    def __init__(
+        self, log: Path, *options: str, module: tuple[str, ...] = PPD, env: dict[str, str] | None = None
+    ) -> None:
         self.log = log
+        command = [sys.executable, "-m", *module, "--port", "0", *options]
         with log.open("w") as written:
-            self.process = subprocess.Popen([*PPD, "--port", "0", *options], stderr=written)
+            self.process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env=env)
         self._wait(lambda: " at http" in log.read_text())
         url = log.read_text().rpartition(" at ")[2].split()[0]
         self.client = httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False)

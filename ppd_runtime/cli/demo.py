@@ -45,7 +45,8 @@ def demo(runtime: Settings, sampling: Settings) -> None:
                 with PPDRuntime(**{**runtime, **layout}, progress=show_progress) as timed:
                     if number == 0:
                         stages = len(timed.cuts) + 1
-                        print_stream(timed.stream(_PROMPT, max_new_tokens=max_new_tokens), _PROMPT, stages)
+                        stream = timed.stream(_PROMPT, max_new_tokens=max_new_tokens, boundaries=True)
+                        print_stream(stream, _PROMPT, stages)
                         print(f"\nTimed on {cores} CPU cores, each beside ordinary decoding: {', then '.join(layouts)}")
                     show_progress(f"timing {name} and ordinary decoding, in turn")
                     comparisons[name] = compare(timed, ordinary, _TIMED_PROMPTS, max_new_tokens, rounds=2)

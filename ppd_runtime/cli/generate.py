@@ -114,6 +114,7 @@ def generate(
     with one_line_errors(generate):
         with quick_imports():
             from ppd_runtime.methods.registry import open_method
+            from ppd_runtime.results import Live
 
         outputs.check()
         text = _read_prompt(prompt, prompt_file)
@@ -121,7 +122,8 @@ def generate(
         if method is Method.ppd:
             own["progress"] = show_progress
         generator = open_method(model, method.value, **own, **place, trace=outputs.traced)
-        generation = generator.request(text, params, add_special_tokens=add_special_tokens)
+        live = Live.TOKENS if outputs.as_json else Live.BOUNDARIES
+        generation = generator.request(text, params, live, add_special_tokens)
         result = _show(generation, generator, text, outputs)
         give_json(_as_dict(result, method, generator.dtype), outputs.as_json, outputs.out)
         _write_trace(result, generator, outputs)

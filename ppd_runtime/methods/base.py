@@ -1,7 +1,7 @@
 """`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, whose turn it is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +17,7 @@ from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.results import GenerationResult, Live, Stats, TokenEvent
+from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.text import TextStream
 
@@ -181,14 +181,16 @@ class TextGenerator(ABC):
         params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        boundaries: bool = False,
         passes: bool = False,
         **settings: Any,
     ) -> "Generation":
         """Like `generate`, but gives each token as soon as it is certain; the result is there after the last.
 
-        `passes`: the events' `news` tell what every process computes, too.
+        `boundaries`: with stages, the events' `news` tell which boundary foresaw each token. `passes`: that, and what
+        every process computes.
         """
-        live = Live.PASSES if passes else Live.TOKENS
+        live = Live.PASSES if passes else Live.BOUNDARIES if boundaries else Live.TOKENS
         return self.request(prompt, sampling_from(params, settings), live, add_special_tokens)
 
     def request(
@@ -233,12 +235,15 @@ class TextGenerator(ABC):
                 )
 
     @contextmanager
-    def _turn(self, ending: Ending, tokens: int) -> Iterator[None]:
-        """The turn of a request of so many tokens, those that it may get among them."""
-        turn = self._turns.take(tokens)
+    def _turn(self, ending: Ending, tokens: int) -> Iterator[bool]:
+        """The turn of a request of so many tokens, those that it may get among them; False: it was cancelled before."""
+        turn = self._turns.take(tokens, ending.reason)
+        if turn is None:
+            yield False
+            return
         self._endings.append(ending)
         try:
-            yield
+            yield True
         finally:
             self._endings.remove(ending)
             self._turns.give_back(turn)
@@ -255,8 +260,10 @@ class Generation(Iterator[TokenEvent]):
         """Of the prompt, and those that it may get."""
         self._outcome: list[GenerationResult] = []
         self._ending = Ending(params.timeout_s)
+        self._on_turn: list[Callable[[], None]] = []
         # The running generator knows nothing of this object: dropped in the middle, it ends at once.
-        self._events = _Request(generator, prompt_ids, params, live, self._ending).events(self._outcome)
+        request = _Request(generator, prompt_ids, params, live, self._ending)
+        self._events = request.events(self._outcome, self._on_turn)
 
     def __next__(self) -> TokenEvent:
         return next(self._events)
@@ -267,6 +274,10 @@ class Generation(Iterator[TokenEvent]):
         if not self._outcome:
             raise RuntimeError("the generation has not finished: iterate over its events first")
         return self._outcome[0]
+
+    def on_turn(self, call: Callable[[], None]) -> None:
+        """Have something called when the generation's turn has come, in the thread that asks for its first event."""
+        self._on_turn.append(call)
 
     def cancel(self) -> None:
         """Have it end within a token, from any thread: its finish reason is "cancelled" then, with what there is."""
@@ -286,12 +297,21 @@ class _Request:
         self._generator, self._prompt_ids, self._params, self._ending = generator, prompt_ids, params, ending
         self._live = live  # where tokens are not read as they come, the text is made at the end
 
-    def events(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
+    def events(
+        self, outcome: list[GenerationResult], on_turn: Sequence[Callable[[], None]]
+    ) -> Generator[TokenEvent, None, None]:
         """Generate; the result joins `outcome` behind the last event."""
-        with (
-            self._generator._turn(self._ending, len(self._prompt_ids) + self._params.max_new_tokens),
-            closing(in_parts(self._generator, self._prompt_ids, self._params, self._live, self._ending)) as steps,
-        ):
+        with self._generator._turn(self._ending, len(self._prompt_ids) + self._params.max_new_tokens) as has_turn:
+            if not has_turn:
+                outcome.append(self._finish([], [], Totals(CANCELLED, PathStats())))
+                return
+            for call in on_turn:
+                call()
+            yield from self._decoded(outcome)
+
+    def _decoded(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
+        parts = in_parts(self._generator, self._prompt_ids, self._params, self._live, self._ending)
+        with closing(parts) as steps:
             text = TextStream(self._generator.tokenizer, self._params.stop)
             events: list[TokenEvent] = []
             of_prompt: list[TokenLogprobs] = []

@@ -54,7 +54,7 @@ def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: 
                 tokenize=False,
             )
         )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # whatever a template does
+    except Exception as error:
         raise ValueError(f"messages: the chat template does not take them: {error}") from error
 
 

@@ -82,8 +82,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         return replace(totals, speculation=found, run_lengths=tuple(self._progress.lengths))
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
-        assert totals.speculation is not None
-        return _predicted_ratio(totals.speculation, num_new_tokens)
+        return _predicted_ratio(totals.speculation, num_new_tokens) if totals.speculation else 1.0
 
 
 def _predicted_ratio(found: Speculation, num_new_tokens: int) -> float:

@@ -3,9 +3,11 @@
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _TURN_DEADLINE_S = 3600.0
+_LOOK_EVERY_S = 0.25
 MOST_WAITING = 1024
 """Calls that wait for their turn."""
 
@@ -36,8 +38,10 @@ class Turns:
             are = "is" if len(own) == 1 else "are"
             raise RuntimeError(f"{others} of this runtime {are} open in this thread: exhaust or close one first")
 
-    def take(self, tokens: int = 0) -> Turn:
+    def take(self, tokens: int = 0, is_over: Callable[[], object] = lambda: None) -> Turn | None:
         """Wait for a turn for a request of so many tokens, `most_tokens` at the most; `give_back` takes what it gives.
+
+        None where `is_over` says meanwhile that nobody wants it any more.
 
         Raises:
             RuntimeError: this thread would wait for itself, or too many wait.
@@ -53,7 +57,9 @@ class Turns:
                 while self._queue[0] is not turn or not self._fits(self._taken, tokens):
                     if (left := deadline - time.monotonic()) <= 0:
                         raise TimeoutError(f"other calls have held this runtime for {_TURN_DEADLINE_S:.0f} s")
-                    self._changed.wait(left)
+                    if is_over():
+                        return None
+                    self._changed.wait(min(left, _LOOK_EVERY_S))
                 self._taken.append(turn)
             finally:
                 self._queue.remove(turn)

@@ -47,7 +47,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, on_the_host, outgoing
 
-WIRE_VERSION = 16
+WIRE_VERSION = 17
 _MAX_HEADER_BYTES = 16 * 2**20
 
 _KINDS: tuple[type[Message], ...] = (

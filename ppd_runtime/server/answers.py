@@ -15,9 +15,6 @@ from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.timeline import as_told
 from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs, text_of
 
-_REASONS = {"length": "length", TIMEOUT: "length", CANCELLED: "length"}
-"""OpenAI's words for why a text ended; all others are "stop"."""
-
 
 class Asked(NamedTuple):
     """What the form of an answer depends on."""
@@ -121,7 +118,7 @@ class Answer:
         return "" if self._asked.most_tokens == 0 else result.text
 
     def _reason(self, result: GenerationResult) -> str:
-        return "length" if self._asked.most_tokens == 0 else _REASONS.get(result.finish_reason, "stop")
+        return "length" if self._asked.most_tokens == 0 else reason_told(result)
 
     def _all_logprobs(self, result: GenerationResult) -> dict[str, Any]:
         """The text's, and with `echo` the prompt's before them, whose first token has none."""
@@ -147,6 +144,11 @@ class Answer:
         cached = sum(result.stats.cached_tokens for result in results[:: self._asked.n])
         counts = _counted(sum(self._asked.prompt_tokens[:: self._asked.n]), new)
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def reason_told(result: GenerationResult) -> str:
+    """OpenAI's word for why a text ended."""
+    return "length" if result.finish_reason in ("length", TIMEOUT, CANCELLED) else "stop"
 
 
 def _counted(prompt: int, new: int) -> dict[str, int]:

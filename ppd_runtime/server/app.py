@@ -26,6 +26,7 @@ from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ppd_runtime.server.schema import describe_refusals
 from ppd_runtime.server.settings import ServerSettings
+from ppd_runtime.server.text_threads import TextThreads
 
 logger = logging.getLogger(__name__)
 _PAGE = Path(__file__).with_name("page.html")
@@ -46,14 +47,21 @@ class Service:
         self.admission = Admission(generator.max_requests, settings.max_waiting)
         self.chat_template = template_of(settings.chat_template)
         self.jobs = Jobs(self.decoding, self.admission, self.metrics)
+        self.texts = TextThreads()
         self.completions = Completions(
             generator,
             self.admission,
             self.jobs,
+            self.texts,
             self.model,
             self.chat_template,
             settings.request_timeout_s,
         )
+
+    def end_threads(self) -> None:
+        """Take no further requests."""
+        self.decoding.end_threads()
+        self.texts.end()
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
@@ -162,7 +170,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(asked: TokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            tokens = await asyncio.to_thread(encoded, asked)
+            tokens = await service.texts.run(lambda: encoded(asked))
         except ValueError as error:
             raise refused(error, "prompt") from error
         return JsonResponse({"count": len(tokens), "max_model_len": generator.info.max_positions, "tokens": tokens})
@@ -171,7 +179,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(asked: DetokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            text = await asyncio.to_thread(decoded, asked.tokens)
+            text = await service.texts.run(lambda: decoded(asked.tokens))
         except ValueError as error:
             raise refused(error, "tokens") from error
         return JsonResponse({"prompt": text})

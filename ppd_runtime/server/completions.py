@@ -1,10 +1,9 @@
 """`/v1/completions` and `/v1/chat/completions`: from a request to its answer."""
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,9 +17,17 @@ from ppd_runtime.server.answers import Answer, Asked
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
 from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
+from ppd_runtime.server.text_threads import TextThreads
 from ppd_runtime.server.timeline import layout_of
 
 _MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
+
+
+class Choices(NamedTuple):
+    """A request's choices, checked and encoded, each with the text that its answer begins with."""
+
+    generations: list[Generation]
+    echoes: list[str]
 
 
 @dataclass(frozen=True)
@@ -30,44 +37,33 @@ class Completions:
     generator: TextGenerator
     admission: Admission
     jobs: Jobs
+    texts: TextThreads
     model: str
     chat_template: str | None
     timeout_s: float
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
+        self.admission.check_number(asked.number_of_prompts * asked.n, "prompt" if asked.n == 1 else "n")
         try:
             prompts = asked.prompts()
         except ValueError as error:
             raise refused(error) from error
-        self.admission.check_number(len(prompts) * asked.n, "prompt" if asked.n == 1 else "n")
-        return await self._answer(asked, request, prompts, asked.add_special_tokens is not False, asked.echo)
+        return await self._answer(asked, request, len(prompts), lambda: self._prepared(asked, prompts))
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        messages = [message.as_dict() for message in asked.messages]
-        try:
-            prompt = await asyncio.to_thread(self.generator.chat_prompt, messages, self.chat_template)
-        except ValueError as error:
-            raise refused(error) from error
-        return await self._answer(asked, request, [prompt], bool(asked.add_special_tokens), False)
+        return await self._answer(asked, request, 1, lambda: self._prepared_chat(asked))
 
     async def _answer(
-        self,
-        asked: Sampling,
-        request: Request,
-        prompts: "Sequence[str | list[int]]",
-        special_tokens: bool,
-        echo: bool,
+        self, asked: Sampling, request: Request, prompts: int, prepare: "Callable[[], Choices]"
     ) -> Response:
         with ExitStack() as room:
-            room.callback(self.admission.enter(len(prompts) * asked.n).close)
+            room.callback(self.admission.enter(prompts * asked.n).close)
             try:
-                generations = await asyncio.to_thread(self._generations, asked, prompts, special_tokens)
+                generations, echoes = await self.texts.run(prepare)
             except ValueError as error:
                 raise refused(error, "prompt") from error
-            texts = await asyncio.to_thread(lambda: [self._text_of(prompt) if echo else "" for prompt in prompts])
-            echoes = [text for text in texts for _ in range(asked.n)]
             sizes = [generation.prompt_tokens for generation in generations]
             wanted = asked.logprobs_wanted is not None
             chat, most = isinstance(asked, ChatRequest), asked.most_tokens
@@ -84,17 +80,22 @@ class Completions:
                 return Response(status_code=GONE)
         return JsonResponse(answer.whole(results))
 
-    def _generations(
-        self, asked: Sampling, prompts: "Sequence[str | list[int]]", special_tokens: bool
-    ) -> list[Generation]:
-        """A request for each choice; a long text takes a while to encode."""
-        generations = []
-        for prompt in prompts:
-            ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
-            params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s)
-            choices = with_seeds(params, asked.n)
-            generations += [self.generator.request(ids, seeded, asked.live) for seeded in choices]
-        return generations
+    def _prepared(self, asked: CompletionRequest, prompts: "Sequence[str | list[int]]") -> "Choices":
+        special_tokens = asked.add_special_tokens is not False
+        generations = [one for prompt in prompts for one in self._generations(asked, prompt, special_tokens)]
+        echoes = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
+        return Choices(generations, [text for text in echoes for _ in range(asked.n)])
+
+    def _prepared_chat(self, asked: ChatRequest) -> "Choices":
+        messages = [message.as_dict() for message in asked.messages]
+        prompt = self.generator.chat_prompt(messages, self.chat_template)
+        return Choices(self._generations(asked, prompt, bool(asked.add_special_tokens)), [""] * asked.n)
+
+    def _generations(self, asked: Sampling, prompt: str | list[int], special_tokens: bool) -> list[Generation]:
+        """A request for each of a prompt's choices."""
+        ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
+        params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s)
+        return [self.generator.request(ids, seeded, asked.live) for seeded in with_seeds(params, asked.n)]
 
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:
         if asked.most_tokens is not None:

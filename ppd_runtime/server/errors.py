@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ _FIELDS = {"max_new_tokens": "max_tokens", "chat_template": "messages"}
 """What requests call the library's settings."""
 _NO_FIELDS = ("body", "str", "list[str]", "list[TextPart]")
 """In pydantic's paths: the body, and the forms that a field may have."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 class ApiError(Exception):
@@ -70,6 +73,11 @@ def as_json(content: Any) -> bytes:
     return _ENCODE(content).encode("utf-8", "replace")
 
 
+def shown(value: object) -> str:
+    """A value as refusals name it: its beginning, whatever its size."""
+    return f"{_SHORT.repr(value):.100}"
+
+
 def refused(error: ValueError | str, field: str | None = None) -> ApiError:
     """What a library's `ValueError` says, in the words of a request; of `field` where it names none."""
     message = str(error)
@@ -88,12 +96,13 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     field = ".".join(place)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}; send an object")
+    given = f"={shown(first['input'])}" if first["type"] != "missing" else ""
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{field}: this server does not support it, leave it out", field, "unsupported_parameter")
+        message = f"{field}{given}: this server does not support it, leave it out"
+        return ApiError(400, message, field, "unsupported_parameter")
     what = first["msg"].removeprefix("Value error, ")
     if not field and first["type"] == "value_error":
         return refused(what)
     if not field:
         return ApiError(400, "the body is missing or is no object: send a JSON object")
-    given = f"={first['input']!r:.100}" if first["type"] != "missing" else ""
     return ApiError(400, f"{field}{given}: {what[:1].lower()}{what[1:]}", place[0])

@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import json
 import logging
 import re
 import time
@@ -13,6 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ppd_runtime.server.errors import GONE, ApiError
+from ppd_runtime.server.log import REQUEST
 from ppd_runtime.server.settings import ServerSettings
 
 logger = logging.getLogger("ppd_runtime.server")
@@ -36,7 +36,7 @@ class Gate:
         self, app: ASGIApp, settings: ServerSettings, key: bytes | None, refused: Callable[[int], None]
     ) -> None:
         self._app, self._key, self._refused = app, key, refused
-        self._most_bytes, self._as_json = settings.max_body_mib * 2**20, settings.log_format == "json"
+        self._most_bytes = settings.max_body_mib * 2**20
         self._only_own_names = key is None and settings.is_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,8 +78,9 @@ class Gate:
             raise ApiError(431, f"{len(scope['headers'])} headers: send at most {_MOST_HEADERS}")
         if (size := sum(len(name) + len(value) for name, value in scope["headers"])) > MOST_HEADER_BYTES:
             raise ApiError(431, f"headers of {size} bytes: send at most {MOST_HEADER_BYTES}")
-        if self._only_own_names and not _OWN_NAMES.fullmatch(headers.get(b"host", b"localhost").decode("latin-1")):
-            raise ApiError(421, "the Host header names another host: ask 127.0.0.1, or start the server with a key")
+        host = headers.get(b"host", b"localhost").decode("latin-1")
+        if self._only_own_names and not _OWN_NAMES.fullmatch(host):
+            raise ApiError(421, f"Host {host!r:.200}: names another host, ask 127.0.0.1 or start the server with a key")
         if self._key is not None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
@@ -116,11 +117,8 @@ class Gate:
             "status": status,
             "seconds": round(seconds, 4),
         }
-        if self._as_json:
-            logger.info("%s", json.dumps({"time": round(time.time(), 3), **fields}))
-        else:
-            fields["path"] = repr(fields["path"])  # in one line, whatever it holds
-            logger.info("%s", " ".join(f"{name}={value}" for name, value in fields.items()))
+        words = {**fields, "path": repr(fields["path"])}  # in one line, whatever it holds
+        logger.info("%s", " ".join(f"{name}={value}" for name, value in words.items()), extra={REQUEST: fields})
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

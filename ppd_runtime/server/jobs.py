@@ -27,6 +27,7 @@ class Timed:
 
     came: float
     began: float | None = None
+    is_over: bool = False
 
 
 class Jobs:
@@ -49,7 +50,7 @@ class Jobs:
     async def _finish(self, generation: Generation) -> GenerationResult:
         timed = self._arrive(generation)
         try:
-            result = await self._decoding.finish(generation, lambda: self._begin(generation, timed))
+            result = await self._decoding.finish(generation)
         finally:
             self._leave(generation, timed)
         self._note(result, timed)
@@ -84,7 +85,7 @@ class Jobs:
 
     async def _follow(self, number: int, generation: Generation, arrived: "asyncio.Queue[Any]") -> None:
         timed = self._arrive(generation)
-        followed: AsyncGeneration = self._decoding.follow(generation, lambda: self._begin(generation, timed))
+        followed: AsyncGeneration = self._decoding.follow(generation)
         try:
             async for event in followed:
                 arrived.put_nowait((number, event))
@@ -97,14 +98,16 @@ class Jobs:
             self._leave(generation, timed)
 
     def _arrive(self, generation: Generation) -> Timed:
+        timed = Timed(time.monotonic())
         self._live.add(generation)
         self._metrics.waiting.inc()
-        return Timed(time.monotonic())
+        generation.on_turn(lambda: self._begin(timed))
+        return timed
 
-    def _begin(self, generation: Generation, timed: Timed) -> None:
+    def _begin(self, timed: Timed) -> None:
         """In the choice's own thread, when its turn has come; its client may have gone by then."""
         with self._turn:
-            if generation not in self._live:
+            if timed.is_over:
                 return
             self._admission.check_open()
             timed.began = time.monotonic()
@@ -114,6 +117,7 @@ class Jobs:
     def _leave(self, generation: Generation, timed: Timed) -> None:
         with self._turn:
             self._live.discard(generation)
+            timed.is_over = True
             (self._metrics.waiting if timed.began is None else self._metrics.running).dec()
 
     def _note(self, result: GenerationResult, timed: Timed) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppd_runtime.results import GenerationResult
+from ppd_runtime.server.answers import reason_told
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -49,7 +50,7 @@ class Metrics:
         self._new_tokens.inc(stats.new_tokens)
         self._sizes["prompt"].observe(stats.prompt_tokens)
         self._sizes["new"].observe(stats.new_tokens)
-        self._finished.labels(self._model_name, result.finish_reason).inc()
+        self._finished.labels(self._model_name, reason_told(result)).inc()
         self._first.observe(queued_s + stats.time_to_first_token_s)
         if stats.new_tokens > 1:
             self._between.observe(stats.time_per_token_s)

@@ -8,11 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 
 from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
+from ppd_runtime.server.errors import shown
 
 _LARGEST_SEED = 2**63 - 1
 _USUAL = SamplingParams()
 """The library's defaults, which are OpenAI's but for the temperature."""
 _MOST_IDS = 2**21
+_MOST_MESSAGES = 10_000
+_MOST_FIELDS = 200
+"""Lists are checked up to their first fault, and objects counted first: a fault of each part takes half a minute."""
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -49,11 +53,9 @@ class Body(BaseModel):
     def _without_harmless(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {
-            name: value
-            for name, value in given.items()
-            if value is not None and not any(value is ok or value == ok for ok in _HARMLESS.get(name, ()))
-        }
+        if len(given) > _MOST_FIELDS:
+            raise ValueError(f"{len(given)} fields: an object has {_MOST_FIELDS} at the most, leave some out")
+        return {name: value for name, value in given.items() if value is not None and not _is_harmless(name, value)}
 
 
 class StreamOptions(Body):
@@ -74,7 +76,9 @@ class StreamOptions(Body):
 class PpdOptions(Body):
     """What a stream tells of the pipeline besides; no other server's field."""
 
+    foreseen: bool = False
     timeline: bool = False
+    """What every process computes, and what `foreseen` asks for."""
 
 
 class Sampling(Body):
@@ -90,8 +94,8 @@ class Sampling(Body):
     presence_penalty: float = Field(_USUAL.presence_penalty, ge=-2, le=2)
     frequency_penalty: float = Field(_USUAL.frequency_penalty, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=_LARGEST_SEED)
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS, fail_fast=True)
     ignore_eos: bool = _USUAL.ignore_eos
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
@@ -105,9 +109,11 @@ class Sampling(Body):
     @model_validator(mode="after")
     def _options_with_stream(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: is for stream=true, leave it out")
+            given = self.stream_options.model_dump(exclude_unset=True)
+            raise ValueError(f"stream_options={given}: is for stream=true, leave it out")
         if self.ppd is not None and not self.stream:
-            raise ValueError("ppd: is for stream=true, leave it out")
+            given = self.ppd.model_dump(exclude_unset=True)
+            raise ValueError(f"ppd={given}: is for stream=true, leave it out")
         return self
 
     @property
@@ -115,7 +121,8 @@ class Sampling(Body):
         """What is to be told while it runs."""
         if not self.stream:
             return Live.NOTHING
-        return Live.PASSES if self.ppd is not None and self.ppd.timeline else Live.TOKENS
+        asked = self.ppd or PpdOptions()
+        return Live.PASSES if asked.timeline else Live.BOUNDARIES if asked.foreseen else Live.TOKENS
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -175,10 +182,16 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _can_stream(self) -> "CompletionRequest":
         if self.stream and self.prompt_logprobs_wanted:
-            raise ValueError("echo: with logprobs it is not streamed, leave echo or stream out")
+            raise ValueError("echo=True: with logprobs it is not streamed, leave echo or stream out")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens=0: gives nothing without echo, ask for 1 or more")
         return self
+
+    @property
+    def number_of_prompts(self) -> int:
+        """As many as there are where they are prompts."""
+        alone = not isinstance(self.prompt, list) or type(next(iter(self.prompt), 0)) is int
+        return 1 if alone else len(self.prompt)
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids.
@@ -191,7 +204,7 @@ class CompletionRequest(Sampling):
             return [given]
         if isinstance(given, list) and given and all(isinstance(one, str) or _are_ids(one) for one in given):
             return given
-        raise ValueError(f"prompt={given!r:.100}: give a text, a list of token ids, or a list of either")
+        raise ValueError(f"prompt={shown(given)}: give a text, a list of token ids, or a list of either")
 
 
 class TextPart(Body):
@@ -205,7 +218,7 @@ class ChatMessage(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
     name: str | None = None
 
     def as_dict(self) -> dict[str, str]:
@@ -218,7 +231,7 @@ class ChatMessage(Body):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=10_000)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -251,13 +264,14 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=10_000)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _either(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: give one of prompt and messages")
+            given = f"={shown(self.prompt)}" if self.prompt is not None else ""
+            raise ValueError(f"prompt{given}: give one of prompt and messages")
         return self
 
 
@@ -265,7 +279,11 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int] = Field(max_length=_MOST_IDS)
+    tokens: list[int] = Field(max_length=_MOST_IDS, fail_fast=True)
+
+
+def _is_harmless(name: str, value: object) -> bool:
+    return any(type(value) is type(ok) and value == ok for ok in _HARMLESS.get(name, ()))
 
 
 def _are_ids(given: object) -> bool:

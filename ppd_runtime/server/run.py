@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import sys
 from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
@@ -14,12 +13,13 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
 from ppd_runtime.server.app import Service, application
 from ppd_runtime.server.gate import MOST_HEADER_BYTES
-from ppd_runtime.server.settings import ServerSettings
+from ppd_runtime.server.log import log_to_stderr
+from ppd_runtime.server.protocol import HttpProtocol
+from ppd_runtime.server.settings import ServerSettings, share_port
 
 logger = logging.getLogger("ppd_runtime.server")
 _LOOK_EVERY_S = 1.0
 _LAST_ANSWERS_S = 5
-_MOST_CONNECTIONS = 4096
 _IDLE_S = 75
 """How long a connection waits for its next request: longer than clients keep theirs, which else ask as it is closed."""
 
@@ -57,7 +57,7 @@ def serve_prepared(generator: TextGenerator, prepared: Prepared, started: Callab
     Raises:
         RuntimeError: where the workers are lost for good.
     """
-    _log_to_stderr()
+    log_to_stderr(prepared.settings.log_format == "json")
     server = Server(generator, prepared, started)
     server.run([prepared.listener])
     if server.failed:
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application(self.service, settings, prepared.key),
-                http="h11",
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -85,7 +85,6 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=_IDLE_S,
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
-                limit_concurrency=_MOST_CONNECTIONS,
                 h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,  # a little too much gets an error object
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
@@ -95,6 +94,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and look after the workers from then on."""
         self.loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            share_port(listener, True)
         await super().startup(sockets)
         self._keep(self._look_after_workers())
         self._on_started()
@@ -102,7 +103,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen no more, and leave no thread."""
         await super().shutdown(sockets)
-        self.service.decoding.end_threads()
+        self.service.end_threads()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal refuses new requests and lets the others finish, a second one ends everything."""
@@ -136,13 +137,3 @@ class Server(uvicorn.Server):
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _log_to_stderr() -> None:
-    """Lines as they are: what a request was is in them."""
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False

@@ -1,7 +1,9 @@
 """How the server listens and whom it answers: settings, checked where they are made, before any worker starts."""
 
+import errno
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Mapping
@@ -13,6 +15,10 @@ from ppd_runtime.checks import check_bool, check_choice, check_int, check_range
 KEY_VARIABLE = "PPD_API_KEY"
 LOG_FORMATS = ("lines", "json")
 _MOST_KEY = 4096
+_ORIGIN = re.compile(
+    r"(http(?!\S*:80$)|https(?!\S*:443$))://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
+)
+"""What browsers send in `Origin`."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,11 @@ class ServerSettings:
             check_range(name, getattr(self, name), lambda seconds: 0 < seconds <= 86400, "above 0, at most 86400")
         check_choice("log_format", self.log_format, LOG_FORMATS)
         for origin in self.cors_origin:
-            if not origin.startswith(("http://", "https://")) or origin.rstrip("/") != origin:
-                raise ValueError(f"cors_origin={origin!r}: give an origin such as https://example.org, not a path or *")
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origin={origin!r}: no browser sends it, give one such as https://example.org: in small "
+                    "letters, without a path, without port 80 or 443, not *"
+                )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             given = "ssl_certfile" if self.ssl_certfile else "ssl_keyfile"
             raise ValueError(f"{given}={str(getattr(self, given))!r}: give both ssl_certfile and ssl_keyfile")
@@ -109,7 +118,7 @@ class ServerSettings:
         return key
 
     def bound(self) -> "tuple[socket.socket, ServerSettings]":
-        """A socket at the address, which does not listen yet, and the settings with its port.
+        """A socket that has the address for itself and does not listen yet, and the settings with its port.
 
         Raises:
             ValueError: where the address is not this host's, or the port is in use.
@@ -119,12 +128,15 @@ class ServerSettings:
         except OSError as error:
             raise ValueError(f"host={self.host!r}: {error.strerror or error}; give an address of this host") from error
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        share_port(listener, True)
         try:
             listener.bind(address)
         except OSError as error:
             listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(f"host={self.host!r}: {error.strerror}; give an address of this host") from error
             raise ValueError(f"port={self.port} at {self.host}: {error.strerror}; choose another") from error
+        share_port(listener, False)
         return listener, replace(self, port=listener.getsockname()[1])
 
     def check_tls(self) -> None:
@@ -142,6 +154,14 @@ class ServerSettings:
             raise ValueError(
                 f"ssl_certfile={str(self.ssl_certfile)!r}: {what}; give a certificate and its key"
             ) from error
+
+
+def share_port(listener: socket.socket, others_may: bool) -> None:
+    """Whether another socket may have the same address while this one does not listen; with one that does, none may.
+
+    A server that loads its workers shares it with no second one; connections that it leaves behind it do.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, others_may)
 
 
 def _key_of_file(path: Path) -> bytes:

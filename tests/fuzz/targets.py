@@ -99,6 +99,7 @@ def round_trip(data: bytes) -> int:
             traced=bool(values.number(2)),
             delivered=values.token_ids(),
             watched=bool(values.number(2)),
+            foreseen=bool(values.number(2)),
         )
     assert_same(decode([bytes(frame) for frame in encode(message)]), message)
     return 1

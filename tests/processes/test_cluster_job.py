@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from grids import nightly
+from served import DEADLINE_S, PROMPT, Served
 
 from cluster.health import is_well
 from ppd_runtime import OrdinaryDecoding
@@ -26,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 NUM_CPUS = 6
 JOB = ("-m", "cluster.job", "generate")
+JOBS_SERVER = ("cluster.job", "serve")
 SETTINGS = {"max_new_tokens": 60, "temperature": 1.0}
 
 
@@ -217,6 +220,23 @@ def test_a_server_as_a_job(cluster, folder):
     stopped = cluster.run(RAY, "job", "stop", "serving")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     wait_for(lambda: not _listens(url))
+    wait_for(lambda: not [process for process in cluster.processes() if process.name().startswith("ray::PPD")])
+
+
+def test_a_server_is_a_program_on_the_cluster(cluster, folder, tmp_path):
+    """It is well and ready, answers over two actors with ordinary decoding's text, and ends as a signal tells it."""
+    layout = ["--model", folder, "--stages", "2", "--cuts", "2", "--rows", "2", "--k", "2", "--dtype", "float32"]
+    environment = cluster.env | {"RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}"}
+    with Served(tmp_path / "log", *layout, module=JOBS_SERVER, env=environment) as served:
+        assert is_well(served.url)
+        assert is_well(served.url, "/ready")
+        (choice,) = served.complete()["choices"]
+        expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, max_new_tokens=16)
+        assert (choice["text"], choice["ppd"]["layout"]["cuts"]) == (expected.text, [2])
+        served.wait_until(lambda: "path='/v1/completions' status=200" in served.log.read_text())
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(DEADLINE_S) == 143
+        assert "placing 2 workers, each 1 CPU, STRICT_PACK on " in served.log.read_text()
     wait_for(lambda: not [process for process in cluster.processes() if process.name().startswith("ray::PPD")])
 
 

@@ -47,16 +47,19 @@ def test_a_completion_of_two_stages_is_ordinary_decodings(served: Served, expect
     assert (row["method"], row["status"]) == ("POST", 200)
 
 
-def test_a_streams_pieces_tell_who_foresaw_each_token_and_its_passes_where_that_is_wanted(served: Served) -> None:
-    for wanted in (None, {"timeline": True}):
+def test_a_streams_pieces_tell_who_foresaw_each_token_and_its_passes_where_they_are_wanted(served: Served) -> None:
+    for wanted in (None, {"foreseen": True}, {"timeline": True}):
         chunks = served.stream(ppd=wanted)
         told = [chunk["choices"][0].get("ppd", {}) for chunk in chunks]
         named = dict(pair for ppd in told for pair in ppd.get("foreseen", ()))
-        assert sorted(named) == list(range(15))
+        assert sorted(named) == ([] if wanted is None else list(range(15)))
+        if wanted is None:
+            assert (sum(told[-1]["first_boundary"]), len(chunks)) == (15, 17)
+            continue
         counts = [sum(max(boundary, 1) == place for boundary in named.values()) for place in (1, 2)]
         assert counts == told[-1]["first_boundary"]
         passes = [one for ppd in told for one in ppd.get("passes", ())]
-        if wanted is None:
+        if "foreseen" in wanted:
             assert (passes, len(chunks)) == ([], 17)
             continue
         assert (told[0]["processes"], told[0]["stages"]) == (["stage 2", "stage 1"], 2)

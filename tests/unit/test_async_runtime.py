@@ -108,3 +108,30 @@ def test_a_cancelled_task_ends_its_request_and_no_other(folder: Path) -> None:
         return result.stats.new_tokens
 
     assert asyncio.run(run()) == 2
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "breaks"])
+def test_a_stream_that_nobody_reads_any_more_ends(folder: Path, leaves: str) -> None:
+    stepwise = Stepwise(folder)
+
+    async def read(decoding: AsyncDecoding[Stepwise], begun: asyncio.Event) -> None:
+        async for _ in decoding.stream("a", max_new_tokens=500, ignore_eos=True):
+            begun.set()
+            if leaves == "breaks":
+                return
+            await asyncio.sleep(DEADLINE_S)
+
+    async def run() -> None:
+        decoding, begun = AsyncDecoding(stepwise), asyncio.Event()
+        reading = asyncio.create_task(read(decoding, begun))
+        await begun.wait()
+        reading.cancel()
+        await asyncio.wait([reading])
+        del reading
+        deadline = asyncio.get_running_loop().time() + DEADLINE_S
+        while stepwise.is_busy:  # no token is allowed any more
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.01)
+        await decoding.close()
+
+    asyncio.run(run())

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from seeds import SEED
+from servers import Stepwise
+from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.methods import turns
@@ -154,6 +156,24 @@ def test_there_is_room_for_so_many_tokens(folder: Path) -> None:
         with pytest.raises(RuntimeError, match="another stream of this runtime is open in this thread"):
             runtime.generate([PROMPT] * 2, **asked)
         stream.close()
+
+
+def test_a_request_that_is_cancelled_while_it_waits_ends_without_a_turn(folder: Path) -> None:
+    stepwise = Stepwise(folder)
+    running = stepwise.stream(PROMPT, max_new_tokens=5, ignore_eos=True)
+    next(running)
+    waiting, behind = (stepwise.stream(PROMPT, max_new_tokens=2, ignore_eos=True) for _ in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        ended, after = threads.submit(list, waiting), threads.submit(list, behind)
+        wait_until(lambda: len(stepwise._turns._queue) == 2)
+        waiting.cancel()
+        assert ended.result(10) == []
+        result = waiting.result
+        assert (result.text, result.token_ids, result.finish_reason) == ("", (), "cancelled")
+        assert result.to_dict()["stats"]["new_tokens"] == 0
+        stepwise.allow(100)
+        running.close()
+        assert len(after.result(10)) == 2
 
 
 def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

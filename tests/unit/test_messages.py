@@ -77,7 +77,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 16
+VERSION = 17
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -272,6 +272,7 @@ def begin_header(**changes: object) -> bytes:
         "epoch": 0,
         "under_way": EMPTY,
         "watched": False,
+        "foreseen": False,
     }
     fields |= {name: value for name, value in changes.items() if name not in params}
     return head(VERSION, 0, *fields.values())

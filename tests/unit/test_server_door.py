@@ -5,6 +5,8 @@ import contextlib
 import http.client
 import json
 import logging
+import re
+import resource
 import socket
 import ssl
 import stat
@@ -22,7 +24,9 @@ from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.cli.serve import check_installed
+from ppd_runtime.server import protocol
 from ppd_runtime.server.gate import logger
+from ppd_runtime.server.log import REQUEST, JsonLine
 from ppd_runtime.server.run import Prepared
 from ppd_runtime.server.settings import ServerSettings
 
@@ -129,6 +133,81 @@ def test_what_cannot_be_parsed_is_told_the_way_out(locked: Running, content: byt
         answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].endswith("send an object")
+
+
+@contextlib.contextmanager
+def connected(server: Running, *, said: bytes = b"") -> Iterator[socket.socket]:
+    """A connection of its own."""
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), DEADLINE_S) as connection:
+        connection.sendall(said)
+        yield connection
+
+
+def error_to(server: Running, said: bytes) -> tuple[int, str]:
+    """The status and the message with which the server closes a connection."""
+    answer = b""
+    with connected(server, said=said) as connection:
+        while part := connection.recv(4096):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+def test_what_is_no_http_gets_an_error_object(locked: Running) -> None:
+    status, message = error_to(locked, b"\x16\x03\x01 no HTTP\r\n\r\n")
+    assert status == 400
+    assert message.endswith("send HTTP/1.1 as its standard has it")
+
+
+def test_a_request_for_a_websocket_is_answered_without(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with locked.client() as client:
+        assert client.get("/health", headers={"connection": "Upgrade", "upgrade": "websocket"}).status_code == 200
+    assert "Unsupported upgrade" not in caplog.text
+
+
+def test_nonsense_behind_a_refusal_is_no_failure(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connected(locked, said=head) as connection:
+        assert b"invalid_api_key" in receive_until(connection, b"invalid_api_key")
+        connection.sendall(b"no length\r\n")
+        while connection.recv(4096):
+            pass
+    assert "Traceback" not in caplog.text
+
+
+def test_headers_have_a_deadline_and_requests_do_not(stepwise: Stepwise, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_HEADERS_S", 0.1)
+    with running(stepwise) as server:
+        begun = b"GET /health HTTP/1.1\r\nhost: a"
+        assert error_to(server, begun) == (408, "the headers did not come within 0.1 s: send them sooner")
+        with connected(server) as connection:
+            assert connection.recv(4096) == b"", "who asks for nothing is told nothing"
+        whole = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        with connected(server, said=whole) as connection:
+            receive_until(connection, b"}")
+            connection.sendall(b"GET")
+            assert b" 408 " in receive_until(connection, b"}")
+        threading.Timer(0.3, stepwise.allow, [9]).start()
+        assert server.post("/v1/completions", prompt="a", max_tokens=3).status_code == 200
+
+
+def test_connections_are_bounded(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked.client() as client:
+        client.get("/health")
+        wait_until(lambda: len(locked.server.server_state.connections) == 1)
+        monkeypatch.setattr(protocol, "_MOST_CONNECTIONS", 1)
+        status, message = error_to(locked, b"")
+        assert (status, message) == (503, "2 connections, that is too many: come again later")
+        assert client.get("/health").status_code == 200
+        monkeypatch.undo()
+        assert locked.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+def test_connections_leave_files_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, connections in ((1024, 512), (10**6, 4096), (resource.RLIM_INFINITY, 4096)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, n=most: (n, n))
+        assert protocol.most_connections() == connections
 
 
 def test_other_paths_and_methods(locked: Running) -> None:
@@ -271,7 +350,7 @@ def test_other_interfaces_want_a_key(host: str) -> None:
 def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="in use"):
         Prepared(ServerSettings(port=taken.getsockname()[1]))
-    with pytest.raises(ValueError, match=r"host='192\.0\.2\.1'|at 192\.0\.2\.1"):
+    with pytest.raises(ValueError, match=r"host='192\.0\.2\.1': .*; give an address of this host"):
         Prepared(ServerSettings(host="192.0.2.1", api_key=KEY))
     with pytest.raises(ValueError, match="chat_template"):
         Prepared(ServerSettings(chat_template=tmp_path / "none.jinja"))
@@ -281,9 +360,53 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("none")
     with pytest.raises(ValueError, match="ssl_certfile"):
         Prepared(ServerSettings(ssl_certfile=tmp_path / "cert.pem", ssl_keyfile=tmp_path / "cert.pem"))
-    for wrong in ({"port": 70000}, {"max_waiting": -1}, {"cors_origin": ("*",)}, {"ssl_certfile": Path("a")}):
+    for wrong in ({"port": 70000}, {"max_waiting": -1}, {"ssl_certfile": Path("a")}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerSettings(**wrong)
+
+
+def test_two_servers_that_start_at_once_do_not_share_a_port() -> None:
+    first = Prepared(ServerSettings(port=0))
+    settings = ServerSettings(port=first.settings.port)
+    with contextlib.closing(first), pytest.raises(ValueError, match=f"port={settings.port} at .* in use; choose"):
+        Prepared(settings)
+
+
+def test_a_port_is_free_as_soon_as_its_server_has_ended(folder: Path) -> None:
+    with running(OrdinaryDecoding(folder)) as server:
+        connection = http.client.HTTPConnection(httpx.URL(server.url).host, httpx.URL(server.url).port)
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+    with contextlib.closing(connection):  # whose other end the server has closed
+        Prepared(ServerSettings(port=httpx.URL(server.url).port)).close()
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "null", "https://a.org/", "https://a.org/x", "https://A.org", "https://a.org:443", "http://a:80", "https://"],
+)
+def test_an_origin_that_no_browser_sends_is_a_mistake(origin: str) -> None:
+    with pytest.raises(ValueError, match=f"cors_origin={re.escape(repr(origin))}: no browser sends it"):
+        ServerSettings(cors_origin=(origin,))
+
+
+def test_origins_that_browsers_send_are_taken() -> None:
+    sent = ("https://a.org", "http://localhost:3000", "http://127.0.0.1:443", "http://[::1]:8080", "https://a.org:80")
+    assert ServerSettings(cors_origin=sent).cors_origin == sent
+
+
+def test_the_log_is_json_where_that_is_wanted() -> None:
+    record = logging.makeLogRecord({"msg": "%s is lost", "args": ("stage 1",), "levelno": 30, "levelname": "WARNING"})
+    told = json.loads(JsonLine().format(record))
+    assert (told["level"], told["message"]) == ("warning", "stage 1 is lost")
+    try:
+        raise RuntimeError("two\nlines")
+    except RuntimeError as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    (line,) = JsonLine().format(record).splitlines()
+    assert "RuntimeError: two\nlines" in json.loads(line)["traceback"]
+    record = logging.makeLogRecord({"levelname": "INFO", REQUEST: {"status": 200}})
+    assert json.loads(JsonLine().format(record)) == {"time": round(record.created, 3), "level": "info", "status": 200}
 
 
 def test_a_request_over_tls(folder: Path, tmp_path: Path) -> None:

@@ -2,20 +2,24 @@
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import DEADLINE_S, TEMPLATE, running
+from servers import DEADLINE_S, TEMPLATE, Stepwise, running
+from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, SamplingParams
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.client.ending import CANCELLED
 from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.methods.turns import Turns
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.app import Service, application
 from ppd_runtime.server.jobs import Jobs
@@ -38,9 +42,16 @@ class Encoding(OrdinaryDecoding):
         self.entered, self.may_go_on = threading.Event(), threading.Event()
 
     def prompt_ids(self, *args: Any) -> list[int]:
+        self._wait()
+        return super().prompt_ids(*args)
+
+    def chat_prompt(self, *args: Any) -> str:
+        self._wait()
+        return super().chat_prompt(*args)
+
+    def _wait(self) -> None:
         self.entered.set()
         self.may_go_on.wait(DEADLINE_S / 4)
-        return super().prompt_ids(*args)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +61,7 @@ class Encoding(OrdinaryDecoding):
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, 0),
         ("/detokenize", {"tokens": [5]}, 0),
         ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "n": 2}, 4),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, 1),
     ],
 )
 def test_a_long_prompt_keeps_nobody_waiting_and_has_its_room(
@@ -71,6 +83,16 @@ def test_a_long_prompt_keeps_nobody_waiting_and_has_its_room(
         assert (answers, server.taken) == ([200], 0)
 
 
+def test_long_prompts_keep_no_probe_waiting(folder: Path) -> None:
+    encoding, many = Encoding(folder), min(32, (os.cpu_count() or 1) + 4)  # as many threads as a loop has by itself
+    with running(encoding) as server, ThreadPoolExecutor(many) as asking, server.client() as client:
+        answers = [asking.submit(server.post, "/tokenize", prompt="a") for _ in range(many)]
+        wait_until(lambda: len(server.server.server_state.tasks) == many)
+        assert client.get("/health", timeout=DEADLINE_S / 8).status_code == 200
+        encoding.may_go_on.set()
+        assert [answer.result(DEADLINE_S).status_code for answer in answers] == [200] * many
+
+
 class CutShort(OrdinaryDecoding):
     """Ordinary decoding that ends as a cancelled request of stages does: no token says that it is the last."""
 
@@ -90,6 +112,9 @@ def test_a_stream_that_is_cut_short_has_all_of_its_text(folder: Path, tmp_path: 
         *lines, done = server.post("/v1/chat/completions" if chat else "/v1/completions", **asked).text.split("\n\n")[
             :-1
         ]
+        with server.client() as client:
+            counted = client.get("/metrics").text
+    assert 'vllm:request_success_total{finished_reason="length",model_name=' in counted, "as the client is told"
     choices = [json.loads(line[6:])["choices"][0] for line in lines]
     texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
     assert texts == [""] * (len(texts) - 1) + [expected]
@@ -121,7 +146,7 @@ def test_who_does_not_read_holds_no_room(folder: Path) -> None:
         await until(lambda: not service.admission.taken)
         reading.set()
         await answering
-        service.decoding.end_threads()
+        service.end_threads()
 
     asyncio.run(ask())
 
@@ -145,8 +170,32 @@ def test_a_choice_that_leaves_as_its_turn_comes_is_counted_once(folder: Path) ->
     generation = ordinary.request(PROMPT, SamplingParams())
     timed = jobs._arrive(generation)
     leaving = threading.Thread(target=jobs._leave, args=(generation, timed))
-    jobs._begin(generation, timed)
+    jobs._begin(timed)
     leaving.join(DEADLINE_S)
     text = metrics.text().decode()
     for name in ("running", "waiting"):
         assert f'vllm:num_requests_{name}{{model_name="tiny"}} 0.0' in text
+
+
+def test_a_choice_that_waits_for_room_waits_and_leaves_with_its_client(folder: Path) -> None:
+    """There are turns enough, and too few tokens of room."""
+    stepwise = Stepwise(folder)
+    stepwise._turns = Turns(3, 100)
+    asked = {"prompt": [5], "ignore_eos": True, "stream": True}
+    long, short = ({**asked, "max_tokens": tokens} for tokens in (80, 50))
+    with (
+        running(stepwise) as server,
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json=long) as first,
+    ):
+        lines = first.iter_lines()
+        assert next(lines).startswith("data:")
+        with server.client() as other, other.stream("POST", "/v1/completions", json=short):
+            wait_until(lambda: stepwise._turns._queue)
+            counted = server.counts()
+            assert [counted[f"vllm:num_requests_{name}"] for name in ("running", "waiting")] == [1, 1]
+        wait_until(lambda: not stepwise._turns._queue and server.taken == 1)
+        counted = server.counts()
+        assert [counted[f"vllm:num_requests_{name}"] for name in ("running", "waiting")] == [1, 0]
+        stepwise.allow(100)
+        assert sum('"finish_reason":null' in line for line in lines) == 79

@@ -142,14 +142,18 @@ def test_in_threads_with_a_trace(model_folder):
 
 
 @pytest.mark.parametrize("passes", [False, True])
-def test_a_stream_tells_who_named_each_token_and_what_is_computed(model_folder, passes):
+def test_a_stream_tells_who_named_each_token_and_what_is_computed_where_that_is_wanted(model_folder, passes):
     folder = model_folder("llama", num_layers=4)
     settings = {"max_new_tokens": 20, "ignore_eos": True}
     expected = OrdinaryDecoding(folder).generate("word1 word2", **settings)
     with PPDRuntime(folder, stages=3, transport="local") as runtime:
-        stream = runtime.stream("word1 word2", passes=passes, **settings)
+        stream = runtime.stream("word1 word2", boundaries=not passes, passes=passes, **settings)
         events = [*stream]
         news = [*(event.news for event in events), stream.result.news]
+        plain = runtime.stream("word1 word2", **settings)
+        assert not any(event.news.boundaries for event in plain)
+        assert not plain.result.news.boundaries
+        assert sum(plain.result.stats.first_boundary) == 19, "it is counted all the same"
         assert not runtime.generate("word1 word2", **settings).news.boundaries, "nobody reads along"
     assert stream.result.token_ids == expected.token_ids
     named = dict(pair for told in news for pair in told.boundaries)
@@ -179,7 +183,7 @@ def test_colours_in_a_terminal_say_who_named_a_token(model_folder, capsys, monke
     monkeypatch.setenv("TERM", "xterm-256color")
     folder = model_folder("llama", num_layers=4)
     with PPDRuntime(folder, stages=2, transport="local") as runtime:
-        stream = runtime.stream("word1 word2", max_new_tokens=12, ignore_eos=True)
+        stream = runtime.stream("word1 word2", max_new_tokens=12, ignore_eos=True, boundaries=True)
         events = [replace(event, text=f" {event.position}") for event in stream]
     news = [*(event.news for event in events), stream.result.news]
     named = dict(pair for told in news for pair in told.boundaries)

@@ -242,7 +242,7 @@ class FirstStage(FollowerStage):
         boundary = self.num_stages if named is None else named
         self.first_boundary[max(boundary, 1) - 1] += 1  # boundary 0 is no later than what it is counted with
         successors.learn(self.calibration, token)
-        if self.begin.live:
+        if self.begin.foreseen:
             self._untold.append(Foreseen(self.rank, self.begin.request, position, boundary))
 
     def _tell_client(self) -> None:
