@@ -23,8 +23,11 @@ from ppd_runtime.pipeline.machine import next_wait
 from ppd_runtime.pipeline.messages import PromptStates, Rows
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.machine import Logits
 from ppd_runtime.pipeline.staged.tree import NodeTree
 from ppd_runtime.results import NOTHING_NEW, News
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.tracing.timeline import Timeline
@@ -253,6 +256,22 @@ def test_repetitions_are_looked_for_behind_the_prompts_states(model_folder):
     assert sent[0] == (PromptStates, None)
     assert stage._repetitions.guess([5, 9])[0] == 5
     assert stage._successors[0].by_boundary.keys() == {0, 1}
+
+
+def test_the_last_stage_decides_before_it_looks_for_messages(model_folder):
+    """All the others wait for the decision."""
+    bench = Bench.of(model_folder("llama"))
+    begin = begin_message([5, 9, 5], SamplingParams(max_new_tokens=8))
+    before = bench.stage(2)
+    before.begin(8)
+    states = before.run(0, 2, [5, 9, 5], 0)
+    last = LastStage(RowStage(bench.stage(first=2), 8), 4, (1,), lambda addresses, message: None, begin)
+    machine = last.decode(Sampler(begin.params), bench._stop(begin.params))
+    wanted = next_wait(machine, None)
+    while wanted.patience == 0:
+        wanted = next_wait(machine, None)
+    machine.send(PromptStates(1, 1, last.epoch, 0, states))
+    assert isinstance(machine.send(None), Logits)
 
 
 def test_waiting_rows_enter_with_their_own_states():
