@@ -166,11 +166,17 @@ class Sampler:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
         return _best(self.noisy_scores(logits, history), k)
 
-    def guesses(self, logits: Tensor, history: Sequence[int], k: int) -> list[tuple[int, float]]:
-        """As `rank`, each token with its chance (see `chances`)."""
-        scores = self.noisy_scores(logits, history)
-        tokens, chances = _best(scores, k), self.chances(scores)
-        return [(token, float(chances[token])) for token in tokens]
+    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
+        """As `rank` behind each of several texts, each token with its chance (see `chances`).
+
+        `logits` are `[texts, vocab_size]`: what is asked of PyTorch for all of them at once, it is asked for once.
+        """
+        scores = logits
+        if not self.plain:
+            scores = torch.stack([self.noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
+        best = _best_of_each(scores, k)
+        chances = self.chances(scores).gather(1, torch.tensor(best, device=scores.device)).tolist()
+        return [list(zip(*row, strict=True)) for row in zip(best, chances, strict=True)]
 
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
@@ -317,15 +323,17 @@ class ShortlistSampler:
 
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
         """As `Sampler.rank`, from `[len(tokens)]` logits."""
-        return [token for token, _ in self.guesses(logits, history, k)]
+        (guesses,) = self.guesses(logits[None], [history], k)
+        return [token for token, _ in guesses]
 
-    def guesses(self, logits: Tensor, history: Sequence[int], k: int) -> list[tuple[int, float]]:
-        """As `Sampler.guesses`, from `[len(tokens)]` logits."""
+    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
+        """As `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
         if self._sampler.plain:
-            return [(self._tokens[place], chance) for place, chance in self._sampler.guesses(logits, history, k)]
-        whole = logits.new_full((self._vocab_size,), -math.inf)  # penalties and noise go by a token's own number
-        whole[torch.tensor(self._tokens, device=logits.device)] = logits
-        return self._sampler.guesses(whole, history, k)
+            found = self._sampler.guesses(logits, histories, k)
+            return [[(self._tokens[place], chance) for place, chance in row] for row in found]
+        whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
+        whole[:, torch.tensor(self._tokens, device=logits.device)] = logits  # penalties and noise go by their numbers
+        return self._sampler.guesses(whole, histories, k)
 
 
 class TimedSampler(Sampler):
@@ -381,6 +389,15 @@ def _best(scores: Tensor, k: int) -> list[int]:
     if k == 1:
         return [first]
     return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]
+
+
+def _best_of_each(scores: Tensor, k: int) -> list[list[int]]:
+    """As `_best`, of each row of `[rows, n]` scores."""
+    firsts = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
+    if k == 1:
+        return [[first] for first in firsts]
+    rows = zip(firsts, scores.topk(k).indices.tolist(), strict=True)
+    return [[first, *(token for token in best if token != first)][:k] for first, best in rows]
 
 
 def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:

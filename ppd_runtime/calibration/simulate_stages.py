@@ -155,6 +155,7 @@ def _simulate(
         k=setting.k,
         rows=setting.rows,
         calibration=calibration,
+        row_cost=setting.times.row_cost,
         hop=setting.times.hop,
         slow_links=setting.slow_links,
     )

@@ -85,6 +85,8 @@ class Machines:
     rows: int
     calibration: ChanceCalibration
     repetitions: bool = True
+    row_cost: float = 0.0
+    """What the first stage knows a further row to add, as a share of the first one's time."""
     hop: float = 0.0
     slow_links: Mapping[int, float] = field(default_factory=dict)
 
@@ -108,6 +110,7 @@ class Machines:
             begin,
             self.calibration,
             self.repetitions,
+            row_cost=self.row_cost,
         )
         last = LastStage(self.stages[-1], self.num_layers, range(1, size), partial(send, MAIN), begin)
         machines: dict[int, Machine] = {1: first.serve(), MAIN: last.decode(sampler, stop)}
@@ -170,6 +173,7 @@ class SimulatedStages:
             rows=self._rows,
             calibration=self._calibration,
             repetitions=self._has_repetitions,
+            row_cost=times.row_cost,
             hop=times.hop,
         )
         stop = StopRule(params, self._info.eos_token_ids, self._tokenizer, prompt_ids)

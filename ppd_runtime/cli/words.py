@@ -25,6 +25,7 @@ _OTHER_NAMES = {
     "all_reduce": "all_reduce_ms",
 }
 """Settings whose options are called otherwise, where the command has no option of the setting's own name."""
+_NEGATION = "--no-"
 _VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s:,;]+"""
 
 
@@ -51,7 +52,8 @@ def _options(command: Callable[..., Any]) -> dict[str, str]:
                 chosen = (text.partition("/")[0] for text in declared if text.startswith("--"))
                 options[name] = next(chosen, _option(name))
     others = {name: options[own] for name, own in _OTHER_NAMES.items() if own in options and name not in options}
-    return {**options, **others}
+    negated = {name.removeprefix("no_"): option for name, option in options.items() if option.startswith(_NEGATION)}
+    return {**negated, **options, **others}
 
 
 def _option(name: str) -> str:
@@ -61,7 +63,8 @@ def _option(name: str) -> str:
 def _given(options: dict[str, str], name: str, value: str) -> str:
     option = options.get(name, name)
     if value in ("True", "False"):
-        return option if value == "True" else option.replace("--", "--no-", 1)
+        says_so = (value == "False") == option.startswith(_NEGATION)
+        return option if says_so else option.replace("--", _NEGATION, 1)
     try:
         meant = ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -42,12 +42,13 @@ NO_BITS = Bits("", {})
 """Of a worker that is a thread of its client's process: all of them are alike."""
 
 
-def bits_of(stage: Stage) -> Bits:
+def bits_of(stage: Stage, with_head: bool = True) -> Bits:
     """Those of a stage in this process; takes some milliseconds for a small model, and several passes through a layer
-    of any model."""
+    of any model. `with_head`: whether its head is the model's, and not some of its rows."""
     machine = f"{socket.gethostname()}: {_device(stage.device)}, torch {torch.__version__}"
     number_format = str(stage.model.dtype).removeprefix("torch.")
-    return Bits(f"{machine}, transformers {transformers.__version__}, {number_format}", output_hashes(stage))
+    hashes = output_hashes(stage, with_head)
+    return Bits(f"{machine}, transformers {transformers.__version__}, {number_format}", hashes)
 
 
 def _device(device: torch.device) -> str:

@@ -114,7 +114,7 @@ class Worker:
     def bits(self) -> Bits:
         """What to compare with the other workers' before it serves."""
         with current_device(self.spec.device):
-            return bits_of(self.stage)
+            return bits_of(self.stage, with_head=not self.spec.guess_tokens)
 
     def serve(self, endpoint: Endpoint) -> None:
         """Serve requests until told to shut down; an error is reported to the client and raised."""

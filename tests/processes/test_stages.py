@@ -26,7 +26,7 @@ def ordinary():
     ("settings", "way"),
     [
         ({"stages": 2}, {"launcher": "processes", "transport": "unix"}),
-        ({"cuts": "2,5,9", "k": 2, "rows": 3}, {"launcher": "processes", "transport": "zeromq"}),
+        ({"cuts": "2,5,9", "k": 2, "rows": 3, "guess_vocab": 200}, {"launcher": "processes", "transport": "zeromq"}),
         ({"stages": 3, "k": 1}, {"launcher": "processes", "transport": "collective"}),
         ({"stages": 2}, {"launcher": "ray"}),
     ],

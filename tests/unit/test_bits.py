@@ -11,6 +11,7 @@ from families.specimens import SUPPORTED, Specimen
 from grids import nightly
 from models_for_tests import FAMILIES, build_tokenizer
 
+from ppd_runtime import PPDRuntime
 from ppd_runtime.launch.bit_handshake import BitHandshake
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.opening import compile_ahead, load_stage
@@ -20,6 +21,7 @@ from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.process_names import named_process, process_name, short_name
 from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.process import read_answer
+from ppd_runtime.workers.worker import Worker
 
 HASHES = """
 import sys, json, torch
@@ -77,6 +79,15 @@ def test_other_weights_in_the_head_have_other_hashes(model_folder):
         for seed in (0, 1)
     )
     assert {name for name in ours if ours[name] != other[name]} == {name for name in ours if "head" in name}
+
+
+@pytest.mark.parametrize("guess_vocab", [20, 300])
+def test_a_boundary_that_guesses_among_some_tokens_is_held_to_its_layers(model_folder, guess_vocab):
+    """Its head decides no token, and has other rows than the last stage's, or other code."""
+    runtime = PPDRuntime(str(model_folder("llama")), stages=2, guess_vocab=guess_vocab, dtype="float32")
+    last, boundary = (Worker(spec).bits() for spec in runtime._specs)
+    assert not boundary.different(last)
+    assert last.hashes.keys() - boundary.hashes.keys() == {name for name in last.hashes if "head" in name} != set()
 
 
 def test_the_machine_is_named(model_folder):

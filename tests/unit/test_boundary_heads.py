@@ -118,10 +118,9 @@ def test_a_shortlist_is_ranked_as_if_there_were_no_others(settings):
     others[list(tokens)] = logits[list(tokens)]
     ranked = ShortlistSampler(sampler, tokens, 300)
     assert ranked.rank(logits[list(tokens)], text, 5) == sampler.rank(others, text, 5)
-    expected = sampler.guesses(others, text, 5)
-    for (token, chance), (right, its_chance) in zip(
-        ranked.guesses(logits[list(tokens)], text, 5), expected, strict=True
-    ):
+    (expected,) = sampler.guesses(others[None], [text], 5)
+    (found,) = ranked.guesses(logits[None, list(tokens)], [text], 5)
+    for (token, chance), (right, its_chance) in zip(found, expected, strict=True):
         assert token == right
         assert chance == pytest.approx(its_chance)
 

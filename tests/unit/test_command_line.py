@@ -44,6 +44,7 @@ def command(
     threads: Annotated[int, typer.Option(help="x")] = 1,
     compile: Annotated[bool, typer.Option("--compile")] = False,
     adaptive: Annotated[bool, typer.Option()] = False,
+    no_run_ahead: Annotated[bool, typer.Option("--no-run-ahead")] = False,
     prompt: Annotated[str, typer.Argument()] = "",
 ) -> None:
     """A command with options of every form."""
@@ -59,6 +60,7 @@ def command(
         ("layer='it\\'s'", "--slow-layer 'it'\"'\"'s'"),
         ("adaptive=True has no use", "--adaptive has no use"),
         ("adaptive=False has no use", "--no-adaptive has no use"),
+        ("run_ahead=False with exit_layer=2: drop", "--no-run-ahead with --exit-layer 2: drop"),
         ("needs exit_layer=NUMBER", "needs --exit-layer NUMBER"),
         ("--exit-layer='two': give", "--exit-layer two: give"),
         ("rates.json: exit_layer=0: give", "rates.json: exit_layer=0: give"),
@@ -73,8 +75,9 @@ def test_settings_are_told_as_options(message: str, expected: str) -> None:
 
 
 def test_only_options_that_there_are_are_listed() -> None:
-    error = UnknownSettingError("swift", "exit_layer", ["threads_per_worker", "compile", "stage", "adaptation"])
-    assert in_its_words(error, command) == "--exit-layer is not for swift: it has --compile, --threads"
+    error = UnknownSettingError("swift", "exit_layer", ["threads_per_worker", "compile", "run_ahead", "stage"])
+    known = "it has --compile, --no-run-ahead, --threads"
+    assert in_its_words(error, command) == f"--exit-layer is not for swift: {known}"
 
 
 def test_the_version_is_told_without_torch() -> None:

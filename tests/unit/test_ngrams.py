@@ -1,5 +1,6 @@
 """Boundary 0: what followed the same tokens before."""
 
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.ngrams import Repetitions
 
 
@@ -27,3 +28,15 @@ def test_it_grows_with_the_text_and_forgets_another():
     repetitions.follow([6, 6, 6])
     assert repetitions.guess([1, 2]) is None
     assert repetitions.guess([6, 6])[0] == 6
+
+
+def test_each_length_of_a_match_has_an_experience_of_its_own():
+    repetitions, calibration = Repetitions(), ChanceCalibration()
+    repetitions.follow([1, 2, 3, 4, 5, 6, 7, 8])
+    guesses = {size: repetitions.guess([0, *range(8 - size, 8)]) for size in range(2, 8)}
+    for wrong, guess in guesses.items():
+        for _ in range(40):
+            calibration.learn(0, [guess], 9)
+        for size, (_, said) in guesses.items():
+            chance = calibration.chance(0, 0, said)
+            assert chance < 0.1 if size <= wrong else chance == said

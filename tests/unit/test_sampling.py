@@ -390,6 +390,23 @@ def test_chances_are_those_of_an_early_guess(temperature: float) -> None:
         assert abs(float(accepted[these].sum() - best[these].sum())) < 3.5 * deviation
 
 
+@pytest.mark.parametrize("k", [1, 3, 300])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 2}, {"repetition_penalty": 1.5}],
+    ids=str,
+)
+def test_guesses_of_several_texts_are_those_of_each_alone(settings: dict[str, float], k: int) -> None:
+    """Texts of different lengths, such as a tree's; the first two have equal best logits."""
+    sampler, texts = Sampler(SamplingParams(seed=2, **settings)), [[5], [5, 7], [5, 7, 7], [9] * 30]
+    logits = torch.stack([random_logits(300, i) for i in range(len(texts))])
+    logits[:2, [20, 200, 250]] = logits[:2].max()
+    for row, (text, guesses) in enumerate(zip(texts, sampler.guesses(logits, texts, k), strict=True)):
+        assert [token for token, _ in guesses] == sampler.rank(logits[row], text, k)
+        chances = sampler.chances(sampler.noisy_scores(logits[row], text))
+        assert [chance for _, chance in guesses] == pytest.approx(chances[[token for token, _ in guesses]].tolist())
+
+
 def test_greedy_chances_are_the_softmax() -> None:
     logits = random_logits(50, 0)
     sampler = Sampler(SamplingParams())

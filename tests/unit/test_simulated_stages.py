@@ -48,3 +48,11 @@ def test_a_hop_and_a_head_lie_on_every_tokens_way(info):
     free, paid = (simulated(info, (2,), 3, 3, times) for times in (StageTimes(), StageTimes(hop=0.25, head=0.5)))
     assert paid.first_boundary == free.first_boundary
     assert free.time_per_token + 0.5 <= paid.time_per_token <= free.time_per_token + 0.5 + 4 * 0.25
+
+
+def test_rows_that_cost_a_pass_each_are_left_out(info):
+    few, free, dear = (
+        simulated(info, (1, 2, 3), 3, rows, StageTimes(row_cost=cost)) for rows, cost in ((1, 0), (8, 0), (8, 1))
+    )
+    assert dear == few
+    assert free.rows_per_token > few.rows_per_token

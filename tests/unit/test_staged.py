@@ -9,18 +9,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grids import pairs_first
+from machine_network import MachineNetwork
 from models_for_tests import FAMILIES
-from pipeline_runs import PROMPTS, Bench
+from pipeline_runs import PROMPTS, Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.generate import print_stream
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.pipeline.messages import Rows
+from ppd_runtime.pipeline.machine import next_wait
+from ppd_runtime.pipeline.messages import PromptStates, Rows
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.machine import Logits
 from ppd_runtime.pipeline.staged.tree import NodeTree
 from ppd_runtime.results import NOTHING_NEW, News
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.tracing.timeline import Timeline
@@ -227,6 +234,48 @@ def test_a_head_that_is_never_right_rests_and_is_tried_again(model_folder):
     assert staged.tokens == expected.tokens
     assert set(head.asked) == {*range(start, start + 24), *range(start + 48, start + 70)}, "24 wrong ones, 24 to rest"
     assert staged.first.first_boundary == [21, 48], "each token behind the first is counted"
+
+
+def test_the_end_of_a_text_is_no_copy_of_all_of_it():
+    tree = NodeTree(SimpleNamespace(keep=lambda node: None, drop=lambda node: None), list(range(100)), 100)
+    parent = tree.prompt
+    assert (tree.text(parent), tree.text(parent, 3)) == (list(range(100)), [97, 98, 99])
+    for number in range(1, 6):
+        parent = tree.add(number, 100 + number, 99 + number, parent.number)
+        assert tree.text(parent, 3)[-3:] == tree.text(parent)[-3:]
+        assert len(tree.text(parent, 3)) == number + 3
+    assert tree.text(parent, 1000) == tree.text(parent) == [*range(100), *range(101, 106)]
+
+
+def test_repetitions_are_looked_for_behind_the_prompts_states(model_folder):
+    """Nobody waits for that: with a long prompt it takes milliseconds."""
+    bench, sent = Bench.of(model_folder("llama")), []
+    begin = begin_message([5, 9, 5, 9, 5], SamplingParams(max_new_tokens=8))
+    stage = FirstStage(RowStage(bench.stage(2), 8), None, 2, 1, 4, MachineNetwork(None).send, begin)
+    stage.send = lambda addresses, message: sent.append((type(message), stage._repetitions.guess([5, 9])))
+    stage.head = SimpleNamespace(guesses=lambda hidden, texts, k: [[(9, 0.5)] for _ in texts])
+    machine = stage.serve()
+    while next_wait(machine, None).patience == 0:
+        pass
+    assert sent[0] == (PromptStates, None)
+    assert stage._repetitions.guess([5, 9])[0] == 5
+    assert stage._successors[0].by_boundary.keys() == {0, 1}
+
+
+def test_the_last_stage_decides_before_it_looks_for_messages(model_folder):
+    """All the others wait for the decision."""
+    bench = Bench.of(model_folder("llama"))
+    begin = begin_message([5, 9, 5], SamplingParams(max_new_tokens=8))
+    before = bench.stage(2)
+    before.begin(8)
+    states = before.run(0, 2, [5, 9, 5], 0)
+    last = LastStage(RowStage(bench.stage(first=2), 8), 4, (1,), lambda addresses, message: None, begin)
+    machine = last.decode(Sampler(begin.params), bench._stop(begin.params))
+    wanted = next_wait(machine, None)
+    while wanted.patience == 0:
+        wanted = next_wait(machine, None)
+    machine.send(PromptStates(1, 1, last.epoch, 0, states))
+    assert isinstance(machine.send(None), Logits)
 
 
 def test_waiting_rows_enter_with_their_own_states():

@@ -1,7 +1,8 @@
 """Outputs for fixed inputs, hashed: workers that compute the same bits have the same hashes.
 
 Every worker can compute them, whichever layers it holds: a layer of the model's own shape whose weights come from a
-generator, and the final norm and the head, which all of them have. Both run as they do in decoding.
+generator, and the final norm and the head, which all have but for boundaries that guess among some tokens. Both run as
+they do in decoding.
 """
 
 import copy
@@ -27,10 +28,11 @@ _LARGEST = 2**7
 """Of the whole numbers that are drawn: bfloat16 has them all."""
 
 
-def output_hashes(stage: Stage) -> dict[str, str]:
+def output_hashes(stage: Stage, with_head: bool = True) -> dict[str, str]:
     """SHA-256 of a layer's outputs for prompts, for single tokens behind them and for a chain, and of the head's.
 
-    By what was run, in the words that people are told. It takes the memory of the layer's largest weight.
+    By what was run, in the words that people are told. It takes the memory of the layer's largest weight. `with_head`
+    is for stages that have the model's whole head.
     """
     config, tokens = stage.model.config, max(_PROMPTS) + 1 + _CHAIN
     states = _drawn(tokens * config.hidden_size).view(1, tokens, -1) / (_LARGEST // 2)
@@ -45,7 +47,7 @@ def output_hashes(stage: Stage) -> dict[str, str]:
         if sample.compiles_chains(_CHAIN):
             chain = sample.run(0, 1, states[:, size + 1 : size + 1 + _CHAIN], size + 1)
             hashes[f"a layer over {_CHAIN} tokens behind {size + 1}"] = _hash(chain)
-    for size in (1, _CHAIN):
+    for size in (1, _CHAIN) if with_head else ():
         hashes[f"the head over {size}"] = _hash(stage.token_logits(states[:, :size]))
     return hashes
 

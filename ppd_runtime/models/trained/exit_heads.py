@@ -51,7 +51,7 @@ class SharedHead:
 
     def ranked(self, logits: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The guesses that logits `[texts, vocab_size]` are for."""
-        return [self._sampler.guesses(logits[row], text, k) for row, text in enumerate(texts)]
+        return self._sampler.guesses(logits, texts, k)
 
 
 class TrainedHead:
@@ -75,7 +75,7 @@ class TrainedHead:
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """As `candidates`, with what the head finds them."""
         logits = self._network(hidden.to(self._device))[0].float()
-        return [self._sampler.guesses(logits[row], text, k) for row, text in enumerate(texts)]
+        return self._sampler.guesses(logits, texts, k)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
-from ppd_runtime.pipeline.staged.ngrams import Repetitions
+from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
 
 _LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
@@ -74,7 +74,6 @@ class FirstStage(FollowerStage):
     def _reset(self) -> None:
         self._successors: dict[int, Successors] = {}
         self._repetitions = Repetitions()
-        self._repetitions.follow(self.history)
         self._pass_number, self._prompt_has_run = 0, False
         self._passes: deque[tuple[int, list[Node]]] = deque(maxlen=self.num_stages)
         self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each stage behind has finished
@@ -107,6 +106,7 @@ class FirstStage(FollowerStage):
             self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, chunk.start, states))
         self._prompt_has_run = True
         yield from self._name([self.tree.prompt], states[:, -1:])
+        self._follow_text()  # of a long prompt some milliseconds, which nobody waits for now
         self._name_repetition(self.tree.prompt)
 
     def _work(self) -> Work:
@@ -220,14 +220,20 @@ class FirstStage(FollowerStage):
         self._name_repetition(node)
         return node
 
+    def _follow_text(self) -> None:
+        if self._has_boundary_0:
+            self._repetitions.follow(self.history)
+
     def _name_repetition(self, node: Node) -> None:
         """Boundary 0: what followed the same tokens earlier in the text."""
-        guess = self._repetitions.guess(self.tree.text(node)) if self._has_boundary_0 else None
+        if not self._has_boundary_0:
+            return
+        guess = self._repetitions.guess(self.tree.text(node, LONGEST))  # all of a long text would be a copy of it
         if guess is not None:
             self._successors.setdefault(node.number, Successors()).by_boundary[0] = [guess]
 
     def _learn(self, known: int) -> None:
-        self._repetitions.follow(self.history)
+        self._follow_text()
         super()._learn(known)
         alive = {node.number for node in self.tree.alive()}
         self._successors = {number: named for number, named in self._successors.items() if number in alive}

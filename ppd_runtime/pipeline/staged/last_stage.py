@@ -134,6 +134,8 @@ class LastStage:
             self._tell_progress()
             if (yield from self._advance()):
                 self._losses = 0
+                if (hidden := self._decisive()) is not None:
+                    return hidden  # messages are looked for behind the decision, which all wait for
                 wanted = self._patience()
             elif (message := (yield wanted)) is not None:
                 self._take(message)

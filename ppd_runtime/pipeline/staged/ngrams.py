@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from ppd_runtime.pipeline.staged.chances import Guess
 
-_SHORTEST, _LONGEST = 2, 7  # tokens that have to be alike
+_SHORTEST, LONGEST = 2, 7
+"""Tokens that have to be alike."""
 _SAID = {2: 0.3, 3: 0.45, 4: 0.55, 5: 0.7, 6: 0.8, 7: 0.9}
 """The chance that the token after a match of so many tokens is right, until experience says more; the bins of
 `ChanceCalibration`."""
@@ -23,7 +24,7 @@ class Repetitions:
         if history is not self._history:
             self._behind, self._history, self._known = {}, history, 0
         for place in range(max(self._known, _SHORTEST), len(history)):
-            for size in range(_SHORTEST, min(_LONGEST, place) + 1):
+            for size in range(_SHORTEST, min(LONGEST, place) + 1):
                 self._behind[tuple(history[place - size : place])] = place
         self._known = len(history)
 
@@ -32,7 +33,7 @@ class Repetitions:
 
         `text` is the history, perhaps with candidates behind it; its end is enough.
         """
-        for size in range(min(_LONGEST, len(text)), _SHORTEST - 1, -1):
+        for size in range(min(LONGEST, len(text)), _SHORTEST - 1, -1):
             if (place := self._behind.get(tuple(text[-size:]))) is not None:
                 return self._history[place], _SAID[size]
         return None

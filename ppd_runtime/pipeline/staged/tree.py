@@ -120,15 +120,16 @@ class NodeTree:
             behind = behind.parent
         return path[::-1]
 
-    def text(self, node: Node) -> list[int]:
-        """The tokens up to a node, its own among them."""
+    def text(self, node: Node, most: int | None = None) -> list[int]:
+        """The tokens up to a node, its own among them; the newest `most` at least, where so many are enough."""
         tokens: list[int] = []
         behind: Node | None = node
         while behind is not None and not behind.is_certain:
             tokens.append(behind.token)
             behind = behind.parent
-        position = node.position - len(tokens)
-        return [*self.history[: position + 1], *reversed(tokens)]
+        end = node.position - len(tokens) + 1
+        start = 0 if most is None else max(end - most, 0)
+        return [*self.history[start:end], *reversed(tokens)]
 
     def alive(self) -> Iterator[Node]:
         """The newest certain node, and all that may come true."""
