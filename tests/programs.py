@@ -16,7 +16,9 @@ _SIGNALS = {"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": sig
 _SHARED_MEMORY = Path("/dev/shm")
 _SOURCE = """
 import sys, time
-from ppd_runtime import PPDRuntime
+from ppd_runtime.imports import quick_imports
+with quick_imports():
+    from ppd_runtime import PPDRuntime
 if __name__ == "__main__":
     with PPDRuntime({folder!r}, k=2, launcher={launcher!r}, **{layout!r}) as runtime:
         stream = runtime.stream([5, 9, 200, 31], max_new_tokens=400)

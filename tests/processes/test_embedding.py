@@ -18,8 +18,10 @@ from ppd_runtime import OrdinaryDecoding
 PROMPT = [5, 9, 200, 31]
 BEGIN = """
 import json, logging, os, signal, sys, threading, time
+from ppd_runtime.imports import quick_imports
 logging.basicConfig(format="%(message)s")
-from ppd_runtime import PPDRuntime
+with quick_imports():
+    from ppd_runtime import PPDRuntime
 
 PROMPT = [5, 9, 200, 31]
 

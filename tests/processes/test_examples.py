@@ -13,13 +13,17 @@ from ppd_runtime import OrdinaryDecoding
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_LINES = 40
+STREAMED = "class Reader:"
 pytestmark = pytest.mark.processes
 
 
 RUN_ALL = """
 import contextlib, io, json, runpy, sys
+from ppd_runtime.imports import quick_imports
 from ppd_runtime.launch.fork_server import open_fork_server
 server = open_fork_server()  # for the workers of them all
+with quick_imports():
+    from ppd_runtime import PPDRuntime
 printed = {}
 for path, *sys.argv[1:] in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as printing:
@@ -51,7 +55,11 @@ def folder(model_folder) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> dict[str, str]:
     """What examples print that run one after the other in one program, spared each one's imports."""
-    commands = [("same_text_three_layouts.py", "11"), ("compare_methods.py", "import os\n")]
+    commands = [
+        ("stream_a_completion.py", STREAMED),
+        ("same_text_three_layouts.py", "11"),
+        ("compare_methods.py", "import os\n"),
+    ]
     if needs_compiler.args == (False,):
         commands.append(("compiled_model.py", str(folder), "The quick"))
     commands = [(str(EXAMPLES / name), *arguments) for name, *arguments in commands]
@@ -65,12 +73,11 @@ def test_they_are_short() -> None:
     assert all(len(program.read_text().splitlines()) <= MOST_LINES for program in programs)
 
 
-def test_stream_a_completion() -> None:
-    prompt = "class Reader:"
-    printed = run("stream_a_completion.py", prompt)
-    expected = OrdinaryDecoding("demo").generate(prompt, max_new_tokens=48)
-    assert printed.startswith(prompt + expected.text)
-    assert f"{len(expected.token_ids)} tokens, " in printed
+def test_stream_a_completion(printed: dict[str, str]) -> None:
+    text = printed["stream_a_completion.py"]
+    expected = OrdinaryDecoding("demo").generate(STREAMED, max_new_tokens=48)
+    assert text.startswith(STREAMED + expected.text)
+    assert f"{len(expected.token_ids)} tokens, " in text
 
 
 @needs_compiler

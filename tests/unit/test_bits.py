@@ -24,10 +24,13 @@ from ppd_runtime.workers.process import read_answer
 from ppd_runtime.workers.worker import Worker
 
 HASHES = """
-import sys, json, torch
-from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.opening import load_stage
-from ppd_runtime.models.stage.sample import output_hashes
+import sys, json
+from ppd_runtime.imports import quick_imports
+with quick_imports():
+    import torch
+    from ppd_runtime.models.checkpoint.description import describe
+    from ppd_runtime.models.opening import load_stage
+    from ppd_runtime.models.stage.sample import output_hashes
 torch.set_num_threads(1)
 print(json.dumps(output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))))
 """

@@ -289,10 +289,13 @@ def test_layer_passes_are_counted(model_folder: ModelFolder) -> None:
 
 
 _PEAK_MEMORY = """
-import json, re, sys, torch
+import json, re, sys
 from pathlib import Path
-from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.imports import quick_imports
+with quick_imports():
+    import torch
+    from ppd_runtime.models.checkpoint.description import describe
+    from ppd_runtime.models.checkpoint.loading import load_layers
 
 def peak():  # not ru_maxrss, which begins at the parent process' size
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
@@ -321,10 +324,13 @@ def test_layers_that_are_left_out_take_no_memory(model_folder: ModelFolder) -> N
 
 
 _OWN_MEMORY = """
-import json, re, sys, torch
+import json, re, sys
 from pathlib import Path
-from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.imports import quick_imports
+with quick_imports():
+    import torch
+    from ppd_runtime.models.checkpoint.description import describe
+    from ppd_runtime.models.checkpoint.loading import load_layers
 
 def own():
     return int(re.search(r"RssAnon:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024

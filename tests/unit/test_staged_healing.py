@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+from grids import nightly
 from pipeline_runs import PROMPTS, Bench
 from staged_runs import StagedRun
 
@@ -51,11 +52,13 @@ def test_a_message_that_meets_with_a_mishap_costs_time_only(bench, kind, mishap,
         assert run.run() == expected
 
 
+@pytest.mark.parametrize("every", [46, pytest.param(11, marks=nightly)])
 @pytest.mark.parametrize("introduced", [True, False])
 @pytest.mark.parametrize("layout", [*LAYOUTS, ((1, 2, 3), 2, 2)])
-def test_a_new_life_of_a_stage_goes_on_with_the_same_text(bench, layout, introduced):
+def test_a_new_life_of_a_stage_goes_on_with_the_same_text(bench, layout, introduced, every):
+    """At other steps for each stage."""
     for rank in range(len(layout[0]) + 1):
-        for step in range(2, 200, 23):
+        for step in range(2 + 11 * rank, 200, every):
             run, expected = _run(bench, layout, seed=step % 3 or None)
             run.network.plan[step] = lambda run=run, rank=rank: run.lose(rank, introduced)
             assert run.run() == expected

@@ -12,9 +12,12 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 
 _PEAKS = """
-import json, os, re, sys, torch
-from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.loading import load_layers
+import json, os, re, sys
+from ppd_runtime.imports import quick_imports
+with quick_imports():
+    import torch
+    from ppd_runtime.models.checkpoint.description import describe
+    from ppd_runtime.models.checkpoint.loading import load_layers
 
 def told(name):
     return int(re.search(rf"{name}:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
