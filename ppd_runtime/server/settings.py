@@ -69,6 +69,10 @@ class ServerSettings:
         for name in ("request_timeout_s", "shutdown_timeout_s"):
             check_range(name, getattr(self, name), lambda seconds: 0 < seconds <= 86400, "above 0, at most 86400")
         check_choice("log_format", self.log_format, LOG_FORMATS)
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ValueError(
+                f"served_model_name={self.served_model_name!r}: give a name, or leave it out for the model's"
+            )
         for origin in self.cors_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(

@@ -325,6 +325,12 @@ def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
+def test_a_name_that_is_none_is_refused() -> None:
+    for name in ("", " "):
+        with pytest.raises(ValueError, match=r"served_model_name='.?': give a name, or leave it out"):
+            ServerSettings(served_model_name=name)
+
+
 def test_a_key_comes_from_where_others_cannot_read_it(tmp_path: Path) -> None:
     assert ServerSettings(api_key_file=key_file(tmp_path, f"{KEY}\n")).key({}) == KEY.encode()
     assert ServerSettings().key({"PPD_API_KEY": KEY}) == KEY.encode()
