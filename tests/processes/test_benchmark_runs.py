@@ -18,6 +18,7 @@ from benchmarks import (
     equal_devices,
     first_token,
     hop,
+    pass_ledger,
     passes,
     pipeline,
     recovery,
@@ -183,6 +184,17 @@ def test_passes():
     packed = figures(passes, "--model random:64x2 --weights int4 --tokens 1,3 --position 70 --rounds 1")
     assert [set(row["us"]) for row in packed["rows"]] == [{"our own", "a pass"}] * 2
     assert all(row["same_bits"] for row in packed["rows"])
+
+
+@nightly
+@needs_compiler
+@pytest.mark.parametrize("weights", ["", "--weights int8"])
+def test_pass_ledger(weights):
+    found = figures(pass_ledger, f"--model random:64x2 --rounds 3 --position 70 {weights}")
+    parts = [found["us"][name] for name in (*pass_ledger.PARTS, "attention", "the rest of the layers")]
+    assert sum(parts) == pytest.approx(found["us"]["layers"])
+    per_weight = 8.5 / 8 if weights else 2
+    assert found["bytes"]["attention's output"] == 2 * 64 * 64 * per_weight
 
 
 def test_tracing():

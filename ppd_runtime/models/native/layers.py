@@ -72,7 +72,7 @@ class Layer:
     """A layer's code with its weights, which are contiguous; a head is one, too."""
 
     def __init__(self, code: NativeCode, weights: Sequence[Tensor]) -> None:
-        self._kept = code, list(weights)
+        self._code, self.weights = code, list(weights)
         places = array("q", [weight.data_ptr() for weight in weights])
         shapes = array("q", [number for weight in weights for number in (weight.dim(), *weight.shape)])
         dtypes = array("i", [_DTYPES[weight.dtype] for weight in weights])

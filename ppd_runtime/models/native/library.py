@@ -78,13 +78,15 @@ class Operator:
         (tensor,) = _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(result)])  # one alone it copies, and keeps
         return tensor
 
-    def bound(self, *tensors: Tensor) -> Callable[[], None]:
-        """Computes it for these tensors each time and drops the result, with next to nothing of Python: for timing."""
+    def bound(self, *arguments: Any) -> Callable[[], None]:
+        """Computes it for these tensors and numbers each time and drops the result, with next to nothing of Python: for
+        timing."""
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
         function, handles, result = getattr(load(), self._function), _handles(tensors), ctypes.c_void_p()
-        arguments = (*handles, ctypes.byref(result))
+        given = (*handles, *map(ctypes.c_double, arguments[len(tensors) :]), ctypes.byref(result))
 
         def compute() -> None:
-            function(*arguments)
+            function(*given)
             load().aoti_torch_delete_tensor_object(result)
 
         return compute
