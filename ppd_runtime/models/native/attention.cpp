@@ -15,7 +15,7 @@ namespace {
 constexpr int MOST_QUERIES = 4;                // at a time: each key and value is read once for so many
 constexpr int MOST_PARTS = WIDTH == 16 ? 4 : 2;  // of a value, at a time: the sums stay in registers
 constexpr float HIDDEN = -1e38f;               // what is masked adds less
-constexpr int64_t GRAIN = 1 << 15;             // numbers of keys, for which a thread of its own pays
+constexpr int64_t GRAIN = 1 << 17;             // numbers of keys, for which a thread of its own pays
 
 struct Heads {
   const float* at;

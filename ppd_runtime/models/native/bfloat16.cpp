@@ -138,5 +138,5 @@ void some_tiles(int64_t number, int64_t last, void* context) {
 }  // namespace
 
 void ppd_bfloat16_products(const Products& products) {
-  for_all_tiles(products, some_tiles, const_cast<Products*>(&products));
+  for_all_tiles(products, products.inputs * 2, some_tiles, const_cast<Products*>(&products));
 }

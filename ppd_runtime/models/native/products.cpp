@@ -16,7 +16,7 @@ constexpr int ROWS = 4;             // of the weights, at a time
 constexpr int MOST_WEIGHTS = 3;     // in one call
 constexpr int MOST_TOKENS = 6;      // at a time: ROWS * MOST_TOKENS sums stay in registers
 constexpr int AHEAD = 4;            // blocks of ROWS that are fetched before they are needed
-constexpr int64_t GRAIN = 1 << 16;  // weights, for which a thread of its own pays
+constexpr int64_t GRAIN = 1 << 17;  // weights, for which a thread of its own pays
 
 struct Product {
   const float* weight;  // [outputs, inputs]

@@ -321,7 +321,7 @@ void ppd_quantised_products(const Products& products, int bits) {
   Context context{
       products, rounded(products.states, products.tokens, inputs, memory),
       bits == 8 ? chosen->with_8_bits : chosen->with_4_bits, inputs / GROUP * group_bytes(bits)};
-  for_all_tiles(products, some_tiles, &context);
+  for_all_tiles(products, context.row_bytes, some_tiles, &context);
 }
 
 // The names of the forms that run here, the fastest last, with a comma between them.
