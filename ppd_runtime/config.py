@@ -33,6 +33,8 @@ class TransportKind:
 
 FORMATS = ("int8", "int4")
 """Of weights of few bits."""
+FLOATS = "floats"
+"""What weights of no such format are called."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS: Mapping[str, TransportKind] = {
     "auto": TransportKind("cluster"),

@@ -125,6 +125,7 @@ class Calibrator:
             devices=self._devices(),
             cpu_share=load.share if self._on_cpu else None,
             memory=measured_memory(self._ordinary),
+            weights=self._ordinary.info.weights_name,
         )
 
     def _load_meter(self) -> LoadMeter:
@@ -147,6 +148,7 @@ class Calibrator:
         return PartnerSpec(
             rank=rank,
             model=str(self._ordinary.info.folder),
+            weights=self._ordinary.info.weights,
             dtype=str(stage.model.dtype).removeprefix("torch."),
             device=str(stage.device),
             threads=self._threads,

@@ -18,6 +18,7 @@ def measured_memory(ordinary: OrdinaryDecoding) -> Memory:
     return Memory(
         layer=max(_bytes(layer) for layer in model.model.layers),
         head=_bytes(head) + _bytes(model.model.norm),
+        embedding=_bytes(table),
         entry=_entry_bytes(stage),
         device=_host_bytes() if on_cpu else torch.cuda.get_device_properties(stage.device).total_memory,
         tied=head.weight.data_ptr() == table.weight.data_ptr(),

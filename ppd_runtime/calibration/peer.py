@@ -35,6 +35,7 @@ class PartnerSpec:
 
     rank: int
     model: str
+    weights: str | None
     dtype: str
     device: str
     threads: int
@@ -63,7 +64,7 @@ class Partner:
 
     @cached_property
     def _stage(self) -> Stage:
-        info = describe(self._spec.model)
+        info = describe(self._spec.model, self._spec.weights)
         return Stage(load_layers(info, info.num_layers, getattr(torch, self._spec.dtype), self._spec.device))
 
     def echo(self) -> None:

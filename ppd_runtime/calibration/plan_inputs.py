@@ -32,10 +32,11 @@ class Measurement:
         dtype: str = "auto",
         device: str = "auto",
         threads: int = 1,
+        weights: str | None = None,
     ) -> None:
         texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts
         self.sampling = sampling or SamplingParams()
-        self.ordinary = OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads)
+        self.ordinary = OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, weights=weights)
         self.prompts = self._validator(texts)
 
     @property
@@ -66,7 +67,8 @@ class Measurement:
         rates, found = report.runtime_rates, report.first_boundaries[setting.rankings[0]]
         table = {(layer, k): rates.rate(layer, k) for layer in layers for k in setting.ks}
         boundaries = {(row.cuts, k): row.shares(k) for row in found for k in setting.ks}
-        return MatchRates(f"{len(texts)} prompts, {rates.comparisons} tokens", table, self.num_layers, boundaries)
+        source, weights = f"{len(texts)} prompts, {rates.comparisons} tokens", self.ordinary.info.weights_name
+        return MatchRates(source, table, self.num_layers, boundaries, weights)
 
     def calibrate(
         self, max_devices: int, k: int, widths: Sequence[int] = (), progress: Progress = lambda line: None

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppd_runtime.checks import check_number, check_whole
+from ppd_runtime.config import in_process_config
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.memory import GivenMemory
 from ppd_runtime.cost_model.planner import rank
@@ -81,7 +82,11 @@ class Given:
 
 @dataclass(frozen=True)
 class Subject:
-    """What to measure where something has to be measured; see `ppd_runtime.calibration.plan_inputs`."""
+    """What to measure where something has to be measured; see `ppd_runtime.calibration.plan_inputs`.
+
+    Raises:
+        ValueError: for a setting that cannot work, whether anything is measured or not.
+    """
 
     model: str
     prompts: str
@@ -90,21 +95,28 @@ class Subject:
     dtype: str
     device: str
     threads: int
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        in_process_config("a plan", {"model": self.model, **self._place})
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("dtype", "device", "threads", "weights")}
+
+    @cached_property
+    def weights_name(self) -> str:
+        """The format of the model's weights, or floats; none of them is read."""
+        from ppd_runtime.models.checkpoint.description import describe
+
+        return describe(self.model, self.weights).weights_name
 
     @cached_property
     def measurement(self) -> "Measurement":
         """The model, loaded, with its prompts."""
         from ppd_runtime.calibration.plan_inputs import Measurement
 
-        return Measurement(
-            self.model,
-            self.prompts,
-            limit=self.limit,
-            sampling=self.sampling,
-            dtype=self.dtype,
-            device=self.device,
-            threads=self.threads,
-        )
+        return Measurement(self.model, self.prompts, limit=self.limit, sampling=self.sampling, **self._place)
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,7 @@ def plan_with(
     """
     known = None if given.match_rates is None else read_match_rates(given.match_rates)
     times = None if given.calibration is None else read_calibration(given.calibration)
+    _check_weights(given, known, times, subject)
     if times is None and given.all_times:
         times = Calibration(layer_ms=1.0)
     num_layers = _num_layers(known, given, subject, measures=times is None)
@@ -144,6 +157,8 @@ def plan_with(
     if times is None:
         times = subject.measurement.calibrate(max_devices, max(k for _, k in rates.rates), shares, progress)
         times = _with_given(times, given)
+    weights = subject.weights or rates.weights or times.weights
+    rates, times = replace(rates, weights=weights), replace(times, weights=weights)
     progress("")
     ranking = rank(
         num_layers,
@@ -160,6 +175,24 @@ def plan_with(
         given.all_reduce_ms,
     )
     return Planned(ranking, times, rates, notes)
+
+
+def _check_weights(given: Given, known: MatchRates | None, times: Calibration | None, subject: Subject) -> None:
+    """Refuse figures that were measured with weights in another format than the model's, or than each other's."""
+    files = ((given.match_rates, known and known.weights), (given.calibration, times and times.weights))
+    found = [(str(path), weights) for path, weights in files if weights]
+    if not found:
+        return
+    measures = known is None or not given.all_times
+    its = subject.weights_name if measures else subject.weights
+    (path, weights), *others = found
+    others += [(f"model {subject.model!r}", its)] if its else []
+    for other, theirs in others:
+        if theirs != weights:
+            raise ValueError(
+                f"{path} was measured with weights in {weights}, and {other} has them in {theirs}: give figures that "
+                "were measured with the same weights"
+            )
 
 
 def _with_given(times: Calibration, given: Given) -> Calibration:

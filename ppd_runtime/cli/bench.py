@@ -98,7 +98,7 @@ def _open(
     from ppd_runtime.models.checkpoint.description import describe
 
     check_whole("rounds", rounds, 1)
-    rows, left_out = check_rows(parse_rows(methods), describe(model), sampling)
+    rows, left_out = check_rows(parse_rows(methods), describe(model, place.get("weights")), sampling)
     ready = opened.enter_context(Methods(OrdinaryDecoding(model, **place), rows))
     return ComparisonRun(ready, groups, sampling, rounds, out, resume), left_out
 

@@ -86,7 +86,7 @@ LAYOUT = options.group(RuntimeConfig, LAYOUT_SETTINGS, panel=LAYOUT_PANEL, given
     layout=LAYOUT,
     drafting=DRAFTING,
     swift=SWIFT,
-    place=options.QUANTISED,
+    place=options.COMPILED,
     sampling=options.sampling(*options.SAMPLING, "timeout_s"),
     outputs=options.group(Outputs, make=Outputs),
 )

@@ -12,7 +12,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, check_resume, give_json
 from ppd_runtime.cli.progress import progress_bar
-from ppd_runtime.config import SHARED
+from ppd_runtime.config import FORMATS, SHARED
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def match_rate(
         check_image(plot)
         texts = [prompt.text for prompt in read_prompts(prompts, limit)]
         params = SamplingParams(**sampling)
-        info = describe(model)
+        info = describe(model, place.get("weights"))
         head = _trained_head(exit_head, info)
         setting = _setting(info, head, exit_layers, k, params, _cuts(info.num_layers, stages, cuts or ()))
         with OrdinaryDecoding(model, **place) as ordinary:
@@ -156,7 +156,8 @@ def _print_tables(report: "MatchRateReport") -> None:
     compared = f"{report.runtime_rates.comparisons} tokens of {report.num_prompts} prompts compared"
     cost = f"{report.cost_ratio:.2f} times the cost of generating them"
     head = "" if report.exit_head == "shared" else f" exit head {report.exit_head[:20]},"
-    summary = f"{report.model}, {setting.num_layers} layers,{head} {decoding}: {compared}, {cost}"
+    few_bits = f", {report.weights} weights" * (report.weights in FORMATS)
+    summary = f"{report.model}{few_bits}, {setting.num_layers} layers,{head} {decoding}: {compared}, {cost}"
     console.print(summary, highlight=False, markup=False)
     for ranking, rates in report.overall.items():
         console.print(f"\n{_RANKINGS[ranking]}, with 95 % intervals", _rates_table(rates), highlight=False)

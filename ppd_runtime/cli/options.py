@@ -180,11 +180,10 @@ def runtime_but(*names: str) -> tuple[str, ...]:
     return tuple(name for name in RUNTIME_SETTINGS if name not in names)
 
 
-PLACE = {name: own for name, own in IN_PROCESS_SETTINGS.items() if name in ("dtype", "device", "threads")}
+PLACE = {name: own for name, own in IN_PROCESS_SETTINGS.items() if name not in ("model", "compile", "trace")}
 """Settings of all that runs a model, by the names that decoding in one process has for them."""
 IN_PROCESS = group(RuntimeConfig, PLACE)
 COMPILED = group(RuntimeConfig, {**PLACE, "compile": "compile"})
-QUANTISED = group(RuntimeConfig, {**PLACE, "weights": "weights", "compile": "compile"})
 
 
 def sampling(*names: str, **defaults: Any) -> Group:

@@ -12,6 +12,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
+from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.memory import GivenMemory
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -137,15 +138,15 @@ def _give(planned: "Planned", model: str, as_json: bool, out: Path | None, html:
         write_page(page_data(*found), html)
     give_json(plan_data(*found), as_json, out)
     if not as_json:
-        _print(planned.ranking, model, planned.notes)
+        _print(planned, model)
 
 
-def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
+def _print(planned: "Planned", model: str) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console, ranking = Console(), planned.ranking
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     sized = ["GB"] if ranking.ordinary.memory_gb is not None else []
@@ -155,12 +156,12 @@ def _print(ranking: "Ranking", model: str, notes: list[str]) -> None:
     rows += [*ranking.plans[:_MOST_ROWS], *ranking.staged[:_MOST_ROWS]]
     for row in sorted(rows, key=lambda row: row.ms_per_token):
         table.add_row(*_cells(ranking, row))
-    summary = (
-        f"{model}, {ranking.num_layers} layers, at most {ranking.max_devices} device{'s' * (ranking.max_devices > 1)}"
-    )
+    devices = f"{ranking.max_devices} device{'s' * (ranking.max_devices > 1)}"
+    few_bits = f", {planned.rates.weights} weights" * (planned.rates.weights in FORMATS)
+    summary = f"{model}{few_bits}, {ranking.num_layers} layers, at most {devices}"
     console.print(f"{summary}: predicted for a token after the first", highlight=False, markup=False)
     console.print(table, highlight=False)
-    for note in (*notes, *ranking.footnotes):
+    for note in (*planned.notes, *ranking.footnotes):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     console.print(ranking.verdict, highlight=False, markup=False, soft_wrap=True)
 

@@ -25,7 +25,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
     layout=options.group(RuntimeConfig, _LAYOUT, panel=LAYOUT_PANEL, given_only=True),
     drafting=DRAFTING,
     swift=SWIFT,
-    place=options.QUANTISED,
+    place=options.COMPILED,
 )
 def serve(
     model: options.Model = "demo",

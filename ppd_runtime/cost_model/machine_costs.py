@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.checks import check_number, check_share, check_whole
+from ppd_runtime.checks import check_choice, check_number, check_share, check_whole
+from ppd_runtime.config import FLOATS, FORMATS
 from ppd_runtime.cost_model.memory import Memory
 
 
@@ -52,6 +53,8 @@ class Calibration:
     where unknown."""
     memory: Memory | None = None
     """What the model takes and devices have; None where unknown."""
+    weights: str | None = None
+    """The format of the model's weights, or floats; None where unknown."""
 
     def __post_init__(self) -> None:
         for name in time_names():
@@ -72,6 +75,8 @@ class Calibration:
             check_whole("devices", self.devices, 1)
         if self.cpu_share is not None:
             check_share("cpu_share", self.cpu_share)
+        if self.weights is not None:
+            check_choice("weights", self.weights, (FLOATS, *FORMATS))
 
     def width(self, candidates: int) -> float:
         """A pass over so many candidates, in passes over one: linear between and behind the known ones, never below 1.

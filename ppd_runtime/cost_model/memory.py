@@ -29,7 +29,7 @@ class Memory:
     layer: float
     """A layer's weights."""
     head: float = 0.0
-    """The final head's weights, and the embedding's, each."""
+    """The final head's weights."""
     entry: float = 0.0
     """One token's keys and values in one layer."""
     device: float | None = None
@@ -41,20 +41,24 @@ class Memory:
     weights."""
     tokens: int = USUAL_TOKENS
     """Tokens of all requests at once, prompts' and new ones, whose keys and values are kept."""
+    embedding: float | None = None
+    """The embedding's weights, which stay floats where the head's have few bits; None: as large as the head's."""
 
     def __post_init__(self) -> None:
         for name in ("layer", "head", "entry"):
             check_number(name, getattr(self, name))
-        if self.device is not None:
-            check_number("device", self.device)
+        for name in ("device", "embedding"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value)
         check_whole("tokens", self.tokens, 1)
         check_bool("tied", self.tied)
         check_bool("shared", self.shared)
 
     def process(self, layers: float, embeds: bool = True) -> tuple[float, float]:
         """Weights and entries of a process with a head and so many layers, and with the embedding if it `embeds`."""
-        heads = 2 if embeds and not self.tied else 1
-        return layers * self.layer + heads * self.head, layers * self.entry * self.tokens
+        embedding = self.head if self.embedding is None else self.embedding
+        beside = self.head + (embedding if embeds and not self.tied else 0)
+        return layers * self.layer + beside, layers * self.entry * self.tokens
 
     def needed(self, processes: Sequence[tuple[float, float]], num_layers: int) -> float:
         """What the fullest device has to hold; where devices share a memory, what all hold together."""
@@ -125,6 +129,8 @@ class GivenMemory:
                     way_out = "give a layer's size too, or leave a time out to have the model measured"
                     raise ValueError(f"{name}={value:g}: nothing says how large a layer is; {way_out}")
             return None
+        if "head" in sizes:
+            sizes["embedding"] = None  # which has the head's size then
         memory = replace(measured, **sizes) if measured else Memory(**sizes)
         if self.cache_tokens is not None:
             memory = replace(memory, tokens=self.cache_tokens)

@@ -27,6 +27,7 @@ def plan_data(model: str, ranking: Ranking, calibration: Calibration, measured: 
     """A plan as JSON holds it; `ppd plan` reads its calibration again, and its match rates."""
     return {
         "model": model,
+        "weights": measured.weights,
         **asdict(ranking),
         "calibration": asdict(calibration),
         "match_rates_source": measured.source,

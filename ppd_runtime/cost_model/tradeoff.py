@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ppd_runtime.checks import check_share, check_whole
+from ppd_runtime.checks import check_choice, check_share, check_whole
+from ppd_runtime.config import FLOATS, FORMATS
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.files.whole import whole_file
 
@@ -30,6 +31,8 @@ class MatchRates:
     """The model's layers; None where they are not noted."""
     first_boundary: BoundaryShares = field(default_factory=dict)
     """The staged layout's; empty where none were measured."""
+    weights: str | None = None
+    """The format of the model's weights, or floats; None where it is not noted."""
 
     def layers(self, given: int | None, otherwise: int | None = None) -> int:
         """The model's layers: these rates' own, else those `given`, else `otherwise`.
@@ -143,15 +146,15 @@ def select(rates: Rates, exit_layers: Sequence[int] | None, ks: Sequence[int] | 
 def read_match_rates(path: Path) -> MatchRates:
     """Measured rates from a JSON file `{"match_rates": {"<exit_layer>": {"<k>": rate}}, "num_layers": d}`.
 
-    First boundaries are read from `"first_boundary": [{"cuts": [layer, …], "shares": {"<k>": [share, …]}}]`. They and
-    the number of layers may be missing; other keys are ignored.
+    First boundaries are read from `"first_boundary": [{"cuts": [layer, …], "shares": {"<k>": [share, …]}}]`. They, the
+    number of layers and the format of the model's `"weights"` may be missing; other keys are ignored.
 
     Raises:
         ValueError: for a file that cannot be read or has another form.
     """
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
-        by_exit, num_layers = whole["match_rates"], whole.get("num_layers")
+        by_exit, num_layers, weights = whole["match_rates"], whole.get("num_layers"), whole.get("weights")
         rates = {(int(exit_layer), int(k)): rate for exit_layer, by_k in by_exit.items() for k, rate in by_k.items()}
         boundaries = _boundary_shares(whole.get("first_boundary", []))
     except OSError as error:
@@ -166,8 +169,10 @@ def read_match_rates(path: Path) -> MatchRates:
         check_whole(f"{path}: k", k, 1)
     if num_layers is not None:
         check_whole(f"{path}: num_layers", num_layers, 2)
+    if weights is not None:
+        check_choice(f"{path}: weights", weights, (FLOATS, *FORMATS))
     _check_boundaries(path, num_layers, boundaries)
-    return MatchRates(str(path), rates, num_layers, boundaries)
+    return MatchRates(str(path), rates, num_layers, boundaries, weights)
 
 
 def boundary_rows(boundaries: BoundaryShares) -> list[dict[str, object]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppd_runtime.config import SHARED
+from ppd_runtime.config import FLOATS, SHARED
 from ppd_runtime.measure.first_boundaries import FirstBoundaries, count_first_boundaries
 from ppd_runtime.measure.match_rates import MatchRateSetting, TextPlaces
 
@@ -65,6 +65,8 @@ class MatchRateReport:
     measuring_s: float
     exit_head: str = SHARED
     """What named the candidates: the model's own norm and head, or a trained head by kind and hash."""
+    weights: str = FLOATS
+    """The format of the model's weights, or floats."""
 
     @property
     def cost_ratio(self) -> float:
@@ -86,6 +88,7 @@ class MatchRateReport:
         return {
             "model": self.model,
             "dtype": self.dtype,
+            "weights": self.weights,
             "exit_head": self.exit_head,
             "num_layers": self.setting.num_layers,
             "sampling": self.setting.sampling.as_dict(),
@@ -121,6 +124,7 @@ def summarise(
     texts: Sequence[TextPlaces],
     skipped_prompts: int = 0,
     exit_head: str = SHARED,
+    weights: str = FLOATS,
 ) -> MatchRateReport:
     """Count the hits of all texts; raises ValueError where there is none."""
     if not texts:
@@ -143,6 +147,7 @@ def summarise(
         generation_s=sum(text.generation_s for text in texts),
         measuring_s=sum(text.measuring_s for text in texts),
         exit_head=exit_head,
+        weights=weights,
     )
 
 

@@ -71,8 +71,9 @@ class MatchRateRun:
     def report(self) -> MatchRateReport:
         """What the prompts done so far say; raises ValueError where none is done."""
         texts = [self._results[number].text for number in sorted(self._results)]
-        model, dtype, meter = self._model_name(), self._dtype(), self.meter
-        return summarise(model, dtype, meter.setting, texts, self.skipped_prompts, meter.exit_head)
+        info, meter = self.meter.ordinary.info, self.meter
+        known = (self.skipped_prompts, meter.exit_head, info.weights_name)
+        return summarise(info.name, meter.ordinary.dtype, meter.setting, texts, *known)
 
     def _measure(self, task: _Task, on_progress: Callable[[float], None]) -> PromptResult:
         sampling, tokens = self.meter.setting.sampling, 0
@@ -95,16 +96,16 @@ class MatchRateRun:
         return {result.number: result for result in results}
 
     def _header(self) -> dict[str, object]:
-        names = {"model": self._model_name(), "dtype": self._dtype(), "exit_head": self.meter.exit_head}
+        ordinary = self.meter.ordinary
+        names = {
+            "model": ordinary.info.name,
+            "dtype": ordinary.dtype,
+            "weights": ordinary.info.weights_name,
+            "exit_head": self.meter.exit_head,
+        }
         setting = {**asdict(self.meter.setting), "sampling": self.meter.setting.sampling.as_dict()}
         del setting["cuts"]  # whatever the cuts, the same places are kept
         return {**names, **setting}
-
-    def _model_name(self) -> str:
-        return self.meter.ordinary.info.name
-
-    def _dtype(self) -> str:
-        return str(self.meter.ordinary.stage.model.dtype).removeprefix("torch.")
 
 
 def _result(row: Any) -> PromptResult:

@@ -90,6 +90,13 @@ def test_a_sampled_measurement_gives_both_rankings(model: str, prompts: str, tmp
     assert report["comparisons"] == 16
 
 
+def test_weights_of_few_bits_are_named(model: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "rates.json"
+    shown = run("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--weights", "int4", "--out", out)
+    assert ", int4 weights, 4 layers, greedy" in " ".join(shown.split())
+    assert json.loads(out.read_text())["weights"] == read_match_rates(out).weights == "int4"
+
+
 def test_first_boundaries_of_even_and_of_other_stages(model: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "rates.json"
     arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--exit-layers", 3, "--k", "1,3")
@@ -196,6 +203,8 @@ def test_a_plot_without_matplotlib_says_what_to_install(
         ("--k 0", "--k 0"),
         ("--k 1,", "--k 1,"),
         ("--max-new-tokens 0", "--max-new-tokens 0"),
+        ("--weights int3", "--weights int3: choose one of int8, int4"),
+        ("--weights int8 --dtype bfloat16", "--dtype bfloat16 with --weights int8: its states are in float32"),
         ("--max-new-tokens 600", "none of the 3 prompts and --max-new-tokens 600 fit the model's 512 positions"),
         ("--temperature -1", "--temperature -1"),
         ("--top-p 0", "--top-p 0"),

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from typer.testing import CliRunner
 
 from ppd_runtime.calibration.calibrate import Calibrator
+from ppd_runtime.calibration.peer import Partner
 from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.cli.plan import plan as command
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
@@ -29,6 +31,7 @@ from ppd_runtime.cost_model.report import page_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
 from ppd_runtime.launch.cpu_affinity import available_cores
 from ppd_runtime.measure.machine_load import UNDISTURBED, busy_note
+from ppd_runtime.models.native.linear import QuantisedLinear
 from ppd_runtime.sampling_params import SamplingParams
 
 PROMPTS = ("The quick brown fox", "A model writes")
@@ -76,6 +79,21 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
     for row in data["staged"]:  # at half depth, a match and a first boundary are one
         assert row["first_boundary"][0] == pytest.approx(rates.rates[2, row["k"]])
     assert set(rates.first_boundary) == {((2,), k) for k in range(1, 6)}
+
+
+def test_measured_are_layers_with_the_weights(model_folder: Callable[..., Path]) -> None:
+    """In this process, and in those that work beside it."""
+    sampling = SamplingParams(max_new_tokens=2)
+    measurement = Measurement(str(model_folder("llama")), PROMPTS, sampling=sampling, weights="int8")
+    assert measurement.calibrate(2, 1).weights == measurement.match_rates([1]).weights == "int8"
+    calibrator = Calibrator(measurement.ordinary, measurement.conditions(2, 1))
+    with tempfile.TemporaryDirectory(prefix="ppd-") as folder:
+        partner = Partner(calibrator._spec(1, (), folder))
+        partner.close()
+    for stage in (measurement.ordinary.stage, partner._stage):
+        linears = [part for part in stage.model.modules() if isinstance(part, QuantisedLinear)]
+        assert {linear.weights for linear in linears} == {"int8"}
+        assert len(linears) == 4 * 7 + 1
 
 
 @nightly

@@ -10,7 +10,9 @@ from typer.testing import CliRunner, Result
 
 from ppd_runtime.cli.main import app
 from ppd_runtime.measure.comparison.methods import Methods, OwnMethod
-from ppd_runtime.measure.comparison.rows import MethodRow
+from ppd_runtime.measure.comparison.rows import MethodRow, check_rows, parse_rows
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.sampling_params import SamplingParams
 
 ROWS = (
     "ppd:k=1;launcher=ray;transport=local,layerskip:exit_layer=2;num_speculations=3,"
@@ -71,6 +73,21 @@ def test_a_comparison(model: str, prompts: str, tmp_path: Path) -> None:
     assert files[1].read_text().count("\n| layerskip:exit_layer=2;num_speculations=3 |") == 3
     assert files[2].read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md", "out.png", "prompts.jsonl"]
+
+
+def test_every_method_has_the_weights(model: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    methods = f"{LABELS[1]},layerskip,adaspeed,swift:search_steps=2"
+    shown = run("--model", model, "--prompts", prompts, "--methods", methods, "--weights", "int4",
+                "--max-new-tokens", 8, "--out", out)  # fmt: skip
+    assert "int4 weights, float32 on cpu" in " ".join(shown.split())
+    report = json.loads(out.read_text())
+    assert report["weights"] == "int4"
+    assert [figures["equal_tokens"] for figures in report["overall"].values()] == [1] * 5
+    _, left_out = check_rows(parse_rows("all"), describe(model, "int4"), SamplingParams())
+    reasons = {row.label: row.reason for row in left_out}
+    assert "has no products with int4 weights" in reasons["prompt_lookup"]
+    assert "has no products with int4 weights" in reasons["assistant_early_exit"]
 
 
 def test_samples_and_rounds(model: str, prompts: str, tmp_path: Path) -> None:
@@ -166,6 +183,9 @@ def test_a_text_that_differs_shows_by_how_much(model: str, prompts: str, tmp_pat
         ("--methods layerskip:exit_layer", "'layerskip:exit_layer': give settings as METHOD:NAME=VALUE;NAME=VALUE"),
         ("--methods layerskip:exit_layer=9", "layerskip:exit_layer=9: exit_layer=9: with 4 layers choose 1 to 3"),
         ("--methods layerskip:dtype=float32", "dtype is the same for all methods"),
+        ("--methods layerskip:weights=int8", "weights is the same for all methods"),
+        ("--weights int3 --methods ppd:k=1", "--weights int3: choose one of int8, int4"),
+        ("--weights int8 --methods prompt_lookup", "prompt_lookup: transformers has no products with int8 weights"),
         ("--methods adaspeed:adaptation=1", "adaptation cannot be chosen in a comparison"),
         ("--methods autoregressive:k=1", "ordinary decoding is what the others are compared with"),
         ("--methods ppd:k=0", "ppd:k=0: k=0: must be at least 1"),

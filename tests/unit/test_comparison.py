@@ -218,7 +218,7 @@ def report(labels: str, failures: dict[str, str] | None = None) -> ComparisonRep
     }
     pairs = {label: [Pair(ORDINARY, run, SAME)] for label, run in runs.items() if label not in (failures or {})}
     sampling = {"max_new_tokens": 11, "temperature": 0.0}
-    known = Conditions("some", "float32", "cpu", 1, False, sampling, 1, 2, 1, "a machine", {"torch": "2"})
+    known = Conditions("some", "float32", "floats", "cpu", 1, False, sampling, 1, 2, 1, "a machine", {"torch": "2"})
     return ComparisonReport(
         known, tuple(rows), {"math": pairs, "qa": pairs}, failures or {}, (LeftOut("kangaroo", "no"),)
     )

@@ -13,6 +13,7 @@ from heads_for_tests import make_head
 from models_for_tests import VOCAB_SIZE, load_stage
 
 from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.tradeoff import read_match_rates
 from ppd_runtime.measure import match_rates
 from ppd_runtime.measure.match_rate_report import MatchRateReport, position_ranges, summarise, wilson_interval
@@ -27,6 +28,7 @@ from ppd_runtime.measure.match_rates import (
 )
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
 from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.sampling import Sampler
@@ -49,7 +51,8 @@ def setting_of(sampling: SamplingParams = GREEDY, **changes: object) -> MatchRat
 
 
 def run_on(folder: Path, sampling: SamplingParams = GREEDY, out: Path | None = None, **options: object) -> MatchRateRun:
-    meter = MatchRateMeter(OrdinaryDecoding(str(folder)), setting_of(sampling))
+    ordinary = OrdinaryDecoding(str(folder), weights=options.pop("weights", None))
+    meter = MatchRateMeter(ordinary, setting_of(sampling))
     return MatchRateRun(meter, options.pop("prompts", PROMPTS), out, **options)
 
 
@@ -184,6 +187,18 @@ def test_first_boundaries_of_given_places() -> None:
 def test_the_exits_at_cuts_are_measured_too() -> None:
     assert setting_of(exit_layers=(2,), cuts=((3,), (1, 3), (3,))).exit_layers == (1, 2, 3)
     assert setting_of(cuts=((1, 3), (3,), (1, 3))).cuts == ((3,), (1, 3))
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_rates_of_weights_of_few_bits_are_those_of_their_folder(
+    model_folder: ModelFolder, tmp_path: Path, weights: str
+) -> None:
+    folder = model_folder("llama")
+    quantise_model(str(folder), tmp_path / "out", weights)
+    given, theirs = report_on(folder, weights=weights), report_on(tmp_path / "out")
+    assert given.as_dict()["weights"] == theirs.as_dict()["weights"] == weights
+    assert (given.overall[LOGITS].hits == theirs.overall[LOGITS].hits).all()
+    assert report_on(folder).as_dict()["weights"] == "floats"
 
 
 def test_measuring_more_than_a_block_of_positions(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +343,8 @@ def test_an_unfinished_run_is_not_lost_by_mistake(model_folder: ModelFolder, tmp
         run_on(folder, out=out)
     with pytest.raises(ValueError, match=r"measured with sampling=.*not .*: resume with the same settings"):
         run_on(folder, SAMPLED[0], out, resume=True)
+    with pytest.raises(ValueError, match="measured with weights='floats', not 'int8': resume with the same settings"):
+        run_on(folder, out=out, resume=True, weights="int8")
     with pytest.raises(ValueError, match="measured on other prompts"):
         run_on(folder, out=out, resume=True, prompts=("Another", *PROMPTS[1:]))
     with pytest.raises(ValueError, match="measured on other prompts"):

@@ -180,6 +180,20 @@ def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None
         ("--max-new-tokens 1", "--max-new-tokens 1: a plan is for tokens after the first"),
         ("--limit 0", "--limit 0"),
         ("--model FOLDER/none", "no such folder"),
+        ("--match-rates FOLDER/rates.json TIMES --weights int3", "--weights int3: choose one of int8, int4"),
+        ("--match-rates FOLDER/rates.json TIMES --threads 0", "--threads 0: must be at least 1"),
+        (
+            "--match-rates FOLDER/int8.json TIMES --weights int4",
+            "int8.json was measured with weights in int8, and model 'demo' has them in int4: give figures that were",
+        ),
+        ("--match-rates FOLDER/int8.json", "with weights in int8, and model 'demo' has them in floats"),
+        ("--calibration FOLDER/int8.json --weights int4", "with weights in int8, and model 'demo' has them in int4"),
+        (
+            "--match-rates FOLDER/floats.json --calibration FOLDER/int8.json",
+            "floats.json was measured with weights in floats, and FOLDER/int8.json has them in int8: give",
+        ),
+        ("--match-rates FOLDER/three.json TIMES", "three.json: weights='int3': choose one of floats, int8, int4"),
+        ("--calibration FOLDER/three.json", "three.json: weights='int3': choose one of floats, int8, int4"),
     ],
 )
 def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: str, named: str) -> None:
@@ -190,6 +204,11 @@ def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: 
         "cuts.json": '{"match_rates": {"4": {"1": 0.5}}, "first_boundary": '
         '[{"cuts": [4, 7], "shares": {"1": [0.5, 0.3, 0.2]}}]}',
         "bare.json": '{"match_rates": {"4": {"1": 0.5}}}',
+        "int8.json": '{"match_rates": {"4": {"1": 0.5}}, "num_layers": 8, "weights": "int8", '
+        '"calibration": {"layer_ms": 1, "weights": "int8"}}',
+        "floats.json": '{"match_rates": {"4": {"1": 0.5}}, "num_layers": 8, "weights": "floats"}',
+        "three.json": '{"match_rates": {"4": {"1": 0.5}}, "num_layers": 8, "weights": "int3", '
+        '"calibration": {"layer_ms": 1, "weights": "int3"}}',
         "broken.jsonl": '{"prompt": "a"}\n{"prompt": \n',
     }
     for name, text in files.items():
@@ -255,3 +274,15 @@ def test_what_a_device_has_no_memory_for_is_left_out(rates: Path, tmp_path: Path
     mistake = invoke("--match-rates", rates, *TIMES, "--memory-gb", 3)
     assert (mistake.exit_code, mistake.stderr.count("\n")) == (2, 1)
     assert "--memory-gb 3: nothing says how large a layer is; give a layer's size too" in mistake.stderr
+
+
+def test_what_is_kept_names_the_weights(rates: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "plan.json", tmp_path / "page.html"
+    asked = ("--match-rates", rates, *TIMES, "--devices", 4, "--out", out, "--html", page)
+    assert "weights" not in invoke(*asked).stdout
+    assert (read_calibration(out).weights, read_match_rates(out).weights) == (None, None)
+    assert "demo, int8 weights, 8 layers" in invoke(*asked, "--weights", "int8").stdout
+    assert (read_calibration(out).weights, read_match_rates(out).weights) == ("int8", "int8")
+    assert '"weights":"int8"' in page.read_text()
+    again = invoke("--match-rates", out, "--calibration", out, "--devices", 4)
+    assert "demo, int8 weights, 8 layers" in again.stdout, "the files say so"

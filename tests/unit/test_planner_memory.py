@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.calibration.model_memory import measured_memory
+from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.memory import GB, GivenMemory, Memory
 from ppd_runtime.cost_model.planner import rank
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.native.formats import row_bytes
+from ppd_runtime.models.native.linear import QuantisedLinear
 
 PARTS = Memory(layer=10, head=4, entry=0.5, tokens=6)
 """A layer holds 10 of weights and 3 of entries."""
@@ -35,6 +39,9 @@ def test_every_layout_by_hand():
     tied = replace(PARTS, tied=True)
     assert tied.ordinary(12) == 12 * 13 + 4
     assert tied.stages(12, [5, 10]) == 5 * 13 + 4
+    apart = replace(PARTS, embedding=9)
+    assert (apart.ordinary(12), apart.stages(12, [5, 10])) == (12 * 13 + 4 + 9, 5 * 13 + 4 + 9)
+    assert replace(apart, tied=True).ordinary(12) == tied.ordinary(12)
 
 
 @given(st.integers(6, 11), st.integers(1, 5))
@@ -96,6 +103,7 @@ def test_given_memory_takes_the_place_of_what_was_measured():
     assert found == Memory(3e6, 4, 0.5, 2e9, tied=True, tokens=5), "a device's, no host's"
     assert GivenMemory(memory_gb=2, layer_mb=3, head_mb=1, entry_kb=4).over(None) == Memory(3e6, 1e6, 4e3, 2e9)
     assert GivenMemory().over(None) is None
+    assert GivenMemory(head_mb=1).over(replace(PARTS, embedding=9)) == replace(PARTS, head=1e6), "each of them"
 
 
 @pytest.mark.parametrize(
@@ -127,11 +135,24 @@ def test_a_memory_comes_back_from_its_file(tmp_path: Path):
 def test_a_models_parts_are_measured(model_folder, family, tied):
     with OrdinaryDecoding(str(model_folder(family, num_layers=3)), dtype="float32") as ordinary:
         found, model = measured_memory(ordinary), ordinary.stage.model
-    whole = sum(tensor.numel() * 4 for tensor in model.parameters())
-    norm = sum(tensor.numel() * 4 for tensor in model.model.norm.parameters())
     assert (found.tied, found.shared) == (tied, True)
     weights, _ = found.process(3)
-    assert whole == weights - (not tied) * norm
+    assert weights == sum(tensor.numel() * 4 for tensor in model.parameters())
     config = model.config
     assert found.entry == 2 * 4 * config.num_key_value_heads * config.head_dim
     assert found.device > 1e8
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_weights_of_few_bits_take_what_their_folder_takes(model_folder, tmp_path, weights):
+    folder = str(model_folder("llama", tied=True))
+    quantise_model(folder, tmp_path / "out", weights)
+    decodings = (OrdinaryDecoding(folder, weights=weights), OrdinaryDecoding(tmp_path / "out"))
+    found, theirs = map(measured_memory, decodings)
+    assert found == theirs
+    layer = decodings[0].stage.model.model.layers[0]
+    matrices = [(len(m.weight), m.in_features) for m in layer.modules() if isinstance(m, QuantisedLinear)]
+    norms = 2 * 32 * 4
+    assert found.layer == norms + sum(outputs * row_bytes(inputs, weights) for outputs, inputs in matrices)
+    assert (found.head, found.embedding) == (300 * row_bytes(32, "int8") + 32 * 4, 300 * 32 * 4)
+    assert not found.tied, "the embedding stays in floats"

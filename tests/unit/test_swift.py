@@ -15,6 +15,7 @@ from ppd_runtime.cli.main import app
 from ppd_runtime.methods.stopping import Stopping
 from ppd_runtime.methods.swift import Swift
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.stage.slicing import LayerSet, share_run
 from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.models.stage.stage import Stage
@@ -168,6 +169,22 @@ def test_the_command_finds_a_set_that_generate_takes(model_folder: ModelFolder, 
     assert "no prompt's continuation has more than the 32 tokens to score sets by" in short.stderr
     expected = OrdinaryDecoding(folder, dtype="float32").generate("The", max_new_tokens=9).token_ids
     assert decode(folder, "The", "swift", layer_set=out, dtype="float32", max_new_tokens=9).token_ids == expected
+
+
+def test_a_set_that_was_found_with_few_bits_is_for_these(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder, out = str(model_folder("llama", num_layers=NUM_LAYERS)), tmp_path / "s.json"
+    command = f"search-layers --model {folder} --out {out} --search-steps 0 --weights int8"
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["weights"] == "int8"
+    found = read_layer_set(out, describe(folder, "int8"))
+    quantise_model(folder, tmp_path / "int8", "int8")
+    assert read_layer_set(out, describe(str(tmp_path / "int8"))) == found
+    for weights in (None, "int4"):
+        with pytest.raises(ValueError, match=f"with int8 weights, not with {weights or 'floats'}: find one with"):
+            read_layer_set(out, describe(folder, weights))
+    write_layer_set(out, LEFT_OUT, describe(folder), {})
+    assert read_layer_set(out, describe(folder, "int4")) == LEFT_OUT
 
 
 def test_without_a_step_the_uniform_set_is_written(model_folder: ModelFolder, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Methods:
     """Every row's method, open until the `with` block ends; those that draft in this process share one model's weights.
 
     Args:
-        ordinary: ordinary decoding; the others have its model, dtype, device, threads and compile.
+        ordinary: ordinary decoding; the others have its model, dtype, weights, device, threads and compile.
         rows: checked ones, ordinary decoding's among them.
     """
 
@@ -139,6 +139,7 @@ class Methods:
         config = self.ordinary.config
         shared = {
             "dtype": self.ordinary.dtype,
+            "weights": config.weights,
             "device": config.device,
             "threads": config.threads_per_worker,
             "compile": config.compile,

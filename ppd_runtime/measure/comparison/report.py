@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ppd_runtime.config import FORMATS
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
 from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, MethodRow, full_settings
@@ -73,6 +74,8 @@ class Conditions:
 
     model: str
     dtype: str
+    weights: str
+    """The format of the model's weights, or floats."""
     device: str
     threads: int
     compile: bool
@@ -161,7 +164,8 @@ class ComparisonReport:
         decoding = f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"
         texts = f"{known.num_prompts} prompts, {sampling['max_new_tokens']} new tokens at the most"
         rounds = f", {known.rounds} rounds" * (known.rounds > 1)
-        place = f"{known.dtype} on {known.device}, {known.threads} CPU thread{'s' * (known.threads > 1)}"
+        few_bits = f"{known.weights} weights, " * (known.weights in FORMATS)
+        place = f"{few_bits}{known.dtype} on {known.device}, {known.threads} CPU thread{'s' * (known.threads > 1)}"
         return f"{texts}{rounds}, {decoding}, {place}{', compiled' * known.compile}. {known.machine}"
 
     def notes(self) -> list[str]:
@@ -214,6 +218,7 @@ def summarise(run: ComparisonRun, left_out: Sequence[LeftOut] = ()) -> Compariso
     conditions = Conditions(
         model=ordinary.info.name,
         dtype=ordinary.dtype,
+        weights=ordinary.info.weights_name,
         device=str(ordinary.stage.device),
         threads=ordinary.config.threads_per_worker,
         compile=ordinary.config.compile,

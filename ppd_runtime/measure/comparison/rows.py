@@ -22,7 +22,7 @@ _PRESETS: Mapping[str, Sequence[str]] = {
 length: with it, AdaSPEED's three make the comparison of that paper's Table I."""
 _LAYOUT = {"launcher": "auto"}
 """How pipelined decoding runs unless a row says otherwise: as processes of this host, or on a Ray to be joined."""
-_FOR_ALL = ("model", "dtype", "device", "threads", "threads_per_worker", "compile")
+_FOR_ALL = ("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile")
 _NO_TEXT = ("trace", "stage", "emulate", "progress", "adaptation")
 
 
@@ -120,6 +120,8 @@ def _setting(label: str, part: str) -> tuple[str, Any]:
 
 def _check(row: MethodRow, info: ModelInfo, sampling: SamplingParams) -> None:
     if row.method in TRANSFORMERS_METHODS:
+        if info.weights:
+            raise ValueError(f"transformers has no products with {info.weights} weights as they are here: leave it out")
         if not sampling.greedy:
             raise ValueError("transformers draws its samples otherwise, so it is compared greedily: leave it out")
         TRANSFORMERS_METHODS[row.method](row.settings, info)
@@ -132,7 +134,7 @@ def _check(row: MethodRow, info: ModelInfo, sampling: SamplingParams) -> None:
             raise ValueError("ordinary decoding is what the others are compared with, and has no settings here")
     else:
         with _known_in_rows():
-            open_method(info.name, row.method, **full_settings(row)).close()  # starts nothing
+            open_method(info.name, row.method, **full_settings(row), weights=info.weights).close()  # starts nothing
 
 
 @contextlib.contextmanager

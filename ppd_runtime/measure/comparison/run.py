@@ -151,6 +151,7 @@ class ComparisonRun:
         return {
             "model": ordinary.info.name,
             "dtype": ordinary.dtype,
+            "weights": ordinary.info.weights_name,
             "device": str(ordinary.stage.device),
             "threads": ordinary.config.threads_per_worker,
             "compile": ordinary.config.compile,

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ppd_runtime.checks import check_choice
+from ppd_runtime.config import FLOATS, FORMATS
 from ppd_runtime.models.checkpoint.architecture import check_architecture, depth_of_all_kinds, tokens_until_recomputed
 from ppd_runtime.models.checkpoint.config import (
     checked_config,
@@ -40,6 +42,11 @@ class ModelInfo:
     weights: str | None = None
     """The format of its matrices' weights, such as int8; None: floats, as its files have them."""
 
+    @property
+    def weights_name(self) -> str:
+        """That format as reports and messages name it."""
+        return self.weights or FLOATS
+
 
 def describe(model: str, weights: str | None = None, needs_weights: bool = True) -> ModelInfo:
     """Find a model and check that it can be run here, without reading its weights.
@@ -53,6 +60,8 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
         ValueError: no such model, no safetensors weights, an architecture that cannot be cut into stages, or one whose
             weights cannot have the format, or have another one.
     """
+    if weights is not None:
+        check_choice("weights", weights, FORMATS)
     name, folder = (model, kept_folder(model)) if is_gguf(model) else find_model(model)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)

@@ -4,11 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppd_runtime.config import FORMATS
+from ppd_runtime.config import FLOATS, FORMATS
 from ppd_runtime.models.checkpoint.config import QUANTISED_CARD, read_json
 from ppd_runtime.models.native.formats import LAYOUT
-
-FLOATS = "floats"
 
 
 @dataclass(frozen=True)

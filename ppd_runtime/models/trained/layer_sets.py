@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppd_runtime.config import FLOATS
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.fingerprint import fingerprints, model_fingerprint
@@ -24,6 +25,7 @@ def write_layer_set(path: Path, left_out: LayerSet, info: ModelInfo, search: Map
         "format": _FORMAT,
         "model": info.name,
         "model_fingerprint": model_fingerprint(info),
+        "weights": info.weights_name,
         "attention": left_out.attention,
         "mlp": left_out.mlp,
         "search": search,
@@ -44,6 +46,7 @@ def read_layer_set(path: str | Path, info: ModelInfo) -> LayerSet:
         if card["format"] != _FORMAT:
             raise ValueError(f"format {card['format']!r} is unknown to this version")
         model, fingerprint = str(card["model"]), str(card["model_fingerprint"])
+        weights = card.get("weights", FLOATS)
         left_out = LayerSet(*(tuple(card[kind]) for kind in _KINDS))
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}; {way_out}") from error
@@ -54,6 +57,8 @@ def read_layer_set(path: str | Path, info: ModelInfo) -> LayerSet:
         raise ValueError(
             f"{name} was found for model {model!r} ({fingerprint[:12]}), not for {other} ({ours[0][:12]}): {way_out}"
         )
+    if weights not in (FLOATS, info.weights):  # what suits the model's own numbers suits those made of them
+        raise ValueError(f"{name} was found with {weights} weights, not with {info.weights_name}: {way_out} for these")
     inner = range(1, info.num_layers - 1)  # the first and the last layer stay whole
     for kind, layers in zip(_KINDS, (left_out.attention, left_out.mlp), strict=True):
         if not all(type(layer) is int and layer in inner for layer in layers) or len(set(layers)) < len(layers):

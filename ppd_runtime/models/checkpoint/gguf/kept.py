@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ppd_runtime.config import FLOATS
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
 from ppd_runtime.files.checksummed import checksum, has_checksum, only_one
 from ppd_runtime.models.checkpoint.config import QUANTISED, SINGLE, read_json
@@ -20,7 +21,7 @@ from ppd_runtime.models.checkpoint.gguf.reader import read_gguf
 from ppd_runtime.models.checkpoint.gguf.tensors import TensorPlan, check_kinds, plan_tensors, rope_factors_of
 from ppd_runtime.models.checkpoint.gguf.tokenizer import BESIDE, write_tokenizer
 from ppd_runtime.models.checkpoint.weight_cache import version_of
-from ppd_runtime.models.checkpoint.weights_card import FLOATS, WeightsCard
+from ppd_runtime.models.checkpoint.weights_card import WeightsCard
 from ppd_runtime.models.native.formats import LAYOUT
 from ppd_runtime.models.native.library import is_available
 
