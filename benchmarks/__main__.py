@@ -33,6 +33,7 @@ PLAN = (
     ("", f"decode {_WIDE} --rounds 3"),
     ("Passes over several tokens", "passes"),
     ("", "passes --model random:512x12 --rounds 21"),
+    ("What weights of few bits cost in quality", "weight_formats"),
     ("What recording costs", "tracing --rounds 15"),
     ("Hops between two processes", "hop --count 100"),
     ("Start-up", f"startup --rounds 1 --layouts {_STARTS}"),

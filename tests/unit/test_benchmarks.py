@@ -10,7 +10,10 @@ import time
 from contextlib import closing
 
 import pytest
+import torch
+from heads_for_tests import write_texts
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from benchmarks import (
     contention,
@@ -29,18 +32,25 @@ from benchmarks import (
     stages,
     startup,
     tracing,
+    weight_formats,
 )
 from benchmarks.__main__ import PLAN, merged
 from benchmarks.floor import Products, Reading
 from benchmarks.models import model_folder, random_config
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
 from benchmarks.slow_links import found_sockets, slow_links
+from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.measure.comparison.methods import common_start
+from ppd_runtime.models.checkpoint.config import QUANTISED
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.checkpoint.weight_cache import map_tensors
 from ppd_runtime.pipeline.messages import CLIENT, End
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
+from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.transport.unix import UnixEndpoint
 
 MODULES = (
@@ -58,6 +68,7 @@ MODULES = (
     stages,
     startup,
     tracing,
+    weight_formats,
 )
 
 
@@ -107,6 +118,7 @@ def test_options_that_are_refused(module, arguments, capsys):
         (tracing, ["--rounds", "1"], "--rounds 1: give at least 2"),
         (passes, ["--tokens", "2,99"], "--tokens 99: compiled passes are over 15 tokens at the most"),
         (startup, ["--layouts", "ordinary,dask"], "--layouts dask: choose from "),
+        (weight_formats, ["--data", "none.txt"], "none.txt: No such file or directory; give a file of texts"),
         (stages, ["--tokens", "1"], "--tokens 1: "),
         (stages, ["--hop-ms", "-1"], "--hop-ms -1.0: give 0 or more"),
         (stages, ["--match-rate", "0", "--temperature", "1"], "--match-rate 0.0 with a temperature: "),
@@ -317,3 +329,32 @@ def test_threads_read_all_bytes_between_them():
     one, two = Reading(1 << 16), Reading(1 << 16, threads=min(2, len(os.sched_getaffinity(0))))
     assert one.num_bytes == two.num_bytes == 1 << 16
     assert one.seconds(3) > 0 < two.seconds(3)
+
+
+def test_what_weights_of_few_bits_cost(model_folder, tmp_path):
+    folder, out, prompts = model_folder("llama", dtype="bfloat16"), tmp_path / "int8", ("a fox", "The quick", "model")
+    data, asked = str(write_texts(tmp_path / "texts.jsonl")), tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = ["--data", data, "--rows", "3", "--length", "32", "--prompts", str(asked), "--tokens", "12"]
+    figures = weight_formats.measure(weight_formats.parser().parse_args(["--model", str(folder), *options]))
+    stored, half, int8, int4 = figures["formats"]
+    assert (stored["weights"], stored["states"], half["states"]) == ("bfloat16", "float32", "bfloat16")
+    assert (stored["more_loss"], stored["equal_tokens"], stored["equal_texts"]) == (0, 36, 3)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = token_rows(load_tokenizer(describe(str(folder))), read_texts(data).held_out, 32)
+    losses = [model(row[None], labels=row[None]).loss.item() for row in (rows[len(rows) * n // 3] for n in range(3))]
+    assert stored["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert figures["held_out_tokens"] == 96
+    exact, ask = OrdinaryDecoding(folder, dtype="float32"), {"max_new_tokens": 12, "ignore_eos": True}
+    for row in (int8, int4):
+        decoding = OrdinaryDecoding(folder, weights=row["weights"])
+        pairs = [[each.generate(prompt, **ask).token_ids for each in (exact, decoding)] for prompt in prompts]
+        assert row["equal_at_the_start"] == [common_start(*pair) for pair in pairs]
+        assert row["equal_tokens"] >= sum(row["equal_at_the_start"])
+        assert row["more_loss"] != 0
+    quantise_model(str(folder), out, "int8")
+    assert int8["bytes"] == sum(tensor.nbytes for _, tensor in map_tensors(out / QUANTISED))
+    assert int4["bytes"] < int8["bytes"] < stored["bytes"] == sum(p.numel() * 2 for p in model.parameters())
+    assert weight_formats.table(figures).count("\n") == 5
+    with pytest.raises(ValueError, match="has int8 weights; give the model that they were made of"):
+        weight_formats.measure(weight_formats.parser().parse_args(["--model", str(out), *options]))
