@@ -30,6 +30,7 @@ OLDER, _INSTALL_S, _RUN_S = "5.17", 600, 1800
 """Of transformers: what machines with GPUs have been seen with."""
 
 
+@nightly
 def test_plain_processes_need_neither_ray_nor_zeromq(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     """Importing one of them fails, in workers too; ZeroMQ is named where it is asked for."""
     _hide(tmp_path)

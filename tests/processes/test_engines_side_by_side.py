@@ -17,6 +17,7 @@ def measured(options):
     return found["rows"]
 
 
+@nightly
 def test_transformers_has_a_time_and_what_is_not_installed_a_reason():
     rows = measured("--model random:64x2 --threads 1 --tokens 4 --rounds 1 --limit 1 --engines transformers,llama.cpp")
     (library, *missing) = rows
