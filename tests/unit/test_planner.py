@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from grids import nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,9 +70,7 @@ def test_every_overhead_by_hand() -> None:
     assert half.total == pytest.approx(sum((30, 4, 6, 3, 1.75, half.waiting, half.entries)))
 
 
-@pytest.mark.parametrize(
-    "p", [*(pytest.param(p, marks=nightly) for p in (0.0, 0.05, 0.3, 0.85)), 0.6, 0.97, 1.0]
-)
+@pytest.mark.parametrize("p", [*(pytest.param(p, marks=nightly) for p in (0.0, 0.05, 0.3, 0.85)), 0.6, 0.97, 1.0])
 @pytest.mark.parametrize(
     ("num_layers", "head", "exit_head", "hop"),
     [(12, 1, 1, 0.1), (12, 1, 1.3, 0.1), (12, 1, 0.5, 1), (12, 1, 0, 3), (40, 1, 2, 1)],

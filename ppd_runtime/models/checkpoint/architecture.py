@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +18,38 @@ from ppd_runtime.models.stage.behaviour import (
     recomputed_at,
 )
 from ppd_runtime.models.stage.caches import PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, some_layers
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a model's code and configuration tell."""
+
+    skeleton: PreTrainedModel
+    """A layer of each kind, without weights."""
+    recomputed_at: int | None
+    """See `ModelInfo`."""
+    longest_in_chunks: int | None
+    """See `ModelInfo`."""
+
+
+_MOST_KNOWN = 64
+_known: dict[tuple[type, str], Architecture] = {}  # a program opens the same model again and again
+
+
+def architecture_of(model: str, config: PretrainedConfig) -> Architecture:
+    """Found out once for each configuration; ValueError for a model that cannot be cut into stages."""
+    key = (type(config), config.to_json_string(use_diff=False))
+    if (found := _known.get(key)) is None:
+        skeleton = check_architecture(model, config)
+        most = getattr(config, "max_position_embeddings", None)
+        recomputed_at = tokens_until_recomputed(model, skeleton, most) if most else None
+        found = Architecture(skeleton, recomputed_at, longest_in_chunks(skeleton, most))
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = found
+    return found
 
 
 def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:

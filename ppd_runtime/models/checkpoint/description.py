@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from ppd_runtime.checks import check_choice
 from ppd_runtime.config import FLOATS, FORMATS
-from ppd_runtime.models.checkpoint.architecture import check_architecture, depth_of_all_kinds, tokens_until_recomputed
+from ppd_runtime.models.checkpoint.architecture import architecture_of, depth_of_all_kinds
 from ppd_runtime.models.checkpoint.config import (
     checked_config,
     eos_token_ids_of,
@@ -20,7 +20,6 @@ from ppd_runtime.models.checkpoint.hub import find_model, one_line
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.behaviour import cache_windows
-from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.slicing import check_sub_layers
 
 
@@ -65,19 +64,19 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     name, folder = (model, kept_folder(model)) if is_gguf(model) else find_model(model)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)
-    skeleton = check_architecture(model, config)
+    found = architecture_of(model, config)
     if needs_weights and not weight_files(folder):
         raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
     if weights:
-        check_quantisable(model, weights, skeleton)
+        check_quantisable(model, weights, found.skeleton)
     return ModelInfo(
         name=name,
         folder=folder,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        max_positions=(most := getattr(config, "max_position_embeddings", None)),
-        recomputed_at=tokens_until_recomputed(model, skeleton, most) if most else None,
-        longest_in_chunks=longest_in_chunks(skeleton, most),
+        max_positions=getattr(config, "max_position_embeddings", None),
+        recomputed_at=found.recomputed_at,
+        longest_in_chunks=found.longest_in_chunks,
         eos_token_ids=eos_token_ids_of(folder, config),
         weights=weights,
     )
