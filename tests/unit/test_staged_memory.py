@@ -22,24 +22,25 @@ with quick_imports():
 def told(name):
     return int(re.search(rf"{name}:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-def load(folder, first, last):
-    model = load_layers(describe(folder), last, torch.float32, "cpu", first)
+def load(info, first, last):
+    model = load_layers(info, last, torch.float32, "cpu", first)
     return sum(float(p.sum()) for p in model.parameters())  # a mapped file takes memory when it is read
 
-def peak(folder, *layers):  # of a process of its own, which begins at this one's memory
+def peak(info, *layers):  # of a process of its own, which begins at this one's memory
     to_read, to_write = os.pipe()
     if not os.fork():
         before = told("VmRSS")
-        load(folder, *layers)
+        load(info, *layers)
         os.write(to_write, str(told("VmHWM") - before).encode())
         os._exit(0)
     os.wait()
     return int(os.read(to_read, 100))
 
 torch.set_num_threads(1)
-load(sys.argv[2], 0, 1)  # what the first load imports is not counted
-least = peak(sys.argv[2], 0, 1)  # what any process takes that loads a model
-print(json.dumps([peak(sys.argv[1], *layers) - least for layers in json.loads(sys.argv[3])]))
+model, small = map(describe, sys.argv[1:3])  # what the checks of a model take is not counted
+load(small, 0, 1)  # nor what the first load imports
+least = peak(small, 0, 1)  # what any process takes that loads a model
+print(json.dumps([peak(model, *layers) - least for layers in json.loads(sys.argv[3])]))
 """
 
 
