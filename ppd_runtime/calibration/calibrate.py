@@ -144,13 +144,12 @@ class Calibrator:
         return assign_cores(1 + max(1, neighbours), self._threads, device=str(self._ordinary.stage.device))
 
     def _spec(self, rank: int, cores: tuple[int, ...], folder: str) -> PartnerSpec:
-        stage = self._ordinary.stage
         return PartnerSpec(
             rank=rank,
             model=str(self._ordinary.info.folder),
             weights=self._ordinary.info.weights,
-            dtype=str(stage.model.dtype).removeprefix("torch."),
-            device=str(stage.device),
+            dtype=self._ordinary.dtype,
+            device=str(self._ordinary.stage.device),
             threads=self._threads,
             cores=cores,
             folder=folder,

@@ -108,8 +108,6 @@ def test_stages_on_slow_links_that_nobody_foresees():
 
 
 @nightly
-@nightly
-@nightly
 @pytest.mark.skipif(available_cores() < 2, reason="contention is between two cores")
 def test_stages_beside_other_ways_of_using_two_cores():
     options = "--model random:64x4 --stages 2 --k 1 --tokens 6 --limit 1 --rounds 1 --beside --contention"
@@ -159,6 +157,7 @@ def test_siblings():
     assert (found["identical_texts"], found["identical_tokens"], found["rate"]) == (2, 16, 1.0)
 
 
+@nightly
 @pytest.mark.skipif(available_cores() < 2, reason="contention is between two cores")
 def test_contention():
     found = figures(contention, "--model random:64x3 --dtype float32 --seconds 0.2 --rounds 1 --match-rate 1")

@@ -34,7 +34,7 @@ def workers(program):
     ("launcher", "ending"),
     [
         ("processes", "kill"),
-        pytest.param("processes", "interrupt", marks=nightly),
+        ("processes", "interrupt"),
         pytest.param("ray", "terminate", marks=nightly),
         pytest.param("processes", "exception", marks=nightly),
         pytest.param("processes", "terminate", marks=nightly),

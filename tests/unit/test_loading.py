@@ -12,6 +12,8 @@ from models_for_tests import END_ID, VOCAB_SIZE, build_model, greedy_with_transf
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
+from ppd_runtime.models.checkpoint import architecture
+from ppd_runtime.models.checkpoint.architecture import check_architecture
 from ppd_runtime.models.checkpoint.config import first_layers_config, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
@@ -326,3 +328,23 @@ def test_devices_and_dtypes(model_folder: ModelFolder, monkeypatch: pytest.Monke
     assert choose_device("auto") == "cpu"
     with pytest.raises(ValueError, match="device='cuda:1': PyTorch sees no GPU here"):
         choose_device("cuda:1")
+
+
+def test_an_architecture_is_checked_once_for_each_configuration(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+
+    def check(model: str, config: PretrainedConfig) -> transformers.PreTrainedModel:
+        checked.append(config.num_hidden_layers)
+        return check_architecture(model, config)
+
+    monkeypatch.setattr(architecture, "_known", {})
+    monkeypatch.setattr(architecture, "check_architecture", check)
+    assert describe(str(copy)) == describe(str(copy))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS - 1}))
+    assert describe(str(copy)).num_layers == NUM_LAYERS - 1
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+    for _ in range(2):  # what is refused is not remembered
+        with pytest.raises(ValueError, match=r"^model "):
+            describe(str(copy))
+    assert checked[:2] == [NUM_LAYERS, NUM_LAYERS - 1]
