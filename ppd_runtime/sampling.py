@@ -309,33 +309,6 @@ class Draws:
         return int(up_to_each.searchsorted(below, side="right"))
 
 
-class ShortlistSampler:
-    """Ranks the tokens of a shortlist, from their logits alone, as a sampler would if there were no others.
-
-    Args:
-        sampler: the request's.
-        tokens: the shortlist, ascending.
-        vocab_size: the model's.
-    """
-
-    def __init__(self, sampler: Sampler, tokens: Sequence[int], vocab_size: int) -> None:
-        self._sampler, self._tokens, self._vocab_size = sampler, tokens, vocab_size
-
-    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
-        """As `Sampler.rank`, from `[len(tokens)]` logits."""
-        (guesses,) = self.guesses(logits[None], [history], k)
-        return [token for token, _ in guesses]
-
-    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
-        """As `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
-        if self._sampler.plain:
-            found = self._sampler.guesses(logits, histories, k)
-            return [[(self._tokens[place], chance) for place, chance in row] for row in found]
-        whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
-        whole[:, torch.tensor(self._tokens, device=logits.device)] = logits  # penalties and noise go by their numbers
-        return self._sampler.guesses(whole, histories, k)
-
-
 class TimedSampler(Sampler):
     """A sampler whose choices are spans of a process' time."""
 

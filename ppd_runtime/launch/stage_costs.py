@@ -22,9 +22,9 @@ from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.models.trained.exit_heads import SharedHead, ShortlistSampler
 from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.sampling import Sampler, ShortlistSampler
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers.spec import WorkerSpec
 

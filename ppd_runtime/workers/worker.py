@@ -14,7 +14,7 @@ from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, TrainedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Computation, Machine, Work
 from ppd_runtime.pipeline.messages import (
@@ -45,7 +45,7 @@ from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.process_names import named_process
-from ppd_runtime.sampling import Sampler, ShortlistSampler, TimedSampler
+from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.transport import Endpoint

@@ -14,13 +14,13 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, ShortlistSampler
 from ppd_runtime.models.trained.heads import describe_heads, load_head
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.machine import next_wait
 from ppd_runtime.pipeline.messages import MAIN, MISS, Guesses, PromptStates, Rows, Token
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
-from ppd_runtime.sampling import Sampler, ShortlistSampler
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
 SAMPLED = {"temperature": 0.9, "top_k": 40, "repetition_penalty": 1.1, "seed": 4}

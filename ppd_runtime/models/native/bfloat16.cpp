@@ -16,7 +16,6 @@ constexpr int SUMS = 4;
 constexpr int VECS = TILE / WIDTH;                 // that hold numbers of all rows of a tile
 constexpr int MOST_AT_ONCE = WIDTH == 16 ? 6 : 3;  // tokens: their sums stay in registers
 constexpr int64_t COLUMNS_AT_ONCE = 512;           // that stay in the first-level cache for the next tokens
-constexpr int64_t AHEAD = 8192;                    // bytes that come to the second-level cache before they are needed
 
 inline float value(uint16_t half) {
   const uint32_t bits = uint32_t(half) << 16;
@@ -76,9 +75,7 @@ struct Sums {
     int64_t i = begin;
     for (; i + SUMS <= end; i += SUMS) {
       const uint16_t* at = tile + i * TILE;
-      if constexpr (TOKENS > 1)  // else the CPU's own prefetching keeps up, and this would cost
-        for (int64_t line = 0; line < SUMS * TILE * 2; line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD + line, 0, 2);
+      if constexpr (TOKENS > 1 || IS_TOLD) fetch_ahead<SUMS * TILE * 2>(at);
       add_pair<0>(at, states + i, inputs);
       add_pair<2>(at + 2 * TILE, states + i + 2, inputs);
     }

@@ -90,6 +90,7 @@ PPD_FOR("avx2,f16c") inline void some_avx2(
   for (auto& half : found)
     for (auto& sum : half) sum = _mm256_setzero_ps();
   for (int64_t g = 0; g < groups; ++g, tile += bytes) {
+    if constexpr (IS_TOLD) fetch_ahead<bytes>(tile);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       __m256i whole[TOKENS];
@@ -128,6 +129,7 @@ PPD_FOR("avx512f,avx512bw,avx512vl,avx512vnni,f16c") inline void some_vnni(
   __m512 found[TOKENS];
   for (auto& sum : found) sum = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; ++g, tile += bytes) {
+    if constexpr (IS_TOLD) fetch_ahead<bytes>(tile);
     __m512i whole[TOKENS];
     for (int t = 0; t < TOKENS; ++t) whole[t] = _mm512_set1_epi32(-SHIFT * states.sums[(token + t) * groups + g]);
 #pragma GCC unroll 8

@@ -1,5 +1,6 @@
 """Exit predictors: who names the k candidates for the next token from a hidden state after the exit layer."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.heads import HeadNetwork
-from ppd_runtime.sampling import Sampler, ShortlistSampler
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -33,6 +34,33 @@ class BoundaryHead(Protocol):
         `hidden` is `[1, texts, hidden_size]`, of their newest tokens.
         """
         ...
+
+
+class ShortlistSampler:
+    """Ranks the tokens of a shortlist, from their logits alone, as a sampler would if there were no others.
+
+    Args:
+        sampler: the request's.
+        tokens: the shortlist, ascending.
+        vocab_size: the model's.
+    """
+
+    def __init__(self, sampler: Sampler, tokens: Sequence[int], vocab_size: int) -> None:
+        self._sampler, self._tokens, self._vocab_size = sampler, tokens, vocab_size
+
+    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
+        """As `Sampler.rank`, from `[len(tokens)]` logits."""
+        (guesses,) = self.guesses(logits[None], [history], k)
+        return [token for token, _ in guesses]
+
+    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
+        """As `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
+        if self._sampler.plain:
+            found = self._sampler.guesses(logits, histories, k)
+            return [[(self._tokens[place], chance) for place, chance in row] for row in found]
+        whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
+        whole[:, torch.tensor(self._tokens, device=logits.device)] = logits  # penalties and noise go by their numbers
+        return self._sampler.guesses(whole, histories, k)
 
 
 class SharedHead:
