@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import tempfile
 import weakref
 import zipfile
@@ -16,6 +17,7 @@ from torch import Tensor
 from ppd_runtime.files.checksummed import find, keep
 from ppd_runtime.models.native.library import load
 from ppd_runtime.models.stage.caches import PreallocatedLayer, whole_rows
+from ppd_runtime.models.stage.fresh_tensors import fresh_tensors
 from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -29,6 +31,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_delete_cache": (None, [_P]),
     "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _P, _N, _N, _P, _N]),
     "ppd_draft": (ctypes.c_int, [_P]),
+    "ppd_likeliest": (None, [_P, _N, _N, _N, ctypes.c_double, _P, _P]),
 }
 
 
@@ -191,9 +194,9 @@ class LayerProgram:
     def _call(self, hidden: Tensor, trees: "array[int]", attended: int, shape: Sequence[int]) -> Tensor:
         """`trees` are as `Tree` in passes.h has them."""
         hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
-        result = torch.empty(shape, dtype=torch.float32, device="cpu")
-        if result.numel() != tokens * shape[-1]:
+        if math.prod(shape) != tokens * shape[-1]:
             raise ValueError(f"what is behind {tokens} tokens has another shape than {tuple(shape)}")
+        result, at_result = fresh_tensors(tuple(shape), torch.float32).take()
         failed = self._pass(
             *self.memory,
             hidden.data_ptr(),
@@ -202,7 +205,7 @@ class LayerProgram:
             trees.buffer_info()[0],
             len(trees) // _NUMBERS_OF_A_TREE,
             attended,
-            result.data_ptr(),
+            at_result,
             shape[-1],
         )
         if failed:

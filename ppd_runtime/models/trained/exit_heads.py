@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.heads import HeadNetwork
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling import Ranking, Sampler
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -53,14 +53,16 @@ class ShortlistSampler:
         (guesses,) = self.guesses(logits[None], [history], k)
         return [token for token, _ in guesses]
 
-    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
+    def guesses(
+        self, logits: Tensor, histories: Sequence[Sequence[int]], k: int, ranking: Ranking | None = None
+    ) -> list[list[tuple[int, float]]]:
         """As `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
         if self._sampler.plain:
-            found = self._sampler.guesses(logits, histories, k)
+            found = self._sampler.guesses(logits, histories, k, ranking)
             return [[(self._tokens[place], chance) for place, chance in row] for row in found]
         whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
         whole[:, torch.tensor(self._tokens, device=logits.device)] = logits  # penalties and noise go by their numbers
-        return self._sampler.guesses(whole, histories, k)
+        return self._sampler.guesses(whole, histories, k, ranking)
 
 
 class SharedHead:
@@ -79,7 +81,7 @@ class SharedHead:
 
     def ranked(self, logits: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The guesses that logits `[texts, vocab_size]` are for."""
-        return self._sampler.guesses(logits, texts, k)
+        return self._sampler.guesses(logits, texts, k, self._stage.ranking)
 
 
 class TrainedHead:

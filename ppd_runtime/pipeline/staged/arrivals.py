@@ -71,10 +71,8 @@ class Arrivals:
         rows, places = states[0].rows, [state.row for state in states]
         if any(state.rows is not rows for state in states):
             return torch.cat([state.alone() for state in states], dim=1)
-        if places == list(
-            range(places[0], places[0] + len(places))
-        ):  # as they have come, but for some that are dropped
-            return rows[:, places[0] : places[0] + len(places)]
+        if places == list(range(places[0], places[-1] + 1)):  # as they have come, but for some that are dropped
+            return rows if len(places) == rows.shape[1] else rows[:, places[0] : places[0] + len(places)]
         return rows[:, places]
 
     def _ready(self) -> list[Node]:

@@ -70,7 +70,7 @@ class Successors:
 
 def in_millionths(guesses: Sequence[Guess]) -> tuple[int, ...]:
     """The guesses' chances as they travel."""
-    return tuple(round(_MILLION * min(max(said, 0.0), 1.0)) for _, said in guesses)
+    return tuple(round(_MILLION * min(max(0.0, said), 1.0)) for _, said in guesses)
 
 
 def of_message(token_ids: Sequence[int], chances: Sequence[int], num_nodes: int) -> list[list[Guess]]:

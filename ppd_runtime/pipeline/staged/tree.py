@@ -23,7 +23,7 @@ class RowState(NamedTuple):
 
     def alone(self) -> Tensor:
         """`[1, 1, hidden_size]`."""
-        return self.rows[:, self.row : self.row + 1]
+        return self.rows if self.rows.shape[1] == 1 else self.rows[:, self.row : self.row + 1]
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,49 @@
+"""New tensors on the CPU, made several at a time."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_MOST = 32  # at a time …
+_MOST_BYTES = 2**18  # … and bytes of them
+_LINE = 64  # bytes: where PyTorch has every tensor's memory begin
+
+
+class FreshTensors:
+    """New tensors of a shape and a dtype, contiguous; what is in them is anything.
+
+    Between two passes the caches are cold: a tensor takes 12 microseconds there, and 32 not much more. Those made
+    together share a piece of memory, which lasts as long as one of them.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._shape, self._dtype = tuple(shape), dtype
+        line = _LINE // dtype.itemsize
+        self._numbers = -(-math.prod(shape) // line) * line
+        self._many = max(1, min(_MOST, _MOST_BYTES // max(1, self._numbers * dtype.itemsize)))
+        self._strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        self._waiting: list[tuple[Tensor, int]] = []
+
+    def take(self) -> tuple[Tensor, int]:
+        """One that nobody has, and where its memory is; any thread may ask."""
+        while True:
+            try:
+                return self._waiting.pop()
+            except IndexError:
+                self._waiting = self._made()
+
+    def _made(self) -> list[tuple[Tensor, int]]:
+        with torch.inference_mode(False), torch.no_grad():  # a tensor of inference is of no use elsewhere
+            memory = torch.empty(self._many * self._numbers, dtype=self._dtype, device="cpu")
+            places = range(0, len(memory), max(1, self._numbers))
+            tensors = [memory.as_strided(self._shape, self._strides, place) for place in places]
+        return [(tensor, tensor.data_ptr()) for tensor in tensors]
+
+
+@lru_cache(64)
+def fresh_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> FreshTensors:
+    """Those of a shape and a dtype, which all who ask share."""
+    return FreshTensors(shape, dtype)
