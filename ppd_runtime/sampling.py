@@ -187,7 +187,8 @@ class Sampler:
             return found
         best = _best_of_each(scores, k)
         chances = self.chances(scores).gather(1, torch.tensor(best, device=scores.device)).tolist()
-        return [list(zip(*row, strict=True)) for row in zip(best, chances, strict=True)]
+        numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # where scores are none, 0
+        return [list(zip(*row, strict=True)) for row in zip(best, numbers, strict=True)]
 
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""

@@ -279,6 +279,8 @@ class Worker:
         assert seat.running is not None
         try:
             wanted = seat.running.send(reply)
+            while len(self._seats) == 1 and isinstance(wanted, Computation):  # there is none to join it
+                wanted = seat.running.send(wanted.alone())
         except StopIteration:
             self._end(seat)
             return

@@ -1,5 +1,6 @@
 """New tensors on the CPU, made several at a time."""
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -41,6 +42,19 @@ class FreshTensors:
             places = range(0, len(memory), max(1, self._numbers))
             tensors = [memory.as_strided(self._shape, self._strides, place) for place in places]
         return [(tensor, tensor.data_ptr()) for tensor in tensors]
+
+
+def joined(states: Sequence[Tensor]) -> Tensor:
+    """States `[1, tokens, size]` one behind the other."""
+    if not all(one.is_cpu and one.is_contiguous() for one in states):
+        return torch.cat(list(states), dim=1)
+    sizes, dtype = [one.shape[1] for one in states], states[0].dtype
+    row = states[0].shape[2] * dtype.itemsize
+    together, place = fresh_tensors((1, sum(sizes), states[0].shape[2]), dtype).take()
+    for one, size in zip(states, sizes, strict=True):
+        ctypes.memmove(place, one.data_ptr(), size * row)
+        place += size * row
+    return together
 
 
 @lru_cache(64)
