@@ -10,8 +10,10 @@ Times are for a token after the first; the first round is dropped, and serves th
 same machines over the same texts on virtual clocks, with hops and heads of no time: the best that they could reach.
 "Simulator" is the same with times: a layer's or the emulated device's, ordinary decoding's head for every head, for a
 hop what `benchmarks.hop` measures and what --hop-ms adds, and for each pass what a stage does besides, as the stages'
-own records have it (`besides_ms`). "Planner" is the formulas' time for the same times and the first boundaries that
-were counted. An error is the predicted time over the measured one, less 1.
+own records have it (`besides_ms`). On real cores a further row takes what the runtime has measured, a boundary's head
+what its stage's record says, and to send and to take in a message keeps a stage busy, so they are among what it does
+besides. "Planner" is the formulas' time for the same times and the first boundaries that were counted. An error is the
+predicted time over the measured one, less 1.
 Below the row stands where the time went: by ordinary decoding's and the last stage's ledgers, and by stage in a further
 pass over the texts that records what each does, which costs some time of its own.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
@@ -39,12 +41,12 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import exit_head, woken_at_once
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from benchmarks.slow_links import found_sockets, slow_links
-from benchmarks.stage_ledgers import by_stage
+from benchmarks.stage_ledgers import by_stage, passes
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import ordinary_ms
-from ppd_runtime.cost_model.staged import speedup_bound, stage_layers
+from ppd_runtime.cost_model.staged import speedup_bound
 from ppd_runtime.cost_model.staged_planner import plan_stages
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
@@ -89,7 +91,9 @@ def measure(options: argparse.Namespace) -> Figures:
             figures["contention"] = _contention(options, model, figures) if options.contention else None
         traced = stack.enter_context(_opened(options, model, exit_head=head, trace=True, **place))
         found = [traced.generate(prompt, params) for prompt in prompts[:_TRACED]]
-        figures["by_stage_ms"] = by_stage([one.trace for one in found if one.trace], options.tokens)
+        traces = [one.trace for one in found if one.trace]
+        figures["by_stage_ms"] = by_stage(traces, options.tokens)
+        figures["passes_by_stage"] = passes(traces, options.tokens)
         return figures | _predicted(options, traced, head, prompts, params, figures)
 
 
@@ -320,27 +324,33 @@ def planned_ms(times: StageTimes, cuts: Sequence[int], k: int, rows: int, figure
 def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -> StageTimes:
     """In milliseconds, as this module's docstring says."""
     spent, info = figures["ordinary_ledger_ms"], runtime.info
-    slower = figures["contention"]["slower_ms"] if figures["contention"] else 0.0
-    layer = options.emulate_layer_ms or (spent["layers"] + slower) / info.num_layers
+    stages, begun = figures["by_stage_ms"], figures["passes_by_stage"]
+    if options.emulate_layer_ms is None:
+        assert runtime.layout
+        slower = figures["contention"]["slower_ms"] if figures["contention"] else 0.0
+        return StageTimes(
+            layer=(spent["layers"] + slower) / info.num_layers,
+            head=spent["heads"],
+            exit_head=statistics.fmean(stages[name]["heads"] / begun[name] for name in list(stages)[:-1]),
+            hop=options.hop_ms,
+            row_cost=runtime.layout.row_cost,
+            besides=besides_ms(stages, begun, ("python", "hops")),
+        )
     sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 100"
     (row,) = hop.measure(hop.parser().parse_args(sizes.split()))["rows"]
     return StageTimes(
-        layer=layer,
+        layer=options.emulate_layer_ms,
         head=spent["heads"],
         exit_head=spent["heads"],
         hop=row["median_us"] / 1000 + options.hop_ms,
         row_cost=options.row_cost,
-        besides=besides_ms(figures["by_stage_ms"], stage_layers(info.num_layers, runtime.cuts), layer),
+        besides=besides_ms(stages, begun, ("python",)),
     )
 
 
-def besides_ms(by_stage: Mapping[str, Mapping[str, float]], layers: Sequence[int], layer_ms: float) -> float:
-    """What a stage's Python takes for a pass, in the mean of all stages; sending and taking in are the hop's.
-
-    Its passes are counted by its layers' time.
-    """
-    passes = [spent["layers"] / (count * layer_ms) for spent, count in zip(by_stage.values(), layers, strict=True)]
-    return statistics.fmean(spent["python"] / each for spent, each in zip(by_stage.values(), passes, strict=True))
+def besides_ms(by_stage: Mapping[str, Mapping[str, float]], passes: Mapping[str, float], parts: Sequence[str]) -> float:
+    """What these parts of a stage's time take for a pass, in the mean of all stages."""
+    return statistics.fmean(sum(spent[part] for part in parts) / passes[name] for name, spent in by_stage.items())
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import stages
-from benchmarks.stage_ledgers import by_stage
+from benchmarks.stage_ledgers import by_stage, passes
 from ppd_runtime.calibration.simulated_stages import StageTimes
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
@@ -27,7 +27,9 @@ def test_what_stages_do_besides_is_counted_by_pass() -> None:
     """Two passes a token of one, one of the other."""
     first = {"layers": 12.0, "heads": 1.0, "hops": 0.5, "waiting": 3.0, "python": 1.5}
     last = {"layers": 9.0, "heads": 1.0, "hops": 0.25, "waiting": 3.0, "python": 0.75}
-    assert stages.besides_ms({"stage 1": first, "stage 2": last}, (2, 3), 3.0) == (1.5 / 2 + 0.75) / 2
+    spent, begun = {"stage 1": first, "stage 2": last}, {"stage 1": 2.0, "stage 2": 1.0}
+    assert stages.besides_ms(spent, begun, ("python",)) == (1.5 / 2 + 0.75) / 2
+    assert stages.besides_ms(spent, begun, ("python", "hops")) == (2.0 / 2 + 1.0) / 2
     times = StageTimes(layer=3.0, besides=0.5)
     assert stages.planned_ms(times, (3, 6, 9), 3, 1, COUNTED) == pytest.approx(9.5 * (0.7 + 2 * 0.2 + 7 * 0.05))
 
@@ -55,6 +57,19 @@ def test_a_stages_time_is_cut_to_the_tokens_after_the_first() -> None:
     assert list(found) == ["stage 1", "stage 2"]
     assert found["stage 1"] == {"layers": 2.5, "heads": 0, "hops": 2, "waiting": 0, "python": 5.5}
     assert found["stage 2"] == {"layers": 0, "heads": 1, "hops": 0, "waiting": 4, "python": 5}
+
+
+def test_a_pass_is_counted_where_it_begins() -> None:
+    """In the time between the choices; one that is left between layers goes on in a span of its own."""
+    chosen = [Span(Kind.CHOOSE, at * MS, (at + 1) * MS) for at in (9, 19, 29)]
+    of_last = [Span(Kind.LAYERS, at * MS, (at + 1) * MS, first=2, last=4) for at in (5, 15, 25)]
+    of_first = [
+        Span(Kind.LAYERS, at * MS, (at + 1) * MS, first=first, last=first + 1)
+        for at, first in ((2, 0), (3, 1), (12, 0), (13, 1), (16, 0), (22, 0), (23, 1), (31, 0))
+    ]
+    spans = ((0, tuple(chosen + of_last)), (1, tuple(of_first)))
+    traces = [Trace(4, None, "", tuple(ProcessSpans(rank, 1, 0, 0, some) for rank, some in spans), cuts=(2,))] * 2
+    assert passes(traces, tokens=3) == {"stage 1": 1.5, "stage 2": 1.0}
 
 
 def test_prompts_that_repeat_themselves_are_named() -> None:
