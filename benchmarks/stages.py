@@ -336,7 +336,8 @@ def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -
             row_cost=runtime.layout.row_cost,
             besides=besides_ms(stages, begun, ("python", "hops")),
         )
-    sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 100"
+    # so many that Linux, which takes a core from real-time programs for 50 ms a second, makes few of them late
+    sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 400"
     (row,) = hop.measure(hop.parser().parse_args(sizes.split()))["rows"]
     return StageTimes(
         layer=options.emulate_layer_ms,
