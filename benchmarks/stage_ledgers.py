@@ -30,13 +30,13 @@ def by_stage(traces: Sequence[Trace], tokens: int) -> Figures:
 
 
 def passes(traces: Sequence[Trace], tokens: int) -> Mapping[str, float]:
-    """Mean passes a token that a stage begins, by stage; in the same time."""
+    """Mean passes a token that a stage begins, by stage, one at the least; in the same time."""
     counts: dict[str, float] = {}
     for name, process, began_ns, ended_ns in _in_order(traces):
         layers = [span for span in process.spans if span.kind == Kind.LAYERS]
         first = min((span.first for span in layers), default=0)
         begun = sum(span.first == first and began_ns <= span.began_ns < ended_ns for span in layers)
-        counts[name] = counts.get(name, 0.0) + begun / (tokens - 1) / len(traces)
+        counts[name] = counts.get(name, 0.0) + max(begun, 1) / (tokens - 1) / len(traces)
     return counts
 
 

@@ -53,9 +53,10 @@ constexpr bool IS_TOLD = true;
 template <int64_t BYTES>
 inline void fetch_ahead(const void* here) {
   constexpr int64_t AHEAD = 8192, LINE = 64;
+  constexpr int CACHE = IS_TOLD ? 3 : 2;  // of all levels, or from the second on
 #pragma GCC unroll 16
   for (int64_t line = 0; line < BYTES; line += LINE)
-    __builtin_prefetch(static_cast<const char*>(here) + AHEAD + line, 0, 3);
+    __builtin_prefetch(static_cast<const char*>(here) + AHEAD + line, 0, CACHE);
 }
 
 inline int64_t tiles_of(int64_t outputs) { return (outputs + TILE - 1) / TILE; }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 _MOST = 32  # at a time …
 _MOST_BYTES = 2**18  # … and bytes of them
+_LEAST = 4  # for fewer it takes longer than to make each
 _LINE = 64  # bytes: where PyTorch has every tensor's memory begin
 
 
@@ -17,19 +18,22 @@ class FreshTensors:
     """New tensors of a shape and a dtype, contiguous; what is in them is anything.
 
     Between two passes the caches are cold: a tensor takes 12 microseconds there, and 32 not much more. Those made
-    together share a piece of memory, which lasts as long as one of them.
+    together share a piece of memory, which lasts as long as one of them. Large ones are made when they are asked for.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._shape, self._dtype = tuple(shape), dtype
         line = _LINE // dtype.itemsize
-        self._numbers = -(-math.prod(shape) // line) * line
-        self._many = max(1, min(_MOST, _MOST_BYTES // max(1, self._numbers * dtype.itemsize)))
+        self._numbers = max(-(-math.prod(shape) // line), 1) * line
+        self._many = min(_MOST, _MOST_BYTES // (self._numbers * dtype.itemsize))
         self._strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         self._waiting: list[tuple[Tensor, int]] = []
 
     def take(self) -> tuple[Tensor, int]:
         """One that nobody has, and where its memory is; any thread may ask."""
+        if self._many < _LEAST:
+            tensor = torch.empty(self._shape, dtype=self._dtype, device="cpu")
+            return tensor, tensor.data_ptr()
         while True:
             try:
                 return self._waiting.pop()
@@ -39,7 +43,7 @@ class FreshTensors:
     def _made(self) -> list[tuple[Tensor, int]]:
         with torch.inference_mode(False), torch.no_grad():  # a tensor of inference is of no use elsewhere
             memory = torch.empty(self._many * self._numbers, dtype=self._dtype, device="cpu")
-            places = range(0, len(memory), max(1, self._numbers))
+            places = range(0, len(memory), self._numbers)
             tensors = [memory.as_strided(self._shape, self._strides, place) for place in places]
         return [(tensor, tensor.data_ptr()) for tensor in tensors]
 
