@@ -11,8 +11,11 @@ import torch
 from transformers import PretrainedConfig
 
 from ppd_runtime.launch.gpus import free_bytes
-from ppd_runtime.models.checkpoint.config import model_config, weight_files
+from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
+from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
+from ppd_runtime.models.native.formats import row_bytes
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -57,9 +60,22 @@ def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype) -> float:
-    """Of all weights in memory, by the files that hold them."""
+    """Of all weights in memory, by the files that hold them, or by their format."""
+    if info.weights:
+        return _packed_bytes(info.weights, config, dtype)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
     return sum(file.stat().st_size for file in weight_files(info.folder)) * dtype.itemsize / stored.itemsize
+
+
+def _packed_bytes(weights: str, config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Of all weights, the packed matrices and what stays floats; all layers are taken to be as large as the first."""
+    skeleton = skeleton_of(config, 1)
+    sizes = {name: dtype.itemsize * numbers.numel() for name, numbers in skeleton.named_parameters()}
+    for name, linear in quantised_linears(skeleton).items():
+        its_format = FORMAT_OF_HEAD if name == HEAD else weights
+        sizes[name] = linear.out_features * row_bytes(linear.in_features, its_format)
+    of_layer = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
+    return sum(sizes.values()) + (config.num_hidden_layers - 1) * of_layer
 
 
 def _free_bytes(device: str) -> int:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from families.specimens import Specimen
 
-from ppd_runtime import PPDRuntime
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import cache_room
+from ppd_runtime.models.checkpoint.config import model_config
+from ppd_runtime.models.checkpoint.description import describe
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "phi3", "cohere2"])
@@ -35,6 +37,18 @@ def test_room_is_half_of_what_the_weights_leave_free(
     monkeypatch.setattr(cache_room, "_free_bytes", lambda device: 2**60)
     assert cache_room.cache_room(specs, are_here=True) == 2**20
     assert cache_room.cache_room(specs, are_here=False) is None
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_of_few_bits_count_as_what_they_take(
+    model_folder: Callable[..., Path], family: str, weights: str
+) -> None:
+    folder = str(model_folder(family, num_layers=3))
+    loaded = OrdinaryDecoding(folder, weights=weights, dtype="float32").stage.model
+    held = sum({tensor.data_ptr(): tensor.nbytes for tensor in loaded.parameters()}.values())
+    info = describe(folder, weights)
+    assert cache_room._weight_bytes(info, model_config(info.folder), torch.float32) == held
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
