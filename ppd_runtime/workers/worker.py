@@ -384,8 +384,7 @@ class Worker:
         spec = self.spec
         if isinstance(spec.exit_head, OracleHead):
             return spec.exit_head
-        tokens = spec.guess_tokens
-        ranking = ShortlistSampler(sampler, tokens, spec.info.vocab_size) if tokens else sampler
+        ranking = ShortlistSampler(sampler, spec.guess_tokens, spec.info.vocab_size) if spec.guess_tokens else sampler
         if self._trained_head is not None:
             return TrainedHead(self._trained_head, ranking, recorder)
         return SharedHead(self.stage, ranking)
