@@ -1,25 +1,59 @@
-"""`ppd`: the commands by name."""
+"""`ppd`: the commands by name, of which only those that are asked for are read in."""
 
-from typing import Annotated
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
 
 from ppd_runtime import __version__
-from ppd_runtime.cli.bench import bench
-from ppd_runtime.cli.demo import demo
 from ppd_runtime.cli.errors import OneLineGroup
-from ppd_runtime.cli.generate import generate
-from ppd_runtime.cli.match_rate import match_rate
-from ppd_runtime.cli.plan import plan
-from ppd_runtime.cli.quantize import quantize
-from ppd_runtime.cli.search_layers import search_layers
-from ppd_runtime.cli.serve import serve
-from ppd_runtime.cli.simulate import simulate
-from ppd_runtime.cli.tradeoff import tradeoff
-from ppd_runtime.cli.train import train
+
+_COMMANDS = (
+    "generate",
+    "serve",
+    "demo",
+    "tradeoff",
+    "match-rate",
+    "simulate",
+    "quantize",
+    "plan",
+    "bench",
+    "search-layers",
+    "train",
+)
+"""In the order of help; each has a module of its name, and therein a function or, for a group of commands, an app."""
+
+
+class _Commands(Mapping[str, Any]):
+    """What each name runs, read in when somebody asks for it."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _COMMANDS:
+            raise KeyError(name)
+        own = name.replace("-", "_")
+        command = getattr(importlib.import_module(f"ppd_runtime.cli.{own}"), own)
+        if not isinstance(command, typer.Typer):
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(name)(command)
+            command = app
+        return typer.main.get_command(command)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+class _Ppd(OneLineGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()  # type: ignore[assignment]  # typer asks, and never writes
+
 
 app = typer.Typer(
-    cls=OneLineGroup,
+    cls=_Ppd,
     help="Predictive pipelined decoding: the same tokens, sooner.",
     no_args_is_help=True,
     add_completion=False,
@@ -41,18 +75,6 @@ def ppd(
 ) -> None:
     """What comes before a command."""
 
-
-app.command()(generate)
-app.command()(serve)
-app.command()(demo)
-app.command()(tradeoff)
-app.command("match-rate")(match_rate)
-app.command()(simulate)
-app.add_typer(train, name="train")
-app.command()(quantize)
-app.command()(plan)
-app.command()(bench)
-app.command("search-layers")(search_layers)
 
 if __name__ == "__main__":
     app()

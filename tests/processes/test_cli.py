@@ -29,12 +29,29 @@ def folder(model_folder):
     return str(model_folder("llama", num_layers=4))
 
 
-def test_help_needs_no_torch():
-    code = "import sys; import ppd_runtime.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'zmq')))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def read_in(*words: str) -> set[str]:
+    """The modules that a call of `ppd` has imported when it ends."""
+    code = f"""
+import sys
+from ppd_runtime.cli.main import app
+try:
+    app({list(words)})
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_help_needs_no_torch_and_a_command_no_other():
     shown = ppd("--help")
     assert shown.returncode == 0
     assert "generate" in shown.stdout
+    modules = read_in("--help")
+    assert {"ppd_runtime.cli.generate", "ppd_runtime.cli.train"} <= modules
+    assert modules.isdisjoint({"torch", "ray", "zmq"})
+    alone = read_in("tradeoff", "--help")
+    assert "ppd_runtime.cli.tradeoff" in alone
+    assert alone.isdisjoint({"torch", "ppd_runtime.cli.serve", "ppd_runtime.cli.train"})
 
 
 @nightly
