@@ -45,7 +45,7 @@ nightly-endurance: .venv/test.stamp
 	  tests/processes/test_benchmark_runs.py tests/processes/test_serve_load.py
 
 nightly-model-check: .venv/test.stamp
-	PPD_WALKS=20000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
+	PPD_WALKS=5000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
 
 nightly-fuzz: .venv/test.stamp
 	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/unit/test_server_schema.py tests/unit/test_server_bad_requests.py

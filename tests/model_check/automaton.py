@@ -69,7 +69,8 @@ class Automaton:
         """
         edges = self.nodes[number].edges
         if taken not in edges:
-            process = self._alive.pop(number, None) or self.replay(number)
+            alive = self._alive.pop(number, None)
+            process = self.replay(number) if alive is None or alive.dead else alive
             self.resume(process, taken)
             sent = self.sent_by(process)  # first: what a process keeps of it is known by its number
             edges[taken] = Edge(self._add(process, (number, taken)), sent)
@@ -118,10 +119,12 @@ class Automaton:
             self.nodes.append(Node(origin, process.timeout, process.dead, _progress(process)))
         elif origin is not None:
             self.merged.append((number, origin))
-        if not process.dead:
+        if number in self._alive:
+            process.end()
+        elif not process.dead:
             self._alive[number] = process
             if len(self._alive) > _MOST_ALIVE:
-                del self._alive[next(iter(self._alive))]
+                self._alive.pop(next(iter(self._alive))).end()
         return number
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -110,7 +111,24 @@ class Scenario:
         return new[: self.cancelled_behind] if self.cancelled_behind and request == 1 else new
 
 
-class Process(greenlet):
+_UNDER_WAY: "WeakSet[Suspended]" = WeakSet()
+
+
+class Suspended(greenlet):
+    """Code that waits in the middle of a call; its frames hold itself, so nobody collects it who does not end it."""
+
+    def __init__(self, code: Callable[..., None]) -> None:
+        super().__init__(code)
+        _UNDER_WAY.add(self)
+
+    def end(self) -> None:
+        """It does not go on."""
+        if not self.dead:
+            self.parent = getcurrent()
+            self.throw()
+
+
+class Process(Suspended):
     """Runs `serve` from one wait to the next."""
 
     def __init__(self, serve: Callable[["Process"], None]) -> None:
@@ -187,7 +205,7 @@ class _Clock:
         return getcurrent().now
 
 
-class Caller(greenlet):
+class Caller(Suspended):
     """One of several threads that make a request each."""
 
     def __init__(self, make: Callable[[int], None], request: int) -> None:
@@ -292,7 +310,10 @@ def start_client(scenario: Scenario) -> Process:
 
 @contextlib.contextmanager
 def small_world() -> Iterator[None]:
-    """Constants so small that few tokens reach every branch, no tokenizer, and the client's own clock."""
+    """Constants so small that few tokens reach every branch, no tokenizer, and the client's own clock.
+
+    All processes end with it.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(calls, "time", _Clock))
         stack.enter_context(patch.object(exchange, "time", _Clock))
@@ -314,7 +335,11 @@ def small_world() -> Iterator[None]:
             (arrivals, "_MOST_ORPHANS", 1),
         ):
             stack.enter_context(patch.object(module, name, value))
-        yield
+        try:
+            yield
+        finally:
+            for suspended in list(_UNDER_WAY):
+                suspended.end()
 
 
 def without_counts(address: int, message: Message) -> Message:
