@@ -258,8 +258,7 @@ extern "C" AOTITorchError aoti_torch_cpu_few_tokens_attention(
   if (!lies_within(attention)) return AOTI_TORCH_FAILURE;
   const int64_t sizes[] = {1, tokens, heads, v.sizes[3]};
   const int64_t strides[] = {tokens * heads * v.sizes[3], heads * v.sizes[3], v.sizes[3], 1};
-  const AOTITorchError error = aoti_torch_empty_strided(
-      4, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
+  const AOTITorchError error = floats_like(queries, 4, sizes, strides, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
   attention.result = Seen(*result).floats();
   for (int64_t first = 0, next; first < tokens; first = next) {

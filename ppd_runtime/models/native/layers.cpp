@@ -17,8 +17,9 @@ thread_local std::string error;
 
 extern "C" {
 
-// Null where the library cannot be loaded or is not one of compiled code: see ppd_error.
-void* ppd_code(const char* library) {
+// Null where the library cannot be loaded or is not one of compiled code: see ppd_error. Whether its names for tensors'
+// functions were turned to ours, the caller knows.
+void* ppd_code(const char* library, int takes_light) {
   void* loaded = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!loaded) {
     const char* reason = dlerror();
@@ -28,6 +29,7 @@ void* ppd_code(const char* library) {
   error = std::string(library) + " is no library of compiled code";
   auto create = reinterpret_cast<Create>(dlsym(loaded, "AOTInductorModelContainerCreateWithDevice"));
   std::unique_ptr<Code> code(new Code);
+  code->takes_light = takes_light;
   code->remove = reinterpret_cast<Delete>(dlsym(loaded, "AOTInductorModelContainerDelete"));
   code->run = reinterpret_cast<Run>(dlsym(loaded, "AOTInductorModelContainerRunSingleThreaded"));
   if (!code->run) code->run = reinterpret_cast<Run>(dlsym(loaded, "AOTInductorModelContainerRun"));
@@ -45,7 +47,8 @@ void* ppd_layer(void* code, int64_t num_weights, void* const* weights, const int
   Layer* layer = new Layer{static_cast<Code*>(code), {}};
   for (int64_t i = 0; i < num_weights; shapes += 1 + *shapes, ++i)
     layer->weights.push_back(of_memory(
-        weights[i], std::vector<int64_t>(shapes + 1, shapes + 1 + *shapes), dtypes[i]));
+        weights[i], std::vector<int64_t>(shapes + 1, shapes + 1 + *shapes), dtypes[i],
+        layer->code->takes_light));
   return layer;
 }
 

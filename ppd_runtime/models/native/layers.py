@@ -3,6 +3,7 @@
 import ctypes
 import json
 import math
+import re
 import tempfile
 import weakref
 import zipfile
@@ -22,7 +23,7 @@ from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "ppd_code": (_P, [ctypes.c_char_p]),
+    "ppd_code": (_P, [ctypes.c_char_p, ctypes.c_int]),
     "ppd_error": (ctypes.c_char_p, []),
     "ppd_delete_code": (None, [_P]),
     "ppd_layer": (_P, [_P, _N, _P, _P, _P]),
@@ -50,6 +51,30 @@ _DTYPES = {
 }
 """As PyTorch's C++ numbers them."""
 
+_OWN = "_light"
+"""In the name of a library that was turned to light tensors."""
+_OF_TENSORS = (
+    "_reinterpret_tensor",
+    "clone",
+    "create_tensor_from_blob",
+    "create_tensor_from_blob_v2",
+    "delete_tensor_object",
+    "empty_strided",
+    "get_data_ptr",
+    "get_device_type",
+    "get_dim",
+    "get_dtype",
+    "get_numel",
+    "get_sizes",
+    "get_storage_offset",
+    "get_storage_size",
+    "get_strides",
+    "new_tensor_handle",
+)
+"""PyTorch's functions, behind `aoti_torch_`, that `light_tensors.cpp` has too."""
+_OF_NO_TENSOR = ("check", "device_type_", "dtype_", "layout_", "grad_mode_", "cpu_few_")
+"""How those begin that are given no tensor, or are our operators."""
+
 
 class NativeCode:
     """Compiled code out of a file in PyTorch's package format, for one thread at a time.
@@ -64,7 +89,8 @@ class NativeCode:
                 self.metadata, library = _unpacked(path, Path(folder))
             except (OSError, ValueError, KeyError, StopIteration, zipfile.BadZipFile) as error:
                 raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
-            self.handle: int | None = function("ppd_code")(bytes(library))
+            takes_light = _OWN in library.name
+            self.handle: int | None = function("ppd_code")(bytes(library), takes_light)
         if not self.handle:
             library.unlink(missing_ok=True)  # it is made again from the package, or with it
             raise ValueError(_cannot_be_loaded(path, function("ppd_error")().decode(errors="replace")))
@@ -277,14 +303,33 @@ def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path]:
     with zipfile.ZipFile(path) as package:
         library = next(name for name in package.namelist() if name.endswith(".so"))
         metadata = json.loads(package.read(f"{library.removesuffix('.so')}_metadata.json"))
-        if beside := find(path.parent, path.stem, ".so"):
+        name = f"{path.stem}{_OWN}"
+        if beside := find(path.parent, name, ".so"):
             return metadata, beside
-        own = folder / f"{path.stem}.so"
-        own.write_bytes(package.read(library))  # which checks it
+        code = package.read(library)  # which checks it
+    turned = _with_our_tensors(code)
+    if turned == code:
+        name = path.stem
+        if beside := find(path.parent, name, ".so"):
+            return metadata, beside
+    own = folder / f"{name}.so"
+    own.write_bytes(turned)
     try:
-        return metadata, keep(own, path.parent, path.stem, ".so")
+        return metadata, keep(own, path.parent, name, ".so")
     except OSError:
         return metadata, own
+
+
+def _with_our_tensors(code: bytes) -> bytes:
+    """A library that asks `light_tensors.cpp` for its tensors instead of PyTorch: the functions' names are as long.
+
+    As it is where it calls PyTorch for more than tensors and our operators.
+    """
+    called = {name.decode() for name in re.findall(rb"\0aoti_torch_(\w+)(?=\0)", code)}
+    if not all(name in _OF_TENSORS or name.startswith(_OF_NO_TENSOR) for name in called):
+        return code
+    names = b"|".join(name.encode() for name in _OF_TENSORS)
+    return re.sub(rb"\0aoti(_torch_(?:" + names + rb"))(?=\0)", rb"\0ppdl\1", code)
 
 
 def _cannot_be_loaded(path: Path, reason: str) -> str:

@@ -29,7 +29,7 @@ struct Handle {  // owns what a handle stands for
     return *this;
   }
   ~Handle() {
-    if (at) aoti_torch_delete_tensor_object(at);
+    if (at) ppdl_torch_delete_tensor_object(at);
   }
   AtenTensorHandle release() {
     AtenTensorHandle released = at;
@@ -39,35 +39,51 @@ struct Handle {  // owns what a handle stands for
   // For a call that takes what it is given away.
   AtenTensorHandle another() const {
     AtenTensorHandle copy = nullptr;
-    aoti_torch_new_tensor_handle(at, &copy);
+    ppdl_torch_new_tensor_handle(at, &copy);
     return copy;
   }
 };
 
-Handle of_memory(void* at, std::vector<int64_t> sizes, int32_t dtype) {
+std::vector<int64_t> contiguous(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
+  return strides;
+}
+
+// Light, or PyTorch's for compiled code that asks PyTorch.
+Handle of_memory(void* at, const std::vector<int64_t>& sizes, int32_t dtype, bool is_light = true) {
+  const auto create = is_light ? ppdl_torch_create_tensor_from_blob : aoti_torch_create_tensor_from_blob;
   Handle handle;
-  aoti_torch_create_tensor_from_blob(
-      at, sizes.size(), sizes.data(), strides.data(), 0, dtype, aoti_torch_device_type_cpu(), 0, &handle.at);
+  create(
+      at, sizes.size(), sizes.data(), contiguous(sizes).data(), 0, dtype, aoti_torch_device_type_cpu(), 0, &handle.at);
   return handle;
 }
 
-Handle empty(std::vector<int64_t> sizes, int32_t dtype) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
+Handle new_floats(const std::vector<int64_t>& sizes) {
   Handle handle;
-  aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &handle.at);
+  ppdl_torch_empty_strided(
+      sizes.size(), sizes.data(), contiguous(sizes).data(), aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0,
+      &handle.at);
   return handle;
 }
 
 struct Code {
+  bool takes_light = false;  // tensors; PyTorch's in any case
   void* container = nullptr;
   Delete remove = nullptr;
   Run run = nullptr;
   ~Code() {
     if (container) remove(container);
+  }
+
+  // A handle for a call that takes it away; the tensor has to stay until the call is over.
+  AtenTensorHandle given(const Handle& tensor) const {
+    if (takes_light || !light::is_light(tensor.at)) return tensor.another();
+    const Seen seen(tensor.at);
+    AtenTensorHandle same = nullptr;
+    aoti_torch_create_tensor_from_blob(
+        seen.at, seen.rank, seen.sizes, seen.strides, 0, seen.dtype, aoti_torch_device_type_cpu(), 0, &same);
+    return same;
   }
 };
 
@@ -158,7 +174,7 @@ struct Route {  // layers in their order, and a cache for each, null for one wit
 
 // States [1, tokens, width] behind a route's layers, contiguous; null where the code fails.
 Handle run_layers(const Route& route, Handle hidden, const Trees& trees, int64_t attended) {
-  const int32_t whole_numbers = aoti_torch_dtype_int64(), floats = aoti_torch_dtype_float32();
+  const int32_t whole_numbers = aoti_torch_dtype_int64();
   const bool one_token = !trees.at->rows;
   int64_t position = trees.at->position;
   std::optional<Numbers> numbers;
@@ -180,22 +196,23 @@ Handle run_layers(const Route& route, Handle hidden, const Trees& trees, int64_t
   std::vector<AtenTensorHandle> inputs;
   for (int64_t i = 0; i < route.count; ++i) {
     const Layer& layer = *static_cast<const Layer*>(route.layers[i]);
-    inputs.assign(1, hidden.release());
+    const Code& code = *layer.code;
+    const Handle before = std::move(hidden);
+    inputs.assign(1, code.given(before));
     if (Cache* cache = static_cast<Cache*>(route.caches ? route.caches[i] : nullptr)) {
       cache->attend(attended);
-      inputs.insert(inputs.end(), {row.another(), cache->rows[0].another(), cache->rows[1].another()});
+      inputs.insert(inputs.end(), {code.given(row), code.given(cache->rows[0]), code.given(cache->rows[1])});
       if (!one_token) {
         auto mask = std::find_if(masks.begin(), masks.end(), [&](Mask& m) { return m.window == cache->window; });
         if (mask == masks.end()) {
-          mask = masks.insert(mask, {cache->window, empty({1, 1, numbers->size, attended}, floats)});
+          mask = masks.insert(mask, {cache->window, new_floats({1, 1, numbers->size, attended})});
           if (!mask->numbers.at) return Handle();
           fill_mask(Seen(mask->numbers.at).floats(), trees, attended, cache->window);
         }
-        inputs.insert(inputs.end(), {place.another(), mask->numbers.another(), tail.another()});
+        inputs.insert(inputs.end(), {code.given(place), code.given(mask->numbers), code.given(tail)});
       }
     }
     for (const Handle& weight : layer.weights) inputs.push_back(weight.another());
-    const Code& code = *layer.code;
     if (code.run(code.container, inputs.data(), inputs.size(), &hidden.at, 1, nullptr, nullptr)) return Handle();
   }
   return hidden;

@@ -149,8 +149,7 @@ AOTITorchError run_all(AtenTensorHandle states, const AtenTensorHandle* weights,
     outputs += weight.sizes[0];
   }
   const int64_t sizes[] = {tokens, outputs}, strides[] = {outputs, 1};
-  const AOTITorchError error = aoti_torch_empty_strided(
-      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
+  const AOTITorchError error = floats_like(states, 2, sizes, strides, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
   float* found = Seen(*result).floats();
   for (int m = 0, next; m < count; m = next) {

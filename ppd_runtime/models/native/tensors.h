@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include "light_tensors.h"
 
 // PyTorch's threads, where this version has them to share.
 extern "C" __attribute__((weak)) AOTITorchError torch_parallel_for(
@@ -18,11 +18,11 @@ struct Seen {
   int32_t dtype;
 
   explicit Seen(AtenTensorHandle tensor) {
-    aoti_torch_get_data_ptr(tensor, &at);
-    aoti_torch_get_sizes(tensor, &sizes);
-    aoti_torch_get_strides(tensor, &strides);
-    aoti_torch_get_dim(tensor, &rank);
-    aoti_torch_get_dtype(tensor, &dtype);
+    ppdl_torch_get_data_ptr(tensor, &at);
+    ppdl_torch_get_sizes(tensor, &sizes);
+    ppdl_torch_get_strides(tensor, &strides);
+    ppdl_torch_get_dim(tensor, &rank);
+    ppdl_torch_get_dtype(tensor, &dtype);
   }
 
   float* floats() const { return static_cast<float*>(at); }
@@ -40,6 +40,13 @@ struct Seen {
     return rank == 4 && dtype == aoti_torch_dtype_float32() && sizes[0] == 1 && (sizes[3] <= 1 || strides[3] == 1);
   }
 };
+
+// Floats of this shape, of the kind that the tensor `like` is.
+inline AOTITorchError floats_like(
+    AtenTensorHandle like, int64_t rank, const int64_t* sizes, const int64_t* strides, AtenTensorHandle* result) {
+  return (light::is_light(like) ? ppdl_torch_empty_strided : aoti_torch_empty_strided)(
+      rank, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
+}
 
 // Run `part` over `count` things, with PyTorch's threads where there are more than `grain`.
 inline void for_all(int64_t count, int64_t grain, void (*part)(int64_t, int64_t, void*), void* context) {
