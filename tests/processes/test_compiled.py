@@ -390,6 +390,33 @@ def test_a_broken_library_is_made_anew(model_folder: ModelFolder, kept: Path, tm
 
 
 @needs_compiler
+def test_tensors_of_our_own_change_no_bit(
+    model_folder: ModelFolder, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers whose code asks us for tensors, others whose code asks PyTorch, and both in turn: one token and three."""
+    model = load_eager(model_folder("llama", num_layers=4)).model
+    loaded, files = {}, {}
+    for whose in ("ours", "pytorchs"):
+        if whose == "pytorchs":
+            monkeypatch.setattr(layers, "_with_our_tensors", lambda code: code)
+        folder = tmp_path / whose
+        folder.mkdir()
+        for tokens in (1, 3):
+            (path,) = set(compile_layers(model.config, model.dtype, model.device, tokens))
+            files[whose, tokens] = Path(shutil.copy(path, folder))
+            loaded[files[whose, tokens]] = NativeCode(files[whose, tokens])
+        assert {"_light" in path.name for path in folder.glob("*.so")} == {whose == "ours"}
+    found = []
+    for of_layers in (["ours"] * 4, ["pytorchs"] * 4, ["ours", "pytorchs"] * 2):
+        code = {tokens: [files[whose, tokens] for whose in of_layers] for tokens in (1, 3)}
+        stage = Stage(model, CompiledLayers(model, code, loaded=loaded))
+        found.append(forced(stage, [0, 4]))
+        stage.truncate(LENGTH - 3)
+        found[-1].append(stage.run_candidates((5, 9, 200), LENGTH - 3))
+    assert all(all_equal(states, found[0]) for states in found)
+
+
+@needs_compiler
 def test_a_package_where_nothing_can_be_written(
     model_folder: ModelFolder, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
