@@ -220,7 +220,7 @@ def test_ctrl_c_before_a_command_is_there():
         main()
     """
     for name in ("typer", "ppd_runtime.cli.generate"):
-        words = [sys.executable, "-c", textwrap.dedent(code).format(name=name)]
+        words = [sys.executable, "-c", textwrap.dedent(code).format(name=name), "generate", "a fox"]
         shown = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert (shown.returncode, shown.stdout, shown.stderr) == (130, "", "\nppd: stopped\n")
 

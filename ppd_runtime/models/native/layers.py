@@ -7,6 +7,7 @@ import re
 import tempfile
 import weakref
 import zipfile
+import zlib
 from array import array
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -51,8 +52,6 @@ _DTYPES = {
 }
 """As PyTorch's C++ numbers them."""
 
-_OWN = "_light"
-"""In the name of a library that was turned to light tensors."""
 _OF_TENSORS = (
     "_reinterpret_tensor",
     "clone",
@@ -72,8 +71,10 @@ _OF_TENSORS = (
     "new_tensor_handle",
 )
 """PyTorch's functions, behind `aoti_torch_`, that `light_tensors.cpp` has too."""
-_OF_NO_TENSOR = ("check", "device_type_", "dtype_", "layout_", "grad_mode_", "cpu_few_")
-"""How those begin that are given no tensor, or are our operators."""
+_OF_NO_TENSOR = r"check|device_type_\w+|dtype_(?!element_size$)\w+|layout_\w+|grad_mode_\w+|cpu_few_\w+"
+"""Those that are given no tensor, or are our operators."""
+_LIGHT = f"_light{zlib.crc32(repr((_OF_TENSORS, _OF_NO_TENSOR)).encode()):08x}"
+"""In the name of a library that was turned to light tensors by these lists."""
 
 
 class NativeCode:
@@ -86,10 +87,9 @@ class NativeCode:
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="ppd-code-") as folder:
             try:
-                self.metadata, library = _unpacked(path, Path(folder))
+                self.metadata, library, takes_light = _unpacked(path, Path(folder))
             except (OSError, ValueError, KeyError, StopIteration, zipfile.BadZipFile) as error:
                 raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
-            takes_light = _OWN in library.name
             self.handle: int | None = function("ppd_code")(bytes(library), takes_light)
         if not self.handle:
             library.unlink(missing_ok=True)  # it is made again from the package, or with it
@@ -295,40 +295,41 @@ def calls_python(path: Path) -> bool:
     return any(name.removesuffix(".so") + ".json" in names for name in names if name.endswith(".so"))
 
 
-def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path]:
-    """What a package says of itself, and its library: a file beside it, which all processes share.
+def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path, bool]:
+    """What a package says of itself, its library, and whether that takes light tensors.
 
-    Where none can be written there, one in `folder`. A damaged one is unpacked again.
+    The library is a file beside it, which all processes share. Where none can be written there, one in `folder`. A
+    damaged one is unpacked again.
     """
     with zipfile.ZipFile(path) as package:
         library = next(name for name in package.namelist() if name.endswith(".so"))
         metadata = json.loads(package.read(f"{library.removesuffix('.so')}_metadata.json"))
-        name = f"{path.stem}{_OWN}"
-        if beside := find(path.parent, name, ".so"):
-            return metadata, beside
+        if beside := find(path.parent, f"{path.stem}{_LIGHT}", ".so"):
+            return metadata, beside, True
         code = package.read(library)  # which checks it
     turned = _with_our_tensors(code)
-    if turned == code:
-        name = path.stem
-        if beside := find(path.parent, name, ".so"):
-            return metadata, beside
+    takes_light = turned != code
+    name = f"{path.stem}{_LIGHT}" if takes_light else path.stem
+    if not takes_light and (beside := find(path.parent, name, ".so")):
+        return metadata, beside, False
     own = folder / f"{name}.so"
     own.write_bytes(turned)
     try:
-        return metadata, keep(own, path.parent, name, ".so")
+        return metadata, keep(own, path.parent, name, ".so"), takes_light
     except OSError:
-        return metadata, own
+        return metadata, own, takes_light
 
 
 def _with_our_tensors(code: bytes) -> bytes:
     """A library that asks `light_tensors.cpp` for its tensors instead of PyTorch: the functions' names are as long.
 
-    As it is where it calls PyTorch for more than tensors and our operators.
+    As it is where it calls PyTorch for more than tensors, constants and our operators.
     """
-    called = {name.decode() for name in re.findall(rb"\0aoti_torch_(\w+)(?=\0)", code)}
-    if not all(name in _OF_TENSORS or name.startswith(_OF_NO_TENSOR) for name in called):
+    called = {name.decode() for name in re.findall(rb"\0((?:aoti|torch)_\w+)(?=\0)", code)}
+    known = re.compile(f"aoti_torch_(?:{'|'.join(_OF_TENSORS)}|{_OF_NO_TENSOR})")
+    if not all(map(known.fullmatch, called)):
         return code
-    names = b"|".join(name.encode() for name in _OF_TENSORS)
+    names = "|".join(_OF_TENSORS).encode()
     return re.sub(rb"\0aoti(_torch_(?:" + names + rb"))(?=\0)", rb"\0ppdl\1", code)
 
 

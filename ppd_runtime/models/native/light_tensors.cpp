@@ -15,6 +15,7 @@ using light::is_light;
 using light::of;
 
 constexpr int KINDS = 16;  // of blocks: 64 bytes, 128, and so on to two megabytes; larger ones are not kept
+constexpr size_t MOST_TENSORS = 4096, MOST_BLOCKS = 64;  // that a thread keeps, of each kind
 
 // What one thread has free; memory of the last tensor of a size is still in the core's cache.
 struct Free {
@@ -65,10 +66,10 @@ Block* new_block(int64_t bytes) {
 
 void let_go(Tensor* tensor) {
   if (Block* block = tensor->block; block && !--block->users) {
-    if (ended || block->kind == KINDS) std::free(block);
+    if (ended || block->kind == KINDS || free_here.blocks[block->kind].size() >= MOST_BLOCKS) std::free(block);
     else free_here.blocks[block->kind].push_back(block);
   }
-  if (ended) std::free(tensor);
+  if (ended || free_here.tensors.size() >= MOST_TENSORS) std::free(tensor);
   else free_here.tensors.push_back(tensor);
 }
 

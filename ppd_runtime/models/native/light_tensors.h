@@ -2,8 +2,10 @@
 //
 // Compiled code knows a tensor by a handle, and asks PyTorch's C functions for everything. In a library whose names were
 // turned to ours (`layers.py`) it asks the functions of `light_tensors.cpp`, which know both kinds of handle: PyTorch's,
-// and those of light tensors, which are odd numbers. A light tensor is of one thread at a time. What it and its numbers take
-// goes to the next one of the same size.
+// and those of light tensors, which are odd numbers. A light tensor is of one thread at a time. Its memory goes to the next
+// one of about the same size in the thread that deleted it, up to two megabytes.
+//
+// Other than PyTorch's: a view's storage ends with the view, a copy keeps the strides, and a view has at most MOST_AXES.
 
 #pragma once
 
@@ -13,7 +15,7 @@
 
 namespace light {
 
-constexpr int64_t MOST_AXES = 8;  // tensors with more are PyTorch's
+constexpr int64_t MOST_AXES = 16;  // new tensors with more are PyTorch's, views with more fail
 
 struct Block {  // numbers of tensors that share them, 64 bytes behind
   int64_t users, kind;
@@ -41,7 +43,8 @@ inline AtenTensorHandle handle_of(Tensor* tensor) {
 
 }  // namespace light
 
-// PyTorch's functions of these names, with its prefix, for both kinds of handle; what is new is light.
+// PyTorch's functions of these names, with its prefix, for both kinds of handle. What is made is light, but views, copies
+// and further handles of PyTorch's tensors, and what is on another device.
 extern "C" {
 AOTITorchError ppdl_torch_empty_strided(
     int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device, int32_t index,

@@ -68,7 +68,7 @@ Handle new_floats(const std::vector<int64_t>& sizes) {
 }
 
 struct Code {
-  bool takes_light = false;  // tensors; PyTorch's in any case
+  bool takes_light = false;  // whether it may be given light tensors; if not, PyTorch's alone
   void* container = nullptr;
   Delete remove = nullptr;
   Run run = nullptr;
@@ -76,14 +76,26 @@ struct Code {
     if (container) remove(container);
   }
 
-  // A handle for a call that takes it away; the tensor has to stay until the call is over.
-  AtenTensorHandle given(const Handle& tensor) const {
+  // For a call that takes a handle away, and of whose results none is this memory.
+  AtenTensorHandle lent(const Handle& tensor) const {
     if (takes_light || !light::is_light(tensor.at)) return tensor.another();
     const Seen seen(tensor.at);
     AtenTensorHandle same = nullptr;
     aoti_torch_create_tensor_from_blob(
         seen.at, seen.rank, seen.sizes, seen.strides, 0, seen.dtype, aoti_torch_device_type_cpu(), 0, &same);
     return same;
+  }
+
+  // For one whose result may be this memory.
+  AtenTensorHandle given(Handle states) const {
+    if (takes_light || !light::is_light(states.at)) return states.release();
+    const Seen seen(states.at);
+    AtenTensorHandle copy = nullptr;
+    aoti_torch_empty_strided(seen.rank, seen.sizes, seen.strides, seen.dtype, aoti_torch_device_type_cpu(), 0, &copy);
+    int64_t numbers = 1;
+    for (int64_t axis = 0; axis < seen.rank; ++axis) numbers += (seen.sizes[axis] - 1) * seen.strides[axis];
+    if (copy) std::memcpy(Seen(copy).at, seen.at, numbers * sizeof(float));
+    return copy;
   }
 };
 
@@ -197,11 +209,10 @@ Handle run_layers(const Route& route, Handle hidden, const Trees& trees, int64_t
   for (int64_t i = 0; i < route.count; ++i) {
     const Layer& layer = *static_cast<const Layer*>(route.layers[i]);
     const Code& code = *layer.code;
-    const Handle before = std::move(hidden);
-    inputs.assign(1, code.given(before));
+    inputs.assign(1, code.given(std::move(hidden)));
     if (Cache* cache = static_cast<Cache*>(route.caches ? route.caches[i] : nullptr)) {
       cache->attend(attended);
-      inputs.insert(inputs.end(), {code.given(row), code.given(cache->rows[0]), code.given(cache->rows[1])});
+      inputs.insert(inputs.end(), {code.lent(row), code.lent(cache->rows[0]), code.lent(cache->rows[1])});
       if (!one_token) {
         auto mask = std::find_if(masks.begin(), masks.end(), [&](Mask& m) { return m.window == cache->window; });
         if (mask == masks.end()) {
@@ -209,7 +220,7 @@ Handle run_layers(const Route& route, Handle hidden, const Trees& trees, int64_t
           if (!mask->numbers.at) return Handle();
           fill_mask(Seen(mask->numbers.at).floats(), trees, attended, cache->window);
         }
-        inputs.insert(inputs.end(), {code.given(place), code.given(mask->numbers), code.given(tail)});
+        inputs.insert(inputs.end(), {code.lent(place), code.lent(mask->numbers), code.lent(tail)});
       }
     }
     for (const Handle& weight : layer.weights) inputs.push_back(weight.another());

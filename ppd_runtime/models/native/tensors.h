@@ -1,4 +1,4 @@
-// What a tensor of PyTorch's holds, and its threads.
+// What a tensor holds, PyTorch's or a light one, and PyTorch's threads.
 
 #pragma once
 
