@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ppd_runtime import __version__
-from ppd_runtime.cli.errors import OneLineGroup
+from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
 
 _COMMANDS = (
     "generate",
@@ -32,7 +32,8 @@ class _Commands(Mapping[str, Any]):
         if name not in _COMMANDS:
             raise KeyError(name)
         own = name.replace("-", "_")
-        command = getattr(importlib.import_module(f"ppd_runtime.cli.{own}"), own)
+        with one_line_errors():  # Ctrl-C may come while it is read in
+            command = getattr(importlib.import_module(f"ppd_runtime.cli.{own}"), own)
         if not isinstance(command, typer.Typer):
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             app.command(name)(command)
