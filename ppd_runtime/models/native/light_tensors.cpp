@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 namespace {
@@ -95,6 +97,14 @@ int64_t extent(int64_t rank, const int64_t* sizes, const int64_t* strides) {
   return numbers;
 }
 
+// What PyTorch says of its own tensor, or `ours` of a light one.
+template <typename T, typename Ours>
+AOTITorchError tell(AtenTensorHandle tensor, T* result, AOTITorchError (*theirs)(AtenTensorHandle, T*), Ours ours) {
+  if (!is_light(tensor)) return theirs(tensor, result);
+  *result = ours(*of(tensor));
+  return AOTI_TORCH_SUCCESS;
+}
+
 char* moved(void* at, int64_t numbers, int64_t bytes) { return static_cast<char*>(at) + numbers * bytes; }
 
 }  // namespace
@@ -166,59 +176,43 @@ AOTITorchError ppdl_torch_delete_tensor_object(AtenTensorHandle tensor) {
 }
 
 AOTITorchError ppdl_torch_get_data_ptr(AtenTensorHandle tensor, void** result) {
-  if (!is_light(tensor)) return aoti_torch_get_data_ptr(tensor, result);
-  *result = of(tensor)->at;
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_data_ptr, [](Tensor& t) { return t.at; });
 }
 
 AOTITorchError ppdl_torch_get_dim(AtenTensorHandle tensor, int64_t* result) {
-  if (!is_light(tensor)) return aoti_torch_get_dim(tensor, result);
-  *result = of(tensor)->rank;
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_dim, [](Tensor& t) { return t.rank; });
 }
 
 AOTITorchError ppdl_torch_get_dtype(AtenTensorHandle tensor, int32_t* result) {
-  if (!is_light(tensor)) return aoti_torch_get_dtype(tensor, result);
-  *result = of(tensor)->dtype;
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_dtype, [](Tensor& t) { return t.dtype; });
 }
 
 AOTITorchError ppdl_torch_get_device_type(AtenTensorHandle tensor, int32_t* result) {
-  if (!is_light(tensor)) return aoti_torch_get_device_type(tensor, result);
-  *result = aoti_torch_device_type_cpu();
-  return AOTI_TORCH_SUCCESS;
-}
-
-AOTITorchError ppdl_torch_get_numel(AtenTensorHandle tensor, int64_t* result) {
-  if (!is_light(tensor)) return aoti_torch_get_numel(tensor, result);
-  *result = 1;
-  for (int64_t axis = 0; axis < of(tensor)->rank; ++axis) *result *= of(tensor)->sizes[axis];
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_device_type, [](Tensor&) { return aoti_torch_device_type_cpu(); });
 }
 
 AOTITorchError ppdl_torch_get_sizes(AtenTensorHandle tensor, int64_t** result) {
-  if (!is_light(tensor)) return aoti_torch_get_sizes(tensor, result);
-  *result = of(tensor)->sizes;
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_sizes, [](Tensor& t) { return t.sizes; });
 }
 
 AOTITorchError ppdl_torch_get_strides(AtenTensorHandle tensor, int64_t** result) {
-  if (!is_light(tensor)) return aoti_torch_get_strides(tensor, result);
-  *result = of(tensor)->strides;
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_strides, [](Tensor& t) { return t.strides; });
 }
 
 AOTITorchError ppdl_torch_get_storage_offset(AtenTensorHandle tensor, int64_t* result) {
-  if (!is_light(tensor)) return aoti_torch_get_storage_offset(tensor, result);
-  *result = of(tensor)->offset;
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_storage_offset, [](Tensor& t) { return t.offset; });
+}
+
+AOTITorchError ppdl_torch_get_numel(AtenTensorHandle tensor, int64_t* result) {
+  return tell(tensor, result, aoti_torch_get_numel, [](Tensor& t) {
+    return std::accumulate(t.sizes, t.sizes + t.rank, int64_t{1}, std::multiplies<>());
+  });
 }
 
 AOTITorchError ppdl_torch_get_storage_size(AtenTensorHandle tensor, int64_t* result) {
-  if (!is_light(tensor)) return aoti_torch_get_storage_size(tensor, result);
-  const Tensor& whole = *of(tensor);
-  *result = (whole.offset + extent(whole.rank, whole.sizes, whole.strides)) * whole.bytes_of_a_number;
-  return AOTI_TORCH_SUCCESS;
+  return tell(tensor, result, aoti_torch_get_storage_size, [](Tensor& t) {
+    return (t.offset + extent(t.rank, t.sizes, t.strides)) * t.bytes_of_a_number;
+  });
 }
 
 }  // extern "C"
