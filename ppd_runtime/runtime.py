@@ -85,7 +85,8 @@ class PPDRuntime(TextGenerator):
         self._specs = worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
         super().__init__(info, load_tokenizer(info), self._room())
         self._share = self._place_workers()
-        self._specs = [replace(spec, cores=self._share.cores[spec.rank]) for spec in self._specs]
+        cores, room = self._share.cores, self._turns.most_tokens if self.config.stages else None
+        self._specs = [replace(spec, cores=cores[spec.rank], cache_tokens=room) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None

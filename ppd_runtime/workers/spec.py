@@ -52,6 +52,8 @@ class WorkerSpec:
 
     prefix_cache_tokens: int = 0
     """Of earlier prompts, whose entries a stage keeps."""
+    cache_tokens: int | None = None
+    """Of all requests at a time; None: not known."""
 
     @property
     def runs_ahead(self) -> bool:

@@ -34,10 +34,11 @@ class RowStage:
         stage: it has these layers.
         most_nodes: nodes that have entries at any time, but the certain ones.
         kept_tokens: of earlier prompts, whose entries are kept for prompts that begin alike.
+        room: tokens of all requests at a time; None: not known.
     """
 
-    def __init__(self, stage: Stage, most_nodes: int, kept_tokens: int = 0) -> None:
-        self._stage, self._most_nodes, self._kept = stage, most_nodes, KeptPrefixes(kept_tokens)
+    def __init__(self, stage: Stage, most_nodes: int, kept_tokens: int = 0, room: int | None = None) -> None:
+        self._stage, self._most_nodes, self._kept, self._room = stage, most_nodes, KeptPrefixes(kept_tokens), room
         self.num_layers = stage.num_layers - stage.first_layer
         self.layer_passes = 0
         """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
@@ -195,7 +196,7 @@ class RowStage:
 
     @property
     def _in_arena(self) -> bool:
-        return isinstance(self._cache, ArenaCache)
+        return isinstance(self._cache, ArenaCache) and self._cache.is_there
 
     @cached_property
     def _joins_heads(self) -> bool:
@@ -217,7 +218,7 @@ class RowStage:
         self.most_together = most
         if not all(self._try([size, most - size]).equal(alone) for size in range(2, most + 1)):
             self.most_together = 1
-        elif arena := self._stage.arena():
+        elif arena := self._stage.arena(self._room):
             self._arena = arena
             two, half, states = (self.another(), self.another()), most // 2, [list[Tensor](), list[Tensor]()]
             for stage in two:

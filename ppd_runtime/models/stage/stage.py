@@ -110,10 +110,12 @@ class Stage:
             return None
         return self._compiled.chain_drafting(layers, part, table)
 
-    def arena(self) -> RowArena | None:
-        """Rows for several sequences whose tokens can run together; None where there is no code for that."""
+    def arena(self, room: int | None = None) -> RowArena | None:
+        """Rows for several sequences whose tokens can run together, for so many of them at a time; None where there is
+        no code for that.
+        """
         joins = self._compiled is not None and self._compiled.joins_texts
-        return RowArena(self._windows, self.first_layer) if joins else None
+        return RowArena(self._windows, self.first_layer, room) if joins else None
 
     def begin(self, capacity: int, cache: StageCache | None = None) -> None:
         """Forget the last sequence; make room for one of at most `capacity` tokens, or take the cache of one."""

@@ -1,0 +1,74 @@
+"""Rows that several requests share: as many as there is room for, and no memory before they are used."""
+
+import resource
+
+import pytest
+import torch
+
+from ppd_runtime.models.stage import arena
+from ppd_runtime.models.stage.arena import ArenaCache, RowArena
+
+HEADS, DIM = 4, 8
+WINDOWS = [None, None]
+
+
+def written(cache: ArenaCache, tokens: int) -> ArenaCache:
+    """The cache with so many tokens' entries."""
+    for layer in cache.layers:
+        layer.write(*(torch.ones(1, HEADS, tokens, DIM) for _ in range(2)))
+    return cache
+
+
+def test_a_small_first_request_leaves_room_for_all_others():
+    rows = RowArena(WINDOWS, 0, room=10_000)
+    first, second = written(rows.take(100), 100), written(rows.take(9_000), 9_000)
+    assert first.rows.stop <= second.rows.start
+    assert rows.take(6_000) is None, "more than there is room for"
+
+
+def test_without_a_room_it_has_sixteen_of_the_first_ones_size():
+    rows = RowArena(WINDOWS, 0)
+    assert all(rows.take(64) for _ in range(16))
+    assert rows.take(64) is None
+
+
+def test_more_rows_than_the_machine_has_memory_are_no_error():
+    """A chat without a limit asks for all of a model's positions, and gets few tokens."""
+    rows, before = RowArena(WINDOWS, 0, room=2**31), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cache = written(rows.take(2**30), 3)
+    assert cache.is_there
+    assert cache.layers[1].rows[1][:4].sum() == 3 * HEADS * DIM, "the others are zeros"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18, "kilobytes"
+
+
+def test_rows_begin_with_a_line_of_the_caches():
+    rows = RowArena(WINDOWS, 0)
+    caches = [written(rows.take(70), 1) for _ in range(3)]
+    assert all(part.data_ptr() % 64 == 0 for cache in caches for layer in cache.layers for part in layer.rows)
+
+
+def test_memory_that_the_system_refuses_is_each_requests_own(monkeypatch, caplog):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    rows = RowArena(WINDOWS, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(arena.mmap, "mmap", refused)
+        cache = written(rows.take(100), 5)
+    assert not cache.is_there
+    assert [layer.length for layer in cache.layers] == [5, 5]
+    assert cache.layers[0].rows[0][:6].sum() == 5 * HEADS * DIM
+    rows.give_back(cache.rows, 5)
+    assert rows.take(100) is None, "later ones are not tried"
+    assert "Cannot allocate memory" in caplog.text
+
+
+@pytest.mark.parametrize("room", [None, 5_000])
+def test_what_was_given_back_is_zero_for_the_next(room: int | None):
+    rows = RowArena(WINDOWS, 0, room)
+    other, cache = written(rows.take(100), 2), written(rows.take(100), 50)
+    rows.give_back(cache.rows, 50)
+    again = rows.take(80)
+    assert again.rows.start == cache.rows.start
+    assert written(again, 1).layers[0].rows[0].sum() == HEADS * DIM
+    assert other.layers[0].rows[0].sum() == 2 * HEADS * DIM
