@@ -32,7 +32,7 @@ _CHECK_EVERY_S = 0.25
 _ASK_AGAIN_S = 1.0  # after a silence, which each time may be twice as long …
 _LONGEST_PATIENCE_S = 8.0  # … but no longer
 _GAP_S = 0.1  # between two questions about lost tokens
-_SILENCE_DEADLINE_S = 120.0
+_SILENCE_DEADLINE_S = 120.0  # of a main process, and twice as long for each that takes its place: the same work waits
 _REPORT_DEADLINE_S = 2.0
 _MOST_PIECES = 256  # of spans that were not asked for
 _END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that does not answer
@@ -108,7 +108,7 @@ class RequestClient:
         self._delivered: list[int] = []
         self._cancelled = False
         self._main_starts, self._began, self._end_at = 0, time.monotonic(), math.inf
-        self._patience = _ASK_AGAIN_S
+        self._patience, self._silences = _ASK_AGAIN_S, 0
         self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
 
     def tokens(self) -> Iterator[Token]:
@@ -226,9 +226,9 @@ class RequestClient:
             self._main_starts, self._heard_at = starts, now
             self.restarts += 1
             self._ask()
-        elif now - max(self._heard_at, self._exchange.heard_at) > _SILENCE_DEADLINE_S:
-            self._heard_at = now
-            self._supervisor.replace(MAIN, f"it has said nothing for {_SILENCE_DEADLINE_S:.0f} s")
+        elif now - max(self._heard_at, self._exchange.heard_at) > (deadline := _SILENCE_DEADLINE_S * 2**self._silences):
+            self._heard_at, self._silences = now, self._silences + 1
+            self._supervisor.replace(MAIN, f"it has said nothing for {deadline:.0f} s")
         elif now >= self._ask_at:
             self._ask()
 

@@ -43,6 +43,11 @@ class Recorder:
         """Whether single spans are kept."""
         return self._spans is not None
 
+    @property
+    def computed_s(self) -> float:
+        """What passes through layers have taken since `begin`."""
+        return self._spent[Kind.LAYERS]
+
     def pause(self) -> float:
         """Stop the clock, and say when: what follows, up to `resume`, is not the request's."""
         now = time.perf_counter()

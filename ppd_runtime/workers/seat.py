@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from ppd_runtime.pipeline.machine import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     CLIENT,
+    MAIN,
     NOT_ASKED,
     Begin,
     Entries,
@@ -32,6 +33,7 @@ from ppd_runtime.transport import Endpoint
 _LONGEST_HOLD_S = 1.0
 _MOST_HELD = 2**16
 _SHOW_EVERY_S = 0.03
+_SILENCE_S = 10.0  # behind which a client that asks is told whether there were passes
 _STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
 
@@ -64,7 +66,8 @@ class Seat:
         self.last_turn = 0
         """The worker's turn that it got last."""
         self.finished: Finished | None = None
-        self._released = self._asked = self._shown = self.recorder.began
+        self._released = self._asked = self._shown = self._told = self.recorder.began
+        self._told_computed_s = 0.0
         self._first_token, self._stalled = 0.0, 0.0
         self._first_ledger: LatencyBreakdown | None = None
         self._hold_tokens = not begin.live and begin.params.logprobs is None
@@ -114,6 +117,13 @@ class Seat:
                 self._deliver(address, message)
         if isinstance(message, Token):
             self._note_token(addresses, message)
+
+    def show_progress(self) -> None:
+        """The client asks again: tell it, from time to time, that there were passes, as while a long prompt is read."""
+        now, computed_s = time.perf_counter(), self.recorder.computed_s
+        if self._rank == MAIN and now - self._told > _SILENCE_S and computed_s > self._told_computed_s:
+            self._told, self._told_computed_s = now, computed_s
+            self._deliver(CLIENT, Tokens(self._rank, self.begin.request, 0, [], []))
 
     def finish(self, main: Decider) -> None:
         """The main process' end: tell the client all that it has not been told."""

@@ -90,7 +90,8 @@ class Worker:
             self._trained_head = (
                 load_head(head, self.stage.model, spec.guess_tokens) if isinstance(head, HeadInfo) else None
             )
-            self._row_stage = RowStage(self.stage, MOST_HELD, spec.prefix_cache_tokens) if spec.cuts else None
+            kept, room = spec.prefix_cache_tokens, spec.cache_tokens
+            self._row_stage = RowStage(self.stage, MOST_HELD, kept, room) if spec.cuts else None
         head_start = spec.info.num_layers - spec.exit_layer
         self._validator = MessageValidator(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
         self._subs = range(1, spec.num_subs + 1)
@@ -225,7 +226,8 @@ class Worker:
             sitting = self._seats.get(message.request)
         if isinstance(message, Begin) and sitting is None and self._is_new(message):
             self._begin(message)
-        elif sitting is not None and self._takes_begin:
+        elif sitting is not None and (self.spec.rank == MAIN or self._row_stage):  # asked, or attempted, once more
+            sitting.show_progress()
             self._step(sitting, message)
         elif self.spec.rank != MAIN:
             self._ask_for(message)
@@ -393,8 +395,3 @@ class Worker:
     def _follows(self) -> bool:
         """Whether this is a stage that is not the last."""
         return self._row_stage is not None and self.spec.rank != MAIN
-
-    @property
-    def _takes_begin(self) -> bool:
-        """Whether a request that is served may begin again: the client asks, or the stages attempt it once more."""
-        return self.spec.rank == MAIN or self._row_stage is not None

@@ -58,7 +58,7 @@ _READ = (
     ChanceCalibration,
     ToyRows,
 )
-_CLOCKS = {"recorder", "last_turn", "patience", "_began", "_released", "_asked", "_first_token", "_stalled"}
+_CLOCKS = {"recorder", "last_turn", "patience", "_began", "_released", "_asked", "_first_token", "_stalled", "_told"}
 _UNREAD: dict[type, set[str]] = {
     Worker: {"_active", "_row_stage"},
     SharedExchange: {"_lock", "_free", "heard_at"},

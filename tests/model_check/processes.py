@@ -320,6 +320,7 @@ def small_world() -> Iterator[None]:
         stack.enter_context(patch.object(worker, "load_tokenizer", lambda info: None))
         for module, name, value in (
             (seat, "_LONGEST_HOLD_S", math.inf),
+            (seat, "_SILENCE_S", math.inf),
             (seat, "_MOST_HELD", 2),
             (worker, "_ASK_AGAIN", 2),
             (sub_process, "_ASK_AGAIN", 2),

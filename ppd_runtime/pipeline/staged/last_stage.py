@@ -38,6 +38,7 @@ _PASSES = 64  # through all layers, for the newest token to come through them â€
 _MOST_DOUBLINGS = 6  # â€¦ and twice as many each time that they were too few
 _FIRST_S = 5.0  # until a pass has run here, its time is unknown
 _LEAST_S, _LONGEST_S = 0.25, 60.0
+_ASKED_FOR_A_PROMPT = 3  # times, before all begin again: a prompt that has not come may still be read
 _MOST_ATTEMPTS = 2**20  # at one number of tokens
 _MOST_TOKENS = 2**22
 
@@ -201,7 +202,8 @@ class LastStage:
 
     def _lose_patience(self) -> None:
         self._losses += 1
-        if self._losses % 2:
+        times = 1 if self._prompt.has_begun else _ASKED_FOR_A_PROMPT
+        if self._losses % (times + 1):
             lacking = self._prompt.lacking(self._tree.root.position + 1)
             self._tell_attempt(self.others)
             self.send((max(self.others),), Missing(MAIN, self.begin.request, lacking, self.epoch))

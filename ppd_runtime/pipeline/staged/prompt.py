@@ -30,6 +30,11 @@ class ArrivingPrompt:
         """Whether all chunks have."""
         return len(self._waiting) == len(self._chunks)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first chunk has come."""
+        return self.lacking(1) > 0
+
     def lacking(self, behind: int) -> int:
         """The position of the first chunk that has not come; `behind` where all have."""
         lacking = (chunk.start for chunk in reversed(self._chunks) if chunk.start not in self._waiting)
