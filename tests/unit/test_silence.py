@@ -51,9 +51,9 @@ def test_who_takes_a_silent_ones_place_has_twice_as_long(folder, hurried, monkey
     """The same prompt waits for it."""
     monkeypatch.setattr(ppd_runtime.client.request, "_SILENCE_DEADLINE_S", 1.0)
     monkeypatch.setattr(ppd_runtime.workers.worker.MainProcess, "decode", _nothing)
-    with PPDRuntime(folder, k=1, transport="local", max_restarts=1) as runtime:
-        with pytest.raises(RuntimeError, match="after 1 restarts: it has said nothing for 2 s"):
-            runtime.generate([5, 9], max_new_tokens=5)
+    lost = pytest.raises(RuntimeError, match="after 1 restarts: it has said nothing for 2 s")
+    with PPDRuntime(folder, k=1, transport="local", max_restarts=1) as runtime, lost:
+        runtime.generate([5, 9], max_new_tokens=5)
     assert "it has said nothing for 1 s" in caplog.text
 
 

@@ -193,9 +193,13 @@ class StageCache:
 
     @torch.inference_mode()
     def fill(self, generator: torch.Generator) -> None:
-        """Random entries in all rows, to try passes with."""
-        for rows in (rows for layer in self.layers for rows in layer.rows):
-            rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float32))
+        """Random entries in all rows, to try passes with; layers of one shape have the same."""
+        drawn: dict[tuple[int, ...], Tensor] = {}
+        for place, rows in enumerate(rows for layer in self.layers for rows in layer.rows):
+            kind = (place % 2, *rows.shape)
+            if kind not in drawn:
+                drawn[kind] = torch.randn(rows.shape, generator=generator, dtype=torch.float32)
+            rows.copy_(drawn[kind])
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int) -> None:

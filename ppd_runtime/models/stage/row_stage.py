@@ -18,7 +18,9 @@ from ppd_runtime.models.stage.trees import Part, PlacedTree, tree_of
 
 _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
 """The paths of the rows that a stage tries at its start: siblings, and what stands behind them."""
-_TRIED_TEXT, _LONGEST_TRIED_WINDOW = 61, 1024  # tokens before them: so their rows go past a step of the attended ones
+_TRIED_TEXTS, _LONGEST_TRIED_WINDOW = (61, 700), 1024
+"""Tokens before them: so their rows go past a step of the attended ones, and past the 512 keys that PyTorch's attention
+takes at a time."""
 _PROMPT = 3  # tokens of that text that are run
 _BETWEEN_LOOKS_S = 0.002
 
@@ -26,9 +28,11 @@ _BETWEEN_LOOKS_S = 0.002
 class RowStage:
     """A stage's layers for one request after the other; nodes are known by numbers. Others have `another` each.
 
-    Rows run together where the stage has found at its start that this leaves their bits alone. Elsewhere each row runs
-    as a pass of one token, over the entries of its text in the rows of their positions: its bits are ordinary
-    decoding's, in every dtype and with every kernel.
+    Rows run together where that leaves their bits alone: in code of our own, whose sums run in an order that does not
+    depend on the other rows, and if the stage has found it so at its start. Elsewhere each row runs as a pass of one
+    token, over the entries of its text in the rows of their positions: its bits are ordinary decoding's, in every dtype
+    and with every kernel. A trial alone would not do. In bfloat16 most sums that were made in another order are rounded
+    to the same number, so a trial may find no difference, and a text of some hundred tokens does.
 
     Args:
         stage: it has these layers.
@@ -38,7 +42,7 @@ class RowStage:
     """
 
     def __init__(self, stage: Stage, most_nodes: int, kept_tokens: int = 0, room: int | None = None) -> None:
-        self._stage, self._most_nodes, self._kept, self._room = stage, most_nodes, KeptPrefixes(kept_tokens), room
+        self._stage, self._most_nodes, self._kept = stage, most_nodes, KeptPrefixes(kept_tokens)
         self.num_layers = stage.num_layers - stage.first_layer
         self.layer_passes = 0
         """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
@@ -48,8 +52,9 @@ class RowStage:
         """Rows that run together, at the most."""
         self._arena: RowArena | None = None
         self._begin(StageCache([], 0))
-        if stage.compiles_chains(len(_TRIED)) and stage.most_together(_PROMPT) is None:
-            self._find_out_what_runs_together()
+        arena = stage.arena(room) if stage.most_together(_PROMPT) is None else None
+        if arena and stage.compiles_chains(len(_TRIED)):
+            self._find_out_what_runs_together(arena)
         self.begin(0)
 
     @property
@@ -208,42 +213,49 @@ class RowStage:
         sizes = range(2, len(_TRIED) + 1)
         return all(self._stage.token_logits(states[:, :size]).equal(alone[:size]) for size in sizes)
 
-    def _find_out_what_runs_together(self) -> None:
+    def _find_out_what_runs_together(self, arena: RowArena) -> None:
         """How many rows a pass may have, of one text and of several, for each to keep the bits of a pass of its own.
 
-        That is found out by comparing: products and attention may depend on what is beside a row, or not.
+        That is found out by comparing: a model may have attention that our code does not know.
         """
         most = len(_TRIED)
-        alone = self._try([1] * most)
-        self.most_together = most
-        if not all(self._try([size, most - size]).equal(alone) for size in range(2, most + 1)):
-            self.most_together = 1
-        elif arena := self._stage.arena(self._room):
-            self._arena = arena
-            two, half, states = (self.another(), self.another()), most // 2, [list[Tensor](), list[Tensor]()]
-            for stage in two:
-                stage._prepare_to_try()
-            for rows in (slice(half), slice(half, most)):
-                found = self.run_together([(stage, self._tried(rows), _TRIED[rows]) for stage in two])
-                for of_stage, of_rows in zip(states, found, strict=True):
-                    of_stage.append(of_rows)
-            if not all(torch.cat(of_stage, dim=1).equal(alone) for of_stage in states):
-                self._arena = None
-            for stage in two:
-                stage.begin(0)
+        self.most_together, alone = most, list[Tensor]()
+        for text in _TRIED_TEXTS:
+            self._prepare_to_try(text)
+            alone.append(self._try([1] * most))
+            if not all(self._try([size, most - size]).equal(alone[-1]) for size in range(2, most + 1)):
+                self.most_together = 1
+                return
+        self._arena = arena
+        if not all(map(self._leaves_two_texts_alone, _TRIED_TEXTS, alone)):
+            self._arena = None
+
+    def _leaves_two_texts_alone(self, text: int, alone: Tensor) -> bool:
+        """Whether the tried rows of two texts, run in the same passes, have the states that they have alone."""
+        two, half, states = (self.another(), self.another()), len(_TRIED) // 2, [list[Tensor](), list[Tensor]()]
+        for stage in two:
+            stage._prepare_to_try(text)
+        for rows in (slice(half), slice(half, len(_TRIED))):
+            found = self.run_together([(stage, self._tried(rows), _TRIED[rows]) for stage in two])
+            for of_stage, of_rows in zip(states, found, strict=True):
+                of_stage.append(of_rows)
+        for stage in two:
+            stage.begin(0)
+        return all(torch.cat(of_stage, dim=1).equal(alone) for of_stage in states)
 
     def _try(self, sizes: Sequence[int]) -> Tensor:
-        """The states of the tried rows, run so many at a time."""
-        self._prepare_to_try()
+        """The states of the tried rows behind the text, run so many at a time."""
+        kept, self._slots = self._slots.kept, NodeSlots(self._cache, self._most_nodes)
+        self._slots.kept = kept
         starts = accumulate(sizes, initial=0)
         rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False) if size]
         return torch.cat([self.run_rows(self._tried(some), _TRIED[some]) for some in rows], dim=1)
 
-    def _prepare_to_try(self) -> None:
-        """Have entries of a text that is longer than short windows are."""
+    def _prepare_to_try(self, text: int) -> None:
+        """Have entries of a text of so many tokens, or one longer than short windows are."""
         first, states = self._stage.first_layer, self._random_states(_PROMPT)
         windows = [layer.sliding_window or 0 for layer in self._stage.cache.layers]
-        text = max(_TRIED_TEXT, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW))
+        text = max(text, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW))
         self.begin(text + len(_TRIED))
         self.run_prompt(states if first else list(range(_PROMPT)), 0)
         self._cache.fill(torch.Generator().manual_seed(0))
