@@ -1,4 +1,4 @@
-"""Workers as threads of this process, and what every way of launching has in common."""
+"""Workers as threads of this process."""
 
 import contextlib
 import threading

@@ -1,1 +1,1 @@
-"""Training recipes, one a file."""
+"""Training recipes, and what they share."""

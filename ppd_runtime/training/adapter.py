@@ -1,4 +1,4 @@
-"""Train Kangaroo's adapter behind a shallow exit of a frozen model: cross-entropy to full depth's distribution."""
+"""Train Kangaroo's adapter after a shallow exit of a frozen model: cross-entropy to full depth's distribution."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -35,7 +35,7 @@ class WorkerSpec:
     emulate: EmulatedDevice | None = None
     """A slower device whose times to keep to; None: as fast as it goes."""
     code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
-    """Files of compiled code, one a layer, by the number of candidates in a pass; empty: the library runs them."""
+    """Files of compiled code, one a layer, by `PassKind`; empty: the library runs them."""
 
     run_ahead: bool = True
     """Whether a sub-process that can go on without exit states does."""

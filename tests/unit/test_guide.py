@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from docs.site_hooks import LINK, OPTIONS, find_command, linked, options_table, 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 FILES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "cluster/README.md", *PAGES]
+RESULTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks" / "results").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_README_LINES = 130
 JOB = ["python", "-m", "cluster.job"]
@@ -57,6 +59,24 @@ def unknown_in(words: list[str]) -> list[str]:
     return [word for word in words[depth:] if word.startswith("--") and word.partition("=")[0] not in known]
 
 
+def missing_programs(text: str) -> list[str]:
+    """What a text calls with `python -m`, in prose or in blocks, and there is not: a module, or a package's program."""
+    called = re.findall(r"python -m\s+(\w+(?:\.\w+)*)", text)
+    return [module for module in called if not (is_program_here(module) or is_elsewhere(module))]
+
+
+def is_program_here(module: str) -> bool:
+    """Whether `python -m` finds the module in this repository, or with `PYTHONPATH=tests`."""
+    paths = [folder.joinpath(*module.split(".")) for folder in (ROOT, ROOT / "tests")]
+    return any(path.with_suffix(".py").is_file() or (path / "__main__.py").is_file() for path in paths)
+
+
+def is_elsewhere(module: str) -> bool:
+    """Whether the module is of no folder of this repository, but of Python or an installed package."""
+    top = module.partition(".")[0]
+    return not any((folder / top).is_dir() for folder in (ROOT, ROOT / "tests")) and find_spec(top) is not None
+
+
 def anchors(name: str) -> set[str]:
     headings = re.findall(r"^#+ +(.+)$", without_code(text_of(name)), re.MULTILINE)
     return {slugify(re.sub(r"[`*]", "", heading), "-") for heading in headings}
@@ -89,13 +109,16 @@ def test_commands_and_options_exist(name: str) -> None:
     for words in commands(name):
         if ppd := ours(words):
             assert not unknown_in(ppd), words
-        for program in re.findall(r"-m benchmarks\.(\w+)", " ".join(words)):
-            assert (ROOT / "benchmarks" / f"{program}.py").exists(), words
         if words[0] == "make":
             goals = {word for word in words[1:] if "=" not in word}
             assert goals <= set(re.findall(r"^(\w+):", text_of("Makefile"), re.MULTILINE)), words
     for called in re.findall(r"`(ppd [a-z][a-z-]*(?: [a-z][a-z-]*)?)", text_of(name)):
         assert not unknown_in(called.split()[: 3 if called.startswith("ppd train") else 2]), called
+
+
+@pytest.mark.parametrize("name", [*FILES, *RESULTS])
+def test_programs_that_are_called_exist(name: str) -> None:
+    assert not missing_programs(text_of(name))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -123,6 +146,9 @@ def test_the_checks_notice_what_is_wrong() -> None:
     assert unknown_in(["ppd", "foretell"]) == ["'foretell'"]
     assert unknown_in(["ppd", "train", "probe", "--out", "F"]) == []
     assert unknown_in([*JOB, "generate", "--wrong"]) == ["--wrong"]
+    assert missing_programs("call `python -m ppd_runtime.training.demo`") == ["ppd_runtime.training.demo"]
+    assert missing_programs("python -m\n  ppd_runtime; python -m no_such_program") == ["ppd_runtime", "no_such_program"]
+    assert missing_programs("python -m benchmarks.hop --count 1, python -m families.border, python -m venv .venv") == []
     assert ours(["ray", "job", "submit", "--", *JOB, "generate"]) == [*JOB, "generate"]
 
 

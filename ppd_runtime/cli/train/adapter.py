@@ -13,7 +13,7 @@ from ppd_runtime.cli.train import common
 def adapter(
     out: common.Out,
     model: options.Model = "demo",
-    exit_layer: Annotated[int, typer.Option(help="The shallow layer that it drafts behind.")] = 2,
+    exit_layer: Annotated[int, typer.Option(help="The shallow layer after which it drafts.")] = 2,
     data: common.Data = "demo",
     learning_rate: Annotated[float | None, typer.Option(help="Default: 1e-3.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: 8.")] = None,
@@ -26,7 +26,7 @@ def adapter(
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Train Kangaroo's adapter behind a shallow layer of a frozen model: one attention and two norms.
+    """Train Kangaroo's adapter after a shallow layer of a frozen model: one attention and two norms.
 
     It learns full depth's own distribution. `ppd generate --method kangaroo --adapter` uses the folder. Reported is how
     often the bare exit and the adapter name full depth's choice on held-out text. A training that was stopped goes on

@@ -42,7 +42,7 @@ def probe(
         from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
 
         common.set_threads(threads)
-        layer = check_exit_layer(exit_layer, describe(model).num_layers)
+        layer = check_exit_layer(exit_layer, describe(model))
         changes = common.given(
             learning_rate=learning_rate,
             batch_size=batch_size,
