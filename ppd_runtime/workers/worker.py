@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ppd_runtime.models.checkpoint.description import load_tokenizer
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.row_stage import RowStage
@@ -113,9 +114,10 @@ class Worker:
         self._early: deque[Message] = deque(maxlen=_MOST_EARLY)  # stages' of them
 
     def bits(self) -> Bits:
-        """What to compare with the other workers' before it serves."""
+        """What to compare with the other workers' before it serves; two hosts may have different models in one path."""
         with current_device(self.spec.device):
-            return bits_of(self.stage, with_head=not self.spec.guess_tokens)
+            bits = bits_of(self.stage, with_head=not self.spec.guess_tokens)
+        return replace(bits, hashes={**bits.hashes, "the model's files": model_fingerprint(self.spec.info)})
 
     def serve(self, endpoint: Endpoint) -> None:
         """Serve requests until told to shut down; an error is reported to the client and raised."""
