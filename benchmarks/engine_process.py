@@ -24,7 +24,7 @@ class EngineProcess:
         """Why there are no answers."""
         self._process: subprocess.Popen[bytes] | None = None
         if missing := next((name for name in ENGINES[task.engine][1] if find_spec(name) is None), None):
-            self.reason = f"{missing} is not installed: pip install 'ppd-runtime[peers]'"
+            self.reason = f'{missing} is not installed: run pip install ".[peers]" in the project\'s folder'
             return
         self._log = Path(task.folder) / f"{task.engine}-{task.weights}-{task.threads}.log"
         command = [sys.executable, "-m", "benchmarks.engines"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.whole import whole_file
-from ppd_runtime.measure.markdown import markdown_table
+from ppd_runtime.measure.markdown import cell, markdown_table
 from ppd_runtime.measure.measured_on import machine, versions
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
@@ -46,7 +46,7 @@ def environment() -> Figures:
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table; fractions get three decimals, what is None a dash."""
-    return markdown_table(columns, [[_cell(value) for value in row] for row in rows])
+    return markdown_table(columns, [[cell(value) for value in row] for row in rows])
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -94,14 +94,6 @@ def slug(environment: Mapping[str, Any]) -> str:
     """The machine's kind as a file's name: its processor and cores, without trade marks and clock rate."""
     kind = re.sub(r"\((r|tm)\)|\b(processor|cpu)\b|@ [\d.]+ghz", " ", environment["machine"].lower())
     return re.sub(r"[^a-z0-9]+", "-", kind).strip("-")
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _commit() -> str | None:

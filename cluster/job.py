@@ -34,6 +34,9 @@ def job() -> None:
 
 _RUNTIME = options.runtime_but("launcher", "ray_address", "bind_interface", "run_ahead", "trace")
 """All but what a job decides itself."""
+BindInterface = Annotated[
+    str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")
+]
 
 
 @app.command()
@@ -44,9 +47,7 @@ def generate(
     ],
     out: Annotated[Path, typer.Option(help="A JSON line for each prompt is added here; a rerun skips those it holds.")],
     limit: options.Limit = None,
-    bind_interface: Annotated[
-        str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")
-    ] = None,
+    bind_interface: BindInterface = None,
     *,
     runtime: Settings,
     sampling: Settings,
@@ -71,9 +72,7 @@ def generate(
 @app.command()
 @takes(runtime=options.group(RuntimeConfig, _RUNTIME), server=options.group(ServerSettings))
 def serve(
-    bind_interface: Annotated[
-        str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")
-    ] = None,
+    bind_interface: BindInterface = None,
     *,
     runtime: Settings,
     server: Settings,

@@ -37,6 +37,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What tab completion offers: the exports too, imported or not."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is asked for: the command line's help needs no torch."""
     if name not in _HOMES:

@@ -3,9 +3,9 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ppd_runtime.checks import (
     check_bool,
@@ -17,8 +17,13 @@ from ppd_runtime.checks import (
 )
 from ppd_runtime.settings import check_known
 
-if TYPE_CHECKING:
-    from ppd_runtime.models.trained.exit_heads import OracleHead
+
+class HeadLike(Protocol):
+    """An exit head that is an object of this process, such as an `OracleHead`."""
+
+    def candidates(self, hidden: Any, history: Sequence[int], k: int) -> list[int]:
+        """As `ExitHead` has it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class RuntimeConfig:
     another order), and the main process goes on from them. In float32 tokens equal ordinary decoding's all the same; in
     bfloat16 a near tie may fall the other way (demo model: 0.1 % of tokens greedily, 0.6 % at temperature 1, by
     `benchmarks.siblings`)."""
-    exit_head: "str | OracleHead" = SHARED
+    exit_head: "str | HeadLike" = SHARED
     """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
     folder. With `stages` a folder of such folders is taken too: each head serves the boundary after its layer, the
     others share the model's. An `OracleHead` is for tests and benchmarks."""
@@ -314,8 +319,7 @@ class RuntimeConfig:
 
     def check_against(self, num_layers: int, vocab_size: int) -> int:
         """The exit layer for a model of `num_layers` layers; raises ValueError for a k or exit layer it lacks."""
-        if num_layers < 2:
-            raise ValueError(f"the model has {num_layers} layer: pipelined decoding needs at least 2")
+        check_depth(num_layers, "pipelined decoding", self.model)
         if self.k is not None and self.k > vocab_size:
             raise ValueError(f"k={self.k} is more than the {vocab_size} tokens of the vocabulary: choose fewer")
         if self.guess_vocab is not None and self.guess_vocab > vocab_size:
@@ -326,6 +330,13 @@ class RuntimeConfig:
         check_int("exit_layer", exit_layer)
         check_exit_layer(exit_layer, num_layers)
         return exit_layer
+
+
+def check_depth(num_layers: int, user: str, model: str | None = None) -> None:
+    """Raise ValueError for a model without a layer before its last, which `user` needs."""
+    if num_layers < 2:
+        name = "the model" if model is None else f"model {model!r}"
+        raise ValueError(f"{name} has {num_layers} layer: {user} needs at least 2, give a deeper one")
 
 
 def _parsed_cuts(text: str) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ class Stats(PathStats):
     hits: int
     """Tokens whose successor's pass started from a sub-process' work, or that were drafted right."""
     misses: int
-    """Tokens for which no candidate was right, none was ready in time, or, in a rest, none was asked for; or whose
+    """Tokens for which no candidate was right, none was ready in time, or, in a pause, none was asked for; or whose
     draft was wrong."""
     run_lengths: tuple[int, ...]
     """Tokens between two misses, in order; of a self-speculative method, the tokens that the prompt's pass and each

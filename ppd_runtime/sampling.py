@@ -276,7 +276,8 @@ class Sampler:
         """The logits behind penalties and the request's own processors, `[vocab_size]` like them."""
         if not self.needs_history:
             return logits
-        input_ids, scores = torch.tensor([history], device=logits.device), logits[None]
+        text = np.fromiter(history, np.int64, len(history))  # of a long text a tensor takes nine times as long
+        input_ids, scores = torch.from_numpy(text).to(logits.device)[None], logits[None]
         for change in self._changes:
             scores = change(input_ids, scores)
         return scores[0]

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppd_runtime.measure.markdown import markdown_table
+from ppd_runtime.measure.markdown import cell, markdown_table
 
 _TITLE = "Figures of one GPU"
 _NOTES = {
@@ -40,12 +40,6 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         kinds.setdefault(tuple(row), []).append(row)
     return [
-        markdown_table(columns, [[_cell(cell) for cell in row.values()] for row in found])
+        markdown_table(columns, [[cell(value, ".4g") for value in row.values()] for row in found])
         for columns, found in kinds.items()
     ]
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)

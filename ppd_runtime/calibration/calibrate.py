@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ppd_runtime.calibration.model_memory import measured_memory
-from ppd_runtime.calibration.peer import PartnerProcess, PartnerSpec
+from ppd_runtime.calibration.peer import CalibrationPeerProcess, CalibrationPeerSpec
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.supervisor import Progress
@@ -82,8 +82,8 @@ class Calibrator:
             self._progress("starting the processes to measure with")
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ppd-"))
             main_cores, *other_cores = self._cores()
-            self._partners = [
-                stack.enter_context(PartnerProcess(self._spec(rank, cores, folder)))
+            self._peers = [
+                stack.enter_context(CalibrationPeerProcess(self._spec(rank, cores, folder)))
                 for rank, cores in enumerate(other_cores, start=1)
             ]
             self._main_cores = main_cores
@@ -91,8 +91,8 @@ class Calibrator:
                 self._endpoint = open_endpoint(Network(folder=folder), MAIN, has_own_core=bool(main_cores))
             stack.callback(self._endpoint.close)
             self._decoder = _TimedDecoder(self._ordinary, self._conditions, self._endpoint)
-            for partner in self._partners:
-                partner.wait()
+            for peer in self._peers:
+                peer.wait()
             self._stack = stack.pop_all()
         return self
 
@@ -138,13 +138,13 @@ class Calibrator:
         return max(1, len(self._all_cores) // self._threads) if self._on_cpu else torch.cuda.device_count()
 
     def _cores(self) -> list[tuple[int, ...]]:
-        """The main process' cores and those of its partners, as the runtime's workers would have them."""
+        """The main process' cores and those of its peers, as the runtime's workers would have them."""
         fitting = len(self._all_cores) // self._threads - 1
         neighbours = min(self._conditions.max_devices - 1, fitting, _MOST_NEIGHBOURS)
         return assign_cores(1 + max(1, neighbours), self._threads, device=str(self._ordinary.stage.device))
 
-    def _spec(self, rank: int, cores: tuple[int, ...], folder: str) -> PartnerSpec:
-        return PartnerSpec(
+    def _spec(self, rank: int, cores: tuple[int, ...], folder: str) -> CalibrationPeerSpec:
+        return CalibrationPeerSpec(
             rank=rank,
             model=str(self._ordinary.info.folder),
             weights=self._ordinary.info.weights,
@@ -159,12 +159,12 @@ class Calibrator:
 
     @contextlib.contextmanager
     def _echoing(self) -> Iterator[None]:
-        self._partners[0].ask("echo")
+        self._peers[0].ask("echo")
         try:
             yield
         finally:
             self._endpoint.send(_ECHO, Shutdown(CLIENT, 0))
-        self._partners[0].wait()
+        self._peers[0].wait()
 
     def _texts(self) -> list["_Times"]:
         """The times of several texts, after one to warm up, until the budget is spent."""
@@ -177,7 +177,7 @@ class Calibrator:
 
     def _half_pass(self, load: LoadMeter) -> tuple[float, float]:
         """Milliseconds of the upper half of the layers alone, token after token, and the factor on them while the
-        partners work, by texts in turn; 1 where devices do not share anything."""
+        peers work, by texts in turn; 1 where devices do not share anything."""
         self._progress("measuring how processes slow each other down")
         shares = self._on_cpu and len(self._all_cores) >= 2 * self._threads
         alone, ratios = [], []
@@ -197,13 +197,13 @@ class Calibrator:
 
     @contextlib.contextmanager
     def _working(self, seconds: float) -> Iterator[None]:
-        """Have every partner work for so long."""
-        for partner in self._partners:
-            partner.ask("work", seconds)
+        """Have every peer work for so long."""
+        for peer in self._peers:
+            peer.ask("work", seconds)
         time.sleep(_BEGINNING_S)
         yield
-        for partner in self._partners:
-            partner.wait()
+        for peer in self._peers:
+            peer.wait()
 
     def _parallel_speedups(self) -> dict[int, float]:
         """Ordinary decoding with n times the threads on n times the cores, where there are so many."""
@@ -214,8 +214,8 @@ class Calibrator:
         speedups = {}
         for devices in range(most, 1, -1):  # the most first: a smaller team is then part of the larger one
             cores = self._all_cores[: devices * self._threads]
-            self._partners[0].ask("speed_up", devices * self._threads, cores)
-            speedups[devices] = self._partners[0].wait()
+            self._peers[0].ask("speed_up", devices * self._threads, cores)
+            speedups[devices] = self._peers[0].wait()
         return dict(sorted(speedups.items()))
 
 

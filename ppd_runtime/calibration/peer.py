@@ -30,8 +30,8 @@ _SPEED_UP_TOKENS, _SPEED_UP_ROUNDS, _SPEED_UP_S = 16, 5, 3.0
 
 
 @dataclass(frozen=True)
-class PartnerSpec:
-    """What a partner is started with; it travels as JSON."""
+class CalibrationPeerSpec:
+    """What a peer is started with; it travels as JSON."""
 
     rank: int
     model: str
@@ -51,10 +51,10 @@ class PartnerSpec:
         return json.dumps(asdict(self))
 
 
-class Partner:
+class CalibrationPeer:
     """Does what it is told, one command after the other."""
 
-    def __init__(self, spec: PartnerSpec) -> None:
+    def __init__(self, spec: CalibrationPeerSpec) -> None:
         self._spec = spec
         _stay_on(spec.cores)
         torch.set_num_threads(spec.threads)
@@ -113,10 +113,10 @@ class Partner:
             token = int(stage.logits(stage.run(0, stage.num_layers, [token], position)).argmax())
 
 
-class PartnerProcess:
-    """A running partner; commands go in, answers come out, in JSON lines."""
+class CalibrationPeerProcess:
+    """A running peer; commands go in, answers come out, in JSON lines."""
 
-    def __init__(self, spec: PartnerSpec) -> None:
+    def __init__(self, spec: CalibrationPeerSpec) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
         command = [sys.executable, "-m", "ppd_runtime.calibration.peer", spec.to_json()]
         self._process = subprocess.Popen(
@@ -128,7 +128,7 @@ class PartnerProcess:
             env=import_environment(),
         )
 
-    def __enter__(self) -> "PartnerProcess":
+    def __enter__(self) -> "CalibrationPeerProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,18 +154,18 @@ class PartnerProcess:
 
 def main() -> None:
     """Serve commands from standard input until it ends."""
-    spec = PartnerSpec(**json.loads(sys.argv[1]))
-    partner = Partner(spec)
+    spec = CalibrationPeerSpec(**json.loads(sys.argv[1]))
+    peer = CalibrationPeer(spec)
     _answer("ready")
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         commands: dict[str, Callable[..., object]] = {
-            "echo": partner.echo,
-            "work": partner.work,
-            "speed_up": partner.speed_up,
+            "echo": peer.echo,
+            "work": peer.work,
+            "speed_up": peer.speed_up,
         }
         _answer(commands[name](*arguments))
-    partner.close()
+    peer.close()
 
 
 def _stay_on(cores: Sequence[int]) -> None:

@@ -51,7 +51,7 @@ def bench(
     out: options.KeptOut = None,
     markdown: Annotated[Path | None, typer.Option(help="Write all tables into this file.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw a bar chart into this image.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
+    resume: options.Resume = False,
     place: Settings,
 ) -> None:
     """Compare ways of decoding on the same prompts: speed-up over ordinary decoding, what drafts allow, equality.

@@ -5,22 +5,10 @@ from enum import Enum
 from pathlib import Path
 
 from ppd_runtime.cli.options import group
+from ppd_runtime.methods.choices import ACCEPTANCE_RULES, STOPPING_RULES, SWIFT_WIDEST, SWIFT_WINDOW, SearchSettings
 
-
-class StoppingName(str, Enum):
-    """When AdaSPEED stops drafting."""
-
-    constant = "constant"
-    confidence = "confidence"
-    product = "product"
-    probe = "probe"
-
-
-class Acceptance(str, Enum):
-    """How drafts are judged."""
-
-    shared_noise = "shared-noise"
-    rejection = "rejection"
+StoppingName = Enum("StoppingName", {name: name for name in STOPPING_RULES}, type=str)  # type: ignore[misc]
+Acceptance = Enum("Acceptance", {name: name for name in ACCEPTANCE_RULES}, type=str)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -45,23 +33,23 @@ class DraftingOptions:
 
 @dataclass(frozen=True)
 class SwiftOptions:
-    """What SWIFT has besides; None is its own default."""
+    """What SWIFT has besides."""
 
     layer_set: Path | None = None
     """A file of `ppd search-layers`; default: search while decoding."""
-    skip_ratio: float | None = None
-    """Share of attentions and MLPs; default: 0.45."""
-    search_steps: int | None = None
-    """Sets to try at the most; default: 1000."""
-    bayes_interval: int | None = None
-    """Choose every so many sets by Bayesian optimisation; default: 25."""
-    context_window: int | None = None
-    """Generated tokens by which sets are scored; default: 32."""
-    search_seed: int | None = None
-    """Which random sets; default: 0."""
-    widest: int | None = None
-    """Candidates for a doubtful place; default: 10; 1: chains."""
+    skip_ratio: float = SearchSettings.skip_ratio
+    """Share of attentions and MLPs."""
+    search_steps: int = SearchSettings.steps
+    """Sets to try at the most."""
+    bayes_interval: int = SearchSettings.bayes_interval
+    """Choose every so many sets by Bayesian optimisation."""
+    context_window: int = SWIFT_WINDOW
+    """Generated tokens by which sets are scored."""
+    search_seed: int = SearchSettings.seed
+    """Which random sets."""
+    widest: int = SWIFT_WIDEST
+    """Candidates for a doubtful place; 1: chains."""
 
 
 DRAFTING = group(DraftingOptions, panel="Drafting (layerskip, adaspeed, kangaroo, swift)")
-SWIFT = group(SwiftOptions, panel="Swift")
+SWIFT = group(SwiftOptions, panel="Swift", given_only=True)

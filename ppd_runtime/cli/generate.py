@@ -5,7 +5,6 @@ import os
 import sys
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.options import Settings, takes
+from ppd_runtime.cli.options import Method, Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
 from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig
 from ppd_runtime.imports import quick_imports
@@ -28,17 +27,6 @@ if TYPE_CHECKING:
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 """Of what boundaries 0, 1, … were the first to name; those of later ones are the last's."""
 _MOST_HELD = 2  # tokens, until it is known who named the first of them
-
-
-class Method(str, Enum):
-    """Ways of decoding."""
-
-    ppd = "ppd"
-    autoregressive = "autoregressive"
-    layerskip = "layerskip"
-    adaspeed = "adaspeed"
-    kangaroo = "kangaroo"
-    swift = "swift"
 
 
 @dataclass(frozen=True)
@@ -96,8 +84,8 @@ def generate(
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     model: options.Model = "demo",
-    method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
-    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")] = None,
+    method: options.ChosenMethod = options.PPD,
+    exit_layer: options.ExitLayer = None,
     *,
     layout: Settings,
     drafting: Settings,
@@ -119,7 +107,7 @@ def generate(
         outputs.check()
         text = _read_prompt(prompt, prompt_file)
         params = SamplingParams(**sampling)
-        if method is Method.ppd:
+        if method is options.PPD:
             own["progress"] = show_progress
         generator = open_method(model, method.value, **own, **place, trace=outputs.traced)
         live = Live.TOKENS if outputs.as_json else Live.BOUNDARIES

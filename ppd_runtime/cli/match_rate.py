@@ -50,7 +50,7 @@ def match_rate(
     as_json: options.AsJson = False,
     out: options.KeptOut = None,
     plot: Annotated[Path | None, typer.Option(help="Draw heatmaps into this image.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")] = False,
+    resume: options.Resume = False,
     place: Settings,
 ) -> None:
     """Measure how often a layer's k candidates hold the token that full depth generates.

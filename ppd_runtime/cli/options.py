@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from ppd_runtime.config import IN_PROCESS_SETTINGS, RUNTIME_SETTINGS, RuntimeConfig
+from ppd_runtime.methods.choices import METHODS
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import default_of, summary
 
@@ -35,6 +36,12 @@ Out = Annotated[Path | None, typer.Option(help="Write the same JSON into this fi
 KeptOut = Annotated[
     Path | None, typer.Option(help="Write the same JSON into this file; results are kept beside it until then.")
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")]
+Method = Enum("Method", {name: name for name in ("ppd", *METHODS)}, type=str)  # type: ignore[misc]
+"""The usual one first."""
+PPD = Method("ppd")
+ChosenMethod = Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")]
+ExitLayer = Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ class PlanInputs:
     width: tuple[str, ...] = ()
     """N:FACTOR, a pass over N candidates in passes over one; may be given again."""
 
-    def given(self, times: "GivenTimes", run_ahead: bool, all_reduce_ms: float | None, memory: GivenMemory) -> "Given":
+    def given(
+        self, times: options.LayerTimes, run_ahead: bool, all_reduce_ms: float | None, memory: GivenMemory
+    ) -> "Given":
         """As the library has it; ValueError for what cannot be."""
         from ppd_runtime.calibration.planning import Given
         from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
@@ -55,23 +57,9 @@ class PlanInputs:
         return Given(*known, run_ahead, rows, all_reduce_ms, memory)
 
 
-@dataclass(frozen=True)
-class GivenTimes:
-    """Times by their names in a calibration; None: not given."""
-
-    layer_ms: float | None = None
-    """Time of a layer, instead of measuring it."""
-    head_ms: float | None = None
-    """Time of the final head, instead of measuring it."""
-    exit_head_ms: float | None = None
-    """Time of an exit head, instead of measuring it."""
-    hop_ms: float | None = None
-    """Time of a message between two processes, instead of measuring it."""
-
-
 @takes(
     known=options.group(PlanInputs, make=PlanInputs),
-    times=options.group(GivenTimes, make=GivenTimes),
+    times=options.group(options.LayerTimes, make=options.LayerTimes),
     memory=options.group(GivenMemory),
     sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64),
     place=options.IN_PROCESS,
@@ -88,7 +76,7 @@ def plan(
     run_ahead: Annotated[
         bool, typer.Option(help="With k=1 and the exit at half depth, plan with running ahead, the runtime's default.")
     ] = True,
-    times: GivenTimes,
+    times: options.LayerTimes,
     memory: Settings,
     tensor_parallel_efficiency: Annotated[
         float | None,

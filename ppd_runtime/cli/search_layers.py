@@ -11,6 +11,7 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs
+from ppd_runtime.methods.choices import SearchSettings
 
 if TYPE_CHECKING:
     from ppd_runtime.methods.layer_search import LayerSearch
@@ -21,17 +22,19 @@ def search_layers(
     out: Annotated[Path, typer.Option(help="Write the set here, for `ppd generate --method swift --layer-set`.")],
     model: options.Model = "demo",
     prompts: options.Prompts = "demo",
-    skip_ratio: Annotated[float, typer.Option(help="Share of attentions and MLPs to leave out.")] = 0.45,
-    search_steps: Annotated[int, typer.Option(help="Sets to try at the most.")] = 1000,
+    skip_ratio: Annotated[
+        float, typer.Option(help="Share of attentions and MLPs to leave out.")
+    ] = SearchSettings.skip_ratio,
+    search_steps: Annotated[int, typer.Option(help="Sets to try at the most.")] = SearchSettings.steps,
     bayes_interval: Annotated[
         int, typer.Option(help="Choose every so many sets by Bayesian optimisation; 0: all at random.")
-    ] = 25,
+    ] = SearchSettings.bayes_interval,
     search_windows: Annotated[
         int, typer.Option(help="Score a set by so many windows of text before its score ends the search.")
     ] = 4,
     max_new_tokens: options.MaxNewTokens = 128,
     limit: options.Limit = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same search.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same search.")] = SearchSettings.seed,
     *,
     place: Settings,
     as_json: options.AsJson = False,

@@ -2,14 +2,11 @@
 
 import importlib.util
 import sys
-from typing import Annotated
-
-import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, Method, show_progress
+from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
@@ -29,8 +26,8 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 )
 def serve(
     model: options.Model = "demo",
-    method: Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")] = Method.ppd,
-    exit_layer: Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")] = None,
+    method: options.ChosenMethod = options.PPD,
+    exit_layer: options.ExitLayer = None,
     *,
     server: Settings,
     layout: Settings,
@@ -47,7 +44,7 @@ def serve(
             from ppd_runtime.server.run import Prepared, serve_prepared
 
         prepared = Prepared(ServerSettings(**server))
-        if method is Method.ppd:
+        if method is options.PPD:
             own["progress"] = show_progress
         with open_method(model, method.value, **own, **place) as generator:
             show_progress("")
@@ -57,7 +54,7 @@ def serve(
 def check_installed() -> None:
     """Raise ValueError where what the server needs is not installed."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"{', '.join(missing)} not installed: run pip install 'ppd-runtime[server]'")
+        raise ValueError(f'{", ".join(missing)} not installed: run pip install ".[server]" in the project\'s folder')
 
 
 def _tell(url: str, model: str) -> None:

@@ -203,8 +203,8 @@ def ahead_time(num_layers: int, match_rate: float, calibration: Calibration) -> 
     And the full passes that this takes beyond Algorithm 2's: for candidates behind wrong ones, and for what comes too
     late. A token takes three messages, two more for a candidate behind a wrong one, and entries go out in batches.
 
-    Within 1 % of the simulated machines while a hop is shorter than d/2 layers, but it knows no rests. Nor does it
-    know jitter: where the exit head and the final one take nearly as long, an instant decides whether a useless pass
+    Within 1 % of the simulated machines while a hop is shorter than d/2 layers, but it knows no pauses. Nor does
+    it know jitter: where the exit head and the final one take nearly as long, an instant decides whether a useless pass
     has begun.
     """
     exit_layer = num_layers // 2

@@ -45,7 +45,7 @@ class Plan:
     """Ordinary decoding's time per token over this one's."""
     compute_per_token: float
     """Full passes of all layers, by all processes; ordinary decoding's is 1. Unlike Theorem 4.1's it holds the
-    passes by which sub-processes follow a miss; where next to nothing hits they rest, and it is less."""
+    passes by which sub-processes follow a miss; where next to nothing hits they pause, and it is less."""
     ideal_speedup: float
     """With nothing but layers taking time: Theorem 4.1's, for long texts."""
     memory_gb: float | None = None

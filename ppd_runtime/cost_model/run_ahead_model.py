@@ -18,7 +18,7 @@ _MULTIPLIER, _MODULUS = 16807, 2**31 - 1  # the "minimal standard" generator
 
 
 @dataclass(frozen=True)
-class Ahead:
+class RunAheadCosts:
     """Expected values for a token after the first."""
 
     waiting: float
@@ -34,7 +34,7 @@ def entry_messages(match_rate: float) -> float:
     return match_rate / sum(match_rate**n for n in range(BATCH))
 
 
-def follow(early: int, match_rate: float, times: Calibration) -> Ahead:
+def follow(early: int, match_rate: float, times: Calibration) -> RunAheadCosts:
     """What running ahead comes to with `early` = d/2 layers; the means over hits and misses, weighted with their rate.
 
     Raises:
@@ -49,7 +49,9 @@ def follow(early: int, match_rate: float, times: Calibration) -> Ahead:
         totals[right] = [total + cost for total, cost in zip(totals[right], costs, strict=True)]
         counts[right] += 1
     weights = {True: match_rate / max(1, counts[True]), False: (1 - match_rate) / max(1, counts[False])}
-    return Ahead(*(weights[True] * a + weights[False] * b for a, b in zip(totals[True], totals[False], strict=True)))
+    return RunAheadCosts(
+        *(weights[True] * a + weights[False] * b for a, b in zip(totals[True], totals[False], strict=True))
+    )
 
 
 def chances() -> Iterator[float]:
@@ -86,7 +88,7 @@ class _Race:
         return self.finish + self.hop <= self.patience and self.finish - self.catching_up + self.hop <= 0
 
     def hit(self) -> tuple[float, float, float]:
-        """The candidate is right; what it costs, by the fields of `Ahead`."""
+        """The candidate is right; what it costs, by the fields of `RunAheadCosts`."""
         waited = max(0.0, self.finish + self.hop)
         begun = max(self.finish, self.hop - self.since)
         self.finish = begun + self.cycle + self.shipping / BATCH - (waited + self.hit_time)
@@ -94,7 +96,7 @@ class _Race:
         return waited, 0, 0
 
     def miss(self, right: bool) -> tuple[float, float, float]:
-        """The candidate is wrong, or `right` but too late; what it costs, by the fields of `Ahead`."""
+        """The candidate is wrong, or `right` but too late; what it costs, by the fields of `RunAheadCosts`."""
         begun = max(self.finish, self.hop - self.since)
         unnamed, stray = self.finish - self.cycle > self.hop, not right and begun < self.hop
         free = max(self.hop, self.finish - self.cycle if unnamed else begun + self.cycle if stray else self.finish)

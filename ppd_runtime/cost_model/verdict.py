@@ -74,7 +74,7 @@ def _staged_advice(best: StagedPlan, calibration: Calibration) -> str:
         return f"{_setting(best)}: {_speed(best)}"
     text = f"don't: the best, {_setting(best)}, reaches {best.speedup:.2f} times ordinary decoding's speed, less than "
     allowed = f"its candidates allow {best.ideal_speedup:.2f} times at the most"
-    return f"{text}1.05: {allowed}, and a hop takes {calibration.hop_ms:.3g} ms"
+    return f"{text}{WORTH_IT}: {allowed}, and a hop takes {calibration.hop_ms:.3g} ms"
 
 
 def _papers_layout(plans: Sequence[Plan]) -> str:
@@ -88,7 +88,7 @@ def _papers_advice(plans: Sequence[Plan], least: int, max_devices: int, calibrat
     if best.speedup >= WORTH_IT:
         return f"{_setting(best)}: {_speed(best)}"
     text = f"don't: the best, {_setting(best)}, reaches {best.speedup:.2f} times ordinary decoding's speed, "
-    return f"{text}less than 1.05: {_reason(best, calibration)}"
+    return f"{text}less than {WORTH_IT}: {_reason(best, calibration)}"
 
 
 def _setting(row: AnyPlan) -> str:

@@ -1,6 +1,5 @@
 """Figures as image files; needs the `plots` extra."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ def new_figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(f"plots need matplotlib: {sys.executable} -m pip install matplotlib") from error
+        raise ValueError('plots need matplotlib: run pip install ".[plots]" in the project\'s folder') from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

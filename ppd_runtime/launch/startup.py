@@ -15,6 +15,7 @@ from ppd_runtime.launch.processes import ProcessWorkers
 from ppd_runtime.launch.stage_costs import with_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.launch.threads import LocalWorkers
+from ppd_runtime.launch.worker_specs import all_pass_kinds
 from ppd_runtime.models.opening import compile_ahead, share_weights
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.pipeline.messages import MAIN
@@ -47,10 +48,12 @@ def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str,
     if not config.stages and config.num_subs < config.num_candidates and specs[MAIN].dtype != torch.float32:
         kind = str(specs[MAIN].dtype).removeprefix("torch.")
         logger.warning(
-            "workers=%d with k=%d in %s: a token may differ, see docs/limits.md",
+            "workers=%d with k=%d in %s: passes over several candidates round differently, so a near tie may give "
+            "another token than ordinary decoding; workers=%d or dtype=float32 gives the same",
             config.num_subs,
             config.num_candidates,
             kind,
+            config.num_candidates,
         )
     if launcher == "threads":
         return LocalWorkers(specs, config.max_restarts, progress)
@@ -77,9 +80,8 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     if config.compile and _sees_device(specs[MAIN]):
         progress("compiling, unless an earlier run has")
         main = specs[MAIN]
-        kinds = sorted(set().union(*(spec.pass_kinds for spec in specs)))
         try:
-            code = compile_ahead(main.info, main.dtype, main.device, kinds)
+            code = compile_ahead(main.info, main.dtype, main.device, all_pass_kinds(specs))
         except ValueError as error:
             if config.one_host or launcher != "ray":
                 raise

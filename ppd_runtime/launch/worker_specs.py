@@ -1,5 +1,6 @@
 """What each process of a layout is given: layers, device, number format, exit head."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
@@ -95,7 +97,7 @@ def worker_specs(
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
-    joins = config.stages is not None and dtype == torch.float32 and device == "cpu"
+    joins = config.stages is not None and is_float32_on_cpu(device, dtype)
     rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
     guess_tokens: tuple[int, ...] = ()
     if config.guess_vocab is not None:
@@ -121,3 +123,8 @@ def worker_specs(
         )
         for rank in range(processes)
     ]
+
+
+def all_pass_kinds(specs: Iterable[WorkerSpec]) -> list[int]:
+    """The kinds of passes that any of the processes needs compiled, each once."""
+    return sorted(set().union(*(spec.pass_kinds for spec in specs)))

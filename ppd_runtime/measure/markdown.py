@@ -10,5 +10,14 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def cell(value: object, number: str = ".3f") -> str:
+    """A table's text for a value: `number` is a fraction's format, what is None a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return format(value, number) if isinstance(value, float) else str(value)
+
+
 def _escaped(cell: str) -> str:
     return " ".join(cell.split()).replace("|", "\\|")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.checks import check_whole
-from ppd_runtime.config import SHARED
+from ppd_runtime.config import SHARED, check_depth
 from ppd_runtime.cost_model.staged import check_cuts
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.stage.stage import Stage
@@ -57,8 +57,7 @@ class MatchRateSetting:
     measured too."""
 
     def __post_init__(self) -> None:
-        if self.num_layers < 2:
-            raise ValueError(f"the model has {self.num_layers} layer: an early exit needs at least 2")
+        check_depth(self.num_layers, "an early exit")
         if not self.exit_layers or not self.ks:
             raise ValueError(f"no {'k' if self.exit_layers else 'exit layers'} to measure: give at least one")
         for k in self.ks:

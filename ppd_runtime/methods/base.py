@@ -15,7 +15,7 @@ from ppd_runtime.methods.chat import Messages, chat_text, template_of
 from ppd_runtime.methods.prompts import Prompt, Prompts, token_ids_of
 from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
-from ppd_runtime.methods.turns import Turns
+from ppd_runtime.methods.turns import Room, Turns
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
@@ -61,6 +61,11 @@ class TextGenerator(ABC):
     def max_requests(self) -> int:
         """Requests that run at once; further calls wait for their turn."""
         return self._turns.most
+
+    @property
+    def room(self) -> Room | None:
+        """What a request may have of the room for keys and values; None: any number of tokens."""
+        return self._turns.room
 
     @property
     def room_taken(self) -> float:
@@ -117,9 +122,8 @@ class TextGenerator(ABC):
             prompt: a text, or token ids: a list, a tensor or array `[tokens]` or `[1, tokens]`, or a tokenizer's
                 `BatchEncoding`. Several are a list of texts, or of two lists of token ids at least.
             params: how to sample and when to stop; or
-            settings: the same by name, as `SamplingParams` describes them: max_new_tokens, temperature, top_k, top_p,
-                min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop, stop_token_ids,
-                ignore_eos, timeout_s, logits_processors. Of those with several values one may stand alone.
+            settings: the same by name; `SamplingParams` describes them. Of those with several values one may stand
+                alone.
             n: give a list of so many texts for the prompt. The first has the seed that is given, each further one the
                 next seed (modulo 2^64): text i is that of a request with `seed + i`.
             add_special_tokens: whether a text gets the tokenizer's special tokens; False for one that a chat template

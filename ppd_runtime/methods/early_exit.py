@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.checks import check_int
+from ppd_runtime.config import check_depth
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.speculation import Propose
@@ -157,10 +158,10 @@ class EarlyExitSettings:
         return probe.exit_layer, lambda stage: load_probe(probe, stage.model)
 
 
-def check_exit_layer(exit_layer: int | None, num_layers: int) -> int:
+def check_exit_layer(exit_layer: int | None, info: ModelInfo) -> int:
     """The exit layer, a third of the depth where None is asked for; ValueError where the model has no such exit."""
-    if num_layers < 2:
-        raise ValueError(f"the model has {num_layers} layer: an early exit needs at least 2")
+    num_layers = info.num_layers
+    check_depth(num_layers, "an early exit", info.name)
     if exit_layer is None:
         return max(1, num_layers // 3)
     check_int("exit_layer", exit_layer)

@@ -5,12 +5,11 @@ It holds no model: its caller scores the suggestions, each by one draft pass ove
 
 from collections import deque
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ppd_runtime.checks import check_share, check_whole
+from ppd_runtime.methods.choices import SearchSettings
 from ppd_runtime.models.stage.slicing import LayerSet
 
 if TYPE_CHECKING:
@@ -21,42 +20,6 @@ LEAST_LAYERS = 3
 _LEAST_RATE, _VERIFICATIONS, _LESS = 0.7, 100, 0.1  # below this rate in so many verifications, leave out so much less
 _CONSIDERED, _REMEMBERED = 500, 400  # sets among which Bayesian optimisation chooses, scores that it goes by
 _KAPPA, _NOISE = 2.576, 0.1  # deviations above the mean; variance of a score, as a share of the scores' own
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """How to search; the values are the paper's (appendix B.2).
-
-    Raises:
-        ValueError: for numbers out of range, and where Bayesian optimisation is wanted and not installed.
-    """
-
-    skip_ratio: float = 0.45
-    """r: the share of the model's attentions and MLPs that are left out."""
-    steps: int = 1000
-    """S: suggestions that are tried at the most; with 0 the first set stays."""
-    bayes_interval: int = 25
-    """β: every β-th suggestion is Bayesian optimisation's, the others are random; with 0 all are random."""
-    patience: int = 300
-    """Suggestions without a better score that end the search."""
-    enough: float = 0.95
-    """A score above it ends the search too."""
-    windows: int = 1
-    """Windows of the text by which a set must have been scored for that. With 1, the paper's, a set is scored once, so
-    that an easy window may end the search; with more, the best one is scored again by each window that has come."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_share("skip_ratio", self.skip_ratio, below_one=True)
-        check_whole("search_steps", self.steps, 0)
-        check_whole("bayes_interval", self.bayes_interval, 0)
-        check_whole("search_seed", self.seed, 0)
-        check_whole("search_windows", self.windows, 1)
-        if self.steps and self.bayes_interval and find_spec("sklearn") is None:
-            raise ValueError(
-                f"bayes_interval={self.bayes_interval} needs scikit-learn: install ppd-runtime[swift], "
-                "or choose bayes_interval=0 for random search alone"
-            )
 
 
 @dataclass

@@ -30,7 +30,7 @@ class LayerSkipSettings(EarlyExitSettings):
         """As `MethodSettings.prepare`."""
         stopping = self.rule
         asked, load_probe = self.prepare_probe(info)
-        exit_layer = check_exit_layer(asked, info.num_layers)
+        exit_layer = check_exit_layer(asked, info)
         return lambda stage: LayerSkip(stage, exit_layer, stopping, load_probe(stage))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.choices import METHODS, SELF_SPECULATIVE_NAMES
 from ppd_runtime.methods.kangaroo import KangarooSettings
 from ppd_runtime.methods.layerskip import AdaSpeedSettings, LayerSkipSettings
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
@@ -18,13 +19,8 @@ from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling_params import SAMPLING_SETTINGS
 from ppd_runtime.settings import UnknownSettingError
 
-SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = {
-    "layerskip": LayerSkipSettings,
-    "adaspeed": AdaSpeedSettings,
-    "kangaroo": KangarooSettings,
-    "swift": SwiftSettings,
-}
-METHODS = ("autoregressive", "ppd", *SELF_SPECULATIVE)
+_SETTINGS = (LayerSkipSettings, AdaSpeedSettings, KangarooSettings, SwiftSettings)
+SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = dict(zip(SELF_SPECULATIVE_NAMES, _SETTINGS, strict=True))
 
 
 def decode(model: str | Path, prompt: Prompt, method: str = "ppd", **settings: Any) -> GenerationResult:

@@ -8,10 +8,11 @@ from typing import Any
 from ppd_runtime.checks import check_choice
 from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
 from ppd_runtime.cost_model.theory import drafting_ratio
+from ppd_runtime.methods.choices import ACCEPTANCE_RULES
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.speculation import MethodSettings, SpeculationCounts, speculate
 from ppd_runtime.methods.steps import Totals
-from ppd_runtime.methods.verification import ACCEPTANCE_RULES, acceptance_rule
+from ppd_runtime.methods.verification import acceptance_rule
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import Speculation

@@ -4,10 +4,8 @@ import math
 from dataclasses import dataclass
 
 from ppd_runtime.checks import check_choice, check_share, check_whole
+from ppd_runtime.methods.choices import STOPPING_RULES
 from ppd_runtime.models.native.drafts import DraftRule
-
-STOPPING_RULES = ("constant", "confidence", "product", "probe")
-"""Constant length; Draft & Verify's; AdaSPEED's; AdaSPEED's with its probe's predictions for probabilities."""
 
 
 @dataclass(frozen=True)

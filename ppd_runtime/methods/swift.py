@@ -13,9 +13,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ppd_runtime.checks import check_whole
+from ppd_runtime.methods.choices import SWIFT_WIDEST, SWIFT_WINDOW, SearchSettings
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.fused_drafting import GreedyChains
-from ppd_runtime.methods.layer_search import LEAST_LAYERS, LayerSearch, SearchSettings
+from ppd_runtime.methods.layer_search import LEAST_LAYERS, LayerSearch
 from ppd_runtime.methods.speculation import Propose
 from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
@@ -25,7 +26,7 @@ from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.layer_sets import read_layer_set
 
-_WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
+_WIDTHS = ((0.5, SWIFT_WIDEST), (0.8, 5), (0.95, 3), (1.0, 1))
 """Candidates for a place whose confidence is at most so much (section 4.2)."""
 
 
@@ -41,7 +42,12 @@ class Swift:
     """
 
     def __init__(
-        self, stage: Stage, layers: LayerSet | LayerSearch, stopping: Stopping, window: int = 32, widest: int = 10
+        self,
+        stage: Stage,
+        layers: LayerSet | LayerSearch,
+        stopping: Stopping,
+        window: int = SWIFT_WINDOW,
+        widest: int = SWIFT_WIDEST,
     ) -> None:
         self.stage, self._stopping, self.window, self._widest = stage, stopping, window, widest
         self.search = layers if isinstance(layers, LayerSearch) else None
@@ -158,9 +164,9 @@ class SwiftSettings:
     """Whether the threshold follows the acceptance rate, as AdaSPEED's."""
     adaptation: Adaptation = field(default_factory=Adaptation)
     """How it does."""
-    widest: int = 10
+    widest: int = SWIFT_WIDEST
     """Candidates that a doubtful place has at the most; the paper's 10, 5, 3, 1 go by confidence, 1 drafts chains."""
-    context_window: int = 32
+    context_window: int = SWIFT_WINDOW
     """γ: generated tokens by which the search scores a set."""
     search_steps: int = SearchSettings.steps
     """S: sets that are tried at the most; with 0 the uniform set stays."""

@@ -5,11 +5,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _TURN_DEADLINE_S = 3600.0
 _LOOK_EVERY_S = 0.25
 MOST_WAITING = 1024
 """Calls that wait for their turn."""
+_LEAST_SHARE = 1024  # tokens of a request; where not all have so many, fewer run at once
+
+
+class Room(NamedTuple):
+    """Tokens that one request may have, its prompt's among them."""
+
+    most: int
+    """Where others wait for it."""
+    share: int
+    """Where as many as may run at once do so, or at least 1024, up to `most`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +82,13 @@ class Turns:
         with self._changed:
             self._taken.remove(turn)
             self._changed.notify_all()
+
+    @property
+    def room(self) -> Room | None:
+        """For a request; None: for any number of tokens."""
+        if self.most_tokens is None:
+            return None
+        return Room(self.most_tokens, min(self.most_tokens, max(self.most_tokens // self.most, _LEAST_SHARE)))
 
     @property
     def usage(self) -> float:

@@ -14,8 +14,6 @@ from torch import Tensor
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.sampling import Draws, Sampler
 
-ACCEPTANCE_RULES = ("shared-noise", "rejection")
-
 
 @dataclass(frozen=True)
 class Verdict:

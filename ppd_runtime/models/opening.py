@@ -15,6 +15,7 @@ from ppd_runtime.models.checkpoint.loading import (
     weight_copies,
 )
 from ppd_runtime.models.checkpoint.quantised import check_packed
+from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.stage import Stage
@@ -37,8 +38,8 @@ def load_stage(
     if code:
         from ppd_runtime.models.compiled.passes import CompiledLayers  # only compiled code needs all that it imports
 
-        shares = dtype == torch.float32 and device == "cpu" and not info.weights
-        compiled = CompiledLayers(model, code, bfloat16_weights(info, last) if shares else {}, first=first)
+        copies = bfloat16_weights(info, last) if _has_copies(info, dtype, device) else {}
+        compiled = CompiledLayers(model, code, copies, first=first)
     if emulate:
         return EmulatedStage(model, compiled, emulate, first, info.longest_in_chunks)
     return Stage(model, compiled, first, info.longest_in_chunks)
@@ -54,8 +55,13 @@ def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bo
         check_packed(info)
     elif device == "cpu":
         weight_copies(info, dtype)
-        if compiled and dtype == torch.float32:
+        if compiled and _has_copies(info, dtype, device):
             bfloat16_copies(info)
+
+
+def _has_copies(info: ModelInfo, dtype: torch.dtype, device: str) -> bool:
+    """Whether compiled code maps a bfloat16 copy of weights, too."""
+    return is_float32_on_cpu(device, dtype) and not info.weights
 
 
 def compile_ahead(

@@ -157,7 +157,7 @@ class Entries(Message):
 
 @dataclass(frozen=True, slots=True)
 class CatchUp(Message):
-    """Main → subs, after a rest, and to one that lacks tokens: those at `position` and behind it.
+    """Main → subs, after a pause, and to one that lacks tokens: those at `position` and behind it.
 
     With the entries of the first of them, `[tokens with entries, layers, 2, heads, head_dim]`, of the head-start
     layers; the others' have to be computed.

@@ -1,24 +1,25 @@
-"""When sub-processes, or a boundary's head, are left alone: never right, their work would only be in the way."""
+"""When speculation pauses: after 24 misses in a row for 24 tokens, doubling up to 256."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class SpeculationBackoff:
-    """An account of right and wrong candidates: the main process' goes on from request to request; of stages each
-    boundary has one for each request.
+    """Counts hits and misses, and says whether candidates are asked for.
 
-    With the defaults a match rate of 0.3 leads to a rest in one run of five thousand.
+    The main process keeps one over all its requests; with stages each boundary has one for each request. With the
+    defaults a match rate of 0.3 leads to a pause in one run of five thousand.
     """
 
     trial: int = 24
-    """Wrong candidates in a row before the first rest."""
+    """Misses in a row before the first pause."""
     later_trial: int = 4
-    """And after it, when what follows is the same kind of text as a rule; at least 2: the first miss after a hit has
-    to be told, because its entries are fetched then."""
+    """Misses in a row after a pause, behind which the text is mostly of the same kind. At least 2: the first miss after
+    a hit has to be told, because its entries are fetched then."""
     shortest: int = 24
-    """Tokens of the first rest; each in a row is twice as long as the one before."""
+    """Tokens of the first pause; each further one without a hit between is twice as long."""
     longest: int = 256
+    """Tokens of a pause, at the most."""
 
     def __post_init__(self) -> None:
         self._limit, self._length = self.trial, self.shortest
@@ -26,15 +27,15 @@ class SpeculationBackoff:
 
     @property
     def now(self) -> bool:
-        """Whether no sub-process is asked for the next token."""
+        """Whether it pauses: nothing is asked for the next token."""
         return self._left > 0
 
     def begin(self) -> None:
-        """A new request may be another kind of text: the sub-processes are tried at once."""
+        """A new request may be another kind of text: no pause goes on."""
         self._missed = self._left = 0
 
     def note(self, hit: bool) -> None:
-        """One more token: whether a sub-process that was asked about it was right, be it too late."""
+        """One more token: whether a candidate was right, be it too late."""
         if self._left:
             self._left -= 1
         elif hit:

@@ -21,6 +21,7 @@ from ppd_runtime.server.text_threads import TextThreads
 from ppd_runtime.server.timeline import layout_of
 
 _MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
+_LEAST_NEW_TOKENS = 256  # where it names none, and its prompt leaves fewer of its share of the room
 
 
 class Choices(NamedTuple):
@@ -100,8 +101,11 @@ class Completions:
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:
         if asked.most_tokens is not None:
             return max(asked.most_tokens, 1)
-        positions = self.generator.info.max_positions
-        return _MOST_NEW_TOKENS if positions is None else max(positions - prompt_size, 1)
+        room, positions = self.generator.room, self.generator.info.max_positions
+        most = prompt_size + _MOST_NEW_TOKENS if positions is None else positions
+        if room is not None:
+            most = min(most, room.most, max(room.share, prompt_size + _LEAST_NEW_TOKENS))
+        return max(most - prompt_size, 1)
 
     def _text_of(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(self.generator.tokenizer.decode(prompt))

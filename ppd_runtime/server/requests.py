@@ -136,7 +136,7 @@ class Sampling(Body):
 
     @property
     def most_tokens(self) -> int | None:
-        """New tokens at the most; None: as many as the model has positions for."""
+        """New tokens at the most; None: as many as fit."""
         return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling(self, most_tokens: int, timeout_s: float) -> SamplingParams:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
+from ppd_runtime.config import check_depth
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.exit_scores import ExitScore, exit_scores
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
@@ -63,8 +64,7 @@ class LayerSkipRun(TrainingRun):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(_DTYPES)}")
         info = describe(model, needs_weights=not recipe.from_scratch)
-        if info.num_layers < 2:
-            raise ValueError(f"model {model!r} has one layer: an early exit needs at least 2")
+        check_depth(info.num_layers, "an early exit", model)
         self.recipe, self._device = recipe, choose_device(device)
         super().__init__(info, data, recipe, out)
         half = dtype == "bfloat16" or (dtype == "auto" and self._device != "cpu")

@@ -29,7 +29,7 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
-from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
+from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState, Text
 from ppd_runtime.text import StopRule
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.seat import Seat
@@ -187,7 +187,7 @@ class Essence:
         (NodeTree, _of_tree),
         (GeneratorType, _of_generator),
         (Caller, _of_caller),
-        (list | tuple | deque | range, lambda self, values: [self._of(value) for value in values]),
+        (list | tuple | deque | range | Text, lambda self, values: [self._of(value) for value in values]),
         (dict, lambda self, values: [(key, self._of(values[key])) for key in sorted(values)]),
         (WaitFor, lambda self, wanted: wanted.patience),
         (_READ, _of_object),

@@ -70,8 +70,8 @@ def announce(sender: CollectiveEndpoint, message: Message) -> None:
     header, raw = split(message)
     assert raw is not None
     link = sender._links[MAIN]
-    posted = TensorAnnouncement(1, 1, link.name, link._num_sent, raw.numel(), header)
-    sender._control.send(MAIN, posted)
+    announcement = TensorAnnouncement(1, 1, link.name, link._num_sent, raw.numel(), header)
+    sender._control.send(MAIN, announcement)
 
 
 def wait_for_announcement(receiver: CollectiveEndpoint) -> None:

@@ -22,6 +22,8 @@ from ppd_runtime.models.stage.stage import Stage
 
 pytestmark = needs_compiler
 MOST_NODES = 24
+MOST_TOGETHER = dict.fromkeys(FAMILIES, 8) | {"gemma2": 1}
+"""Rows of a pass: soft caps of attention are PyTorch's own, whose bits change with the rows beside a row."""
 ModelFolder = Callable[..., Path]
 
 
@@ -133,10 +135,9 @@ def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> No
             together = followed(rows, prompt, sizes, seed)
             assert together.keys() == alone.keys()
             assert all(torch.equal(together[node], alone[node]) for node in alone)
-    if family in ("llama", "mistral", "qwen3"):
-        assert rows.most_together == 8
-        assert set(layers.passes) == set(range(1, 9))
-        assert rows.joins_requests
+    assert rows.most_together == MOST_TOGETHER[family]
+    assert set(layers.passes) == set(range(1, MOST_TOGETHER[family] + 1))
+    assert rows.joins_requests == (MOST_TOGETHER[family] > 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", pytest.param("qwen3", marks=nightly)])

@@ -25,7 +25,7 @@ def test_transformers_has_a_time_and_what_is_not_installed_a_reason():
     assert [row["weights"] for row in missing] == ["bfloat16", "int8", "int4"]
     if find_spec("llama_cpp") is None:
         assert {row["reason"] for row in missing} == {
-            "llama_cpp is not installed: pip install 'ppd-runtime[peers]'",
+            'llama_cpp is not installed: run pip install ".[peers]" in the project\'s folder',
         }
 
 

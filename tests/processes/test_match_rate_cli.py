@@ -184,7 +184,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
     out, plot = tmp_path / "rates.json", tmp_path / "a.png"
     result = invoke("--model", model, "--prompts", prompts, "--out", out, "--plot", plot)
     assert result.exit_code == 2
-    assert result.stderr == f"ppd: plots need matplotlib: {sys.executable} -m pip install matplotlib\n"
+    assert result.stderr == 'ppd: plots need matplotlib: run pip install ".[plots]" in the project\'s folder\n'
     assert list(tmp_path.iterdir()) == [Path(prompts)]
 
 

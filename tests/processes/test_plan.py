@@ -21,7 +21,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from typer.testing import CliRunner
 
 from ppd_runtime.calibration.calibrate import Calibrator
-from ppd_runtime.calibration.peer import Partner
+from ppd_runtime.calibration.peer import CalibrationPeer
 from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.cli.plan import plan as command
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
@@ -88,9 +88,9 @@ def test_measured_are_layers_with_the_weights(model_folder: Callable[..., Path])
     assert measurement.calibrate(2, 1).weights == measurement.match_rates([1]).weights == "int8"
     calibrator = Calibrator(measurement.ordinary, measurement.conditions(2, 1))
     with tempfile.TemporaryDirectory(prefix="ppd-") as folder:
-        partner = Partner(calibrator._spec(1, (), folder))
-        partner.close()
-    for stage in (measurement.ordinary.stage, partner._stage):
+        peer = CalibrationPeer(calibrator._spec(1, (), folder))
+        peer.close()
+    for stage in (measurement.ordinary.stage, peer._stage):
         linears = [part for part in stage.model.modules() if isinstance(part, QuantisedLinear)]
         assert {linear.weights for linear in linears} == {"int8"}
         assert len(linears) == 4 * 7 + 1

@@ -14,8 +14,11 @@ from models_for_tests import FAMILIES, build_tokenizer
 from ppd_runtime import PPDRuntime
 from ppd_runtime.launch.bit_handshake import BitHandshake
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.compiled import passes
+from ppd_runtime.models.native.products import in_tiles
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
 from ppd_runtime.models.stage.sample import output_hashes
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.process_names import named_process, process_name, short_name
@@ -42,7 +45,7 @@ def test_stages_with_other_layers_have_the_same_hashes(model_folder, family, dty
     info = describe(str(model_folder(family)))
     first = output_hashes(load_stage(info, 2, dtype, "cpu"))
     assert first == output_hashes(load_stage(info, info.num_layers, dtype, "cpu", first=2))
-    assert len(set(first.values())) == len(first) == 6
+    assert len(set(first.values())) == len(first) == 8
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,23 @@ def test_compiled_stages_too():
     different = {name for name in library if first[name] != library[name]}
     assert different == {name for name in library if "one token" in name or "head" in name}, "prompts are the library's"
     assert {name for name in first if "tokens behind" in name} == first.keys() - library.keys()
+
+
+def test_a_prompts_whole_chunk_and_what_stands_behind_it_are_hashed():
+    """A kernel may be another one from so many rows on."""
+    hashes = output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))
+    assert {f"a layer over {PROMPT_CHUNK} tokens", f"a layer over one token behind {PROMPT_CHUNK}"} < hashes.keys()
+
+
+def test_products_with_weights_that_bfloat16_lacks_are_hashed(monkeypatch):
+    """Compiled code reads these otherwise than those of the demo model, which are all in bfloat16."""
+    info = describe("demo")
+    code = compile_ahead(info, torch.float32, "cpu", (PassKind.ONE, PassKind.SEVERAL))
+    ours = output_hashes(load_stage(info, 6, torch.float32, "cpu", code))
+    monkeypatch.setattr(passes, "in_half_the_memory", lambda weight: in_tiles(weight.to(torch.bfloat16)))
+    rounding = output_hashes(load_stage(info, 6, torch.float32, "cpu", code))
+    different = {name for name in ours if ours[name] != rounding[name]}
+    assert different == {name for name in ours if "behind" in name}, "what runs in compiled code, but for the head"
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="there are no other instructions")

@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 import torch
 from heads_for_tests import make_head
+from node_trees import chain_behind
 from pipeline_runs import PROMPTS, Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.calibration.simulate_stages import VirtualBoundaryHead, _Text
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
@@ -123,6 +125,35 @@ def test_a_shortlist_is_ranked_as_if_there_were_no_others(settings):
     for (token, chance), (right, its_chance) in zip(found, expected, strict=True):
         assert token == right
         assert chance == pytest.approx(its_chance)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.3}]
+)
+@pytest.mark.parametrize("some", [False, True])
+def test_a_sampler_ranks_alike_behind_a_text_and_a_copy_of_it(settings, some):
+    """The noise is that of the text's length, penalties are for its tokens."""
+    tree, nodes = chain_behind(list(range(30)), (55, 44, 32))
+    logits = torch.randn(len(nodes), 60, generator=torch.Generator().manual_seed(1))
+    sampler, texts = Sampler(SamplingParams(**settings)), [tree.text(node) for node in nodes]
+    ranked = ShortlistSampler(sampler, tuple(range(60)), 90) if some else sampler
+    found = ranked.guesses(logits, texts, 3)
+    assert found == ranked.guesses(logits, [[*text] for text in texts], 3)
+    assert (found == ranked.guesses(logits, texts[:1] * 4, 3)) == sampler.plain
+
+
+def test_heads_that_are_told_texts_find_their_places():
+    """Those of tests and of the simulator, which need more of a text than its length."""
+    tree, nodes = chain_behind([0, 1, 2], (3, 4, 9))
+    texts = [tree.text(node) for node in nodes]
+    hidden = torch.zeros(1, len(nodes), 32)
+    for head in (
+        OracleHead(((0, 1, 2, 3, 4, 5),), 1.0, 300),
+        VirtualBoundaryHead(_Text([1] * 8, [0] * 8), 1, [0.5]),
+    ):
+        found = [guesses[0][0] for guesses in head.guesses(hidden, texts, 1)]
+        assert found[:3] == [3, 4, 5]
+        assert found == [guesses[0][0] for guesses in head.guesses(hidden, [[*text] for text in texts], 1)]
 
 
 def test_states_leave_before_the_head_is_asked(folder):

@@ -16,15 +16,11 @@ from grids import nightly
 from typer.testing import CliRunner, Result
 
 import ppd_runtime
-from ppd_runtime.cli.generate import generate
 from ppd_runtime.cli.main import app
-from ppd_runtime.cli.search_layers import search_layers
 from ppd_runtime.cli.train.adapter import adapter
 from ppd_runtime.cli.train.layerskip import layerskip
 from ppd_runtime.cli.train.probe import probe
 from ppd_runtime.cli.words import in_its_words
-from ppd_runtime.methods.layer_search import SearchSettings
-from ppd_runtime.methods.swift import SwiftSettings
 from ppd_runtime.settings import UnknownSettingError
 from ppd_runtime.training.adapter import AdapterRecipe
 from ppd_runtime.training.layerskip import LayerSkipRecipe
@@ -87,7 +83,7 @@ def test_the_version_is_told_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("command", "settings"),
-    [(generate, SwiftSettings), (layerskip, LayerSkipRecipe), (adapter, AdapterRecipe), (probe, ProbeRecipe)],
+    [(layerskip, LayerSkipRecipe), (adapter, AdapterRecipe), (probe, ProbeRecipe)],
     ids=lambda value: value.__name__,
 )
 def test_numbers_that_help_gives_as_defaults_are_the_settings_own(command: Callable[..., None], settings: type) -> None:
@@ -98,17 +94,8 @@ def test_numbers_that_help_gives_as_defaults_are_the_settings_own(command: Calla
         if found := re.search(r"[Dd]efault: (?:the paper's )?([\d.e-]*\d)", about):
             told[name] = float(found[1])
     own = {name: getattr(settings, name) for name in told}
-    if settings is SwiftSettings:
-        assert own.pop("skip_ratio") is None, "a layer set's own, where there is one"
-        own["skip_ratio"] = SearchSettings.skip_ratio
     assert len(told) >= 4
     assert told == own
-
-
-def test_a_search_of_its_own_begins_with_swifts_settings() -> None:
-    shown = {name: parameter.default for name, parameter in inspect.signature(search_layers).parameters.items()}
-    names = {"skip_ratio": "skip_ratio", "search_steps": "steps", "bayes_interval": "bayes_interval", "seed": "seed"}
-    assert {name: shown[name] for name in names} == {name: getattr(SearchSettings, own) for name, own in names.items()}
 
 
 @pytest.mark.parametrize(

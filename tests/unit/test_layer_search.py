@@ -171,7 +171,7 @@ def test_too_few_layers() -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)  # what Python itself does to forbid an import
-    with pytest.raises(ValueError, match=r"bayes_interval=25 needs scikit-learn: install ppd-runtime\[swift\], or"):
+    with pytest.raises(ValueError, match=r"bayes_interval=25 needs scikit-learn: run pip install .*\[swift\].*, or"):
         SearchSettings()
     run(LayerSearch(LAYERS, SearchSettings(**RANDOM)), 30)
     SearchSettings(steps=0)

@@ -220,7 +220,7 @@ def test_recipes_are_checked(changes: dict[str, object], named: str) -> None:
 
 def test_mistakes_are_found_before_anything_is_written(model_folder: ModelFolder, tmp_path: Path) -> None:
     data = write_texts(tmp_path / "texts.jsonl")
-    with pytest.raises(ValueError, match="has one layer: an early exit needs at least 2"):
+    with pytest.raises(ValueError, match="has 1 layer: an early exit needs at least 2"):
         run_on(model_folder("llama", num_layers=1), data)
     with pytest.raises(ValueError, match="dtype='float16': choose one of auto, float32, bfloat16"):
         LayerSkipRun(str(model_folder("llama")), str(data), QUICK, tmp_path / "model", "float16")

@@ -18,9 +18,12 @@ from ppd_runtime.pipeline.messages import (
     End,
     Entries,
     ExitState,
+    Guesses,
     HeadStart,
     Message,
     Missing,
+    PromptStates,
+    Rows,
     Token,
 )
 from ppd_runtime.sampling_params import SamplingParams
@@ -39,6 +42,13 @@ def worker(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) ->
     made.stage.begin(8)
     made.stage.run(0, NUM_LAYERS, [1], 0)
     return made
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def stage_worker(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Worker:
+    """The second of three stages."""
+    info = describe(str(model_folder(num_layers=NUM_LAYERS)))
+    return Worker(WorkerSpec(2, 2, 2, info, EXIT_LAYER, getattr(torch, request.param), "cpu", 1, cuts=(2, 4)))
 
 
 def good_messages(worker: Worker) -> dict[str, Message]:
@@ -88,21 +98,62 @@ def misfits(good: dict[str, Message], vocab_size: int) -> list[Message]:
     ]
 
 
-def test_what_fits_is_taken_and_what_does_not_is_logged_and_left_out(
-    worker: Worker, caplog: pytest.LogCaptureFixture
+def staged_messages(worker: Worker) -> dict[str, Message]:
+    """What stages say to each other about this very model."""
+    hidden = torch.ones(1, 2, worker.stage.model.config.hidden_size, dtype=worker.spec.dtype)
+    last = worker.spec.info.vocab_size - 1
+    return {
+        "prompt": PromptStates(1, 1, 2, 256, hidden),
+        "rows": Rows(1, 1, 2, 7, (12, 13), (11, 11), (5, 5), (17, last), hidden),
+        "guesses": Guesses(1, 1, 2, 7, (12,), (17, last), (500_000, 250_000)),
+        "no guesses": Guesses(MAIN, 1, 2, 7, (), (), ()),
+    }
+
+
+def staged_misfits(good: dict[str, Message], vocab_size: int) -> list[Message]:
+    hidden = good["rows"].hidden
+    other = torch.float16 if hidden.dtype == torch.bfloat16 else torch.bfloat16
+    states = [hidden[..., :-1], hidden.repeat(1, 1, 2), hidden.repeat(2, 1, 1), hidden[0], hidden.to(other)]
+    tokens = [vocab_size, 2**31 - 1]
+    return [
+        *(replace(good["prompt"], hidden=state) for state in states),
+        *(replace(good["rows"], hidden=state) for state in [*states, hidden[:, :1], hidden.repeat(1, 2, 1)]),
+        *(replace(good[name], token_ids=(17, token)) for name in ("rows", "guesses") for token in tokens),
+        *(replace(message, sender=sender) for message in good.values() for sender in (3, -2)),
+    ]
+
+
+def check_what_is_taken(
+    worker: Worker, good: list[Message], bad: list[Message], caplog: pytest.LogCaptureFixture
 ) -> None:
-    network = LocalNetwork([CLIENT, MAIN])
-    worker._endpoint, client = network.endpoint(MAIN), network.endpoint(CLIENT)
-    good = good_messages(worker)
-    bad = misfits(good, worker.spec.info.vocab_size)
+    """What fits is taken as it is; what does not is logged and left out."""
+    rank = worker.spec.rank
+    network = LocalNetwork([CLIENT, rank])
+    worker._endpoint, client = network.endpoint(rank), network.endpoint(CLIENT)
     with caplog.at_level(logging.WARNING):
-        for message in good.values():
-            client.send(MAIN, message)
+        for message in good:
+            client.send(rank, message)
             assert worker._receive(lambda: 0) is message
         assert not caplog.messages
         for message in bad:
-            client.send(MAIN, message)
-            client.send(MAIN, End(CLIENT, 1))
+            client.send(rank, message)
+            client.send(rank, End(CLIENT, 1))
             assert worker._receive(lambda: 0) == End(CLIENT, 1), message
     assert len(caplog.messages) == len(bad)
+
+
+def test_what_fits_is_taken_and_what_does_not_is_logged_and_left_out(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = good_messages(worker)
+    check_what_is_taken(worker, [*good.values()], misfits(good, worker.spec.info.vocab_size), caplog)
     assert caplog.messages[0] == "left out what the main process sent, a ExitState: not of this model"
+
+
+def test_stages_take_states_rows_and_guesses_of_their_model_alone(
+    stage_worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = staged_messages(stage_worker)
+    bad = staged_misfits(good, stage_worker.spec.info.vocab_size)
+    check_what_is_taken(stage_worker, [*good.values()], bad, caplog)
+    assert caplog.messages[0] == "left out what stage 1 sent, a PromptStates: not of this model"

@@ -2,15 +2,21 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import running
+from servers import TEMPLATE, running
 from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import threads
+from ppd_runtime.methods.turns import Turns
 from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.server.app import Service
+from ppd_runtime.server.requests import ChatRequest
+from ppd_runtime.server.settings import ServerSettings
 from ppd_runtime.workers.worker import Worker
 
 PROMPT = [5, 9, 200, 31]
@@ -83,6 +89,49 @@ def test_kept_prefixes_are_counted(model_folder: Callable[..., Path]) -> None:
         found = server.counts()
     assert found["vllm:prefix_cache_queries_total"] == 600
     assert found["vllm:prefix_cache_hits_total"] == found["vllm:prompt_tokens_cached_total"] == 256
+
+
+def chat(words: int = 1, **more: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "a " * words}], "temperature": 0, "ignore_eos": True, **more}
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    file = tmp_path / "chat.jinja"
+    file.write_text(TEMPLATE)
+    return file
+
+
+def test_a_chat_without_max_tokens_gets_what_fits(model_folder: Callable[..., Path], template: Path) -> None:
+    """The model has more positions than there is room."""
+    folder = model_folder("llama", num_layers=2, max_position_embeddings=4096)
+    layout = {"stages": 2, "transport": "local", "dtype": "float32", "max_cache_tokens": 60}
+    with PPDRuntime(folder, **layout) as runtime, running(runtime, chat_template=template) as server:
+        usage = server.post("/v1/chat/completions", **chat()).json()["usage"]
+        assert usage["total_tokens"] == 60
+        assert server.post("/v1/chat/completions", **chat(words=100)).status_code == 400, "it never fits"
+
+
+def test_chats_without_max_tokens_run_at_once(spacious: PPDRuntime, template: Path) -> None:
+    asked = chat(stream=True)
+    with running(spacious, chat_template=template) as server, ExitStack() as opened:
+        clients = [opened.enter_context(server.client()) for _ in range(2)]
+        streams = [client.stream("POST", "/v1/chat/completions", json=asked) for client in clients]
+        answers = [opened.enter_context(stream).iter_lines() for stream in streams]
+        assert all(next(lines).startswith("data:") for lines in answers)
+        wait_until(lambda: server.counts()["vllm:num_requests_running"] == 2)
+        assert server.counts()["vllm:kv_cache_usage_perc"] == 2 * (ROOM // spacious.max_requests) / ROOM
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(10, 1490), (1300, 256), (2900, 100), (2999, 1)])
+def test_a_long_prompt_leaves_new_tokens_while_there_is_room(folder: Path, prompt: int, new: int) -> None:
+    """Each of two has half of the room."""
+    ordinary = OrdinaryDecoding(folder)
+    ordinary._turns, ordinary.info = Turns(2, 3000), replace(ordinary.info, max_positions=10_000)
+    service = Service(ordinary, ServerSettings())
+    (generation,) = service.completions._generations(ChatRequest(**chat()), [5] * prompt, False)
+    service.end_threads()
+    assert generation.most_tokens - generation.prompt_tokens == new
 
 
 def test_the_papers_layout_is_told(folder: Path) -> None:

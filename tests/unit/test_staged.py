@@ -11,6 +11,7 @@ import torch
 from grids import pairs_first
 from machine_network import MachineNetwork
 from models_for_tests import FAMILIES
+from node_trees import chain_behind, node_tree
 from pipeline_runs import PROMPTS, Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -25,7 +26,6 @@ from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.machine import Logits
-from ppd_runtime.pipeline.staged.tree import NodeTree
 from ppd_runtime.results import NOTHING_NEW, News
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -219,7 +219,7 @@ class WrongForLong:
         self._text, self._right_from, self.asked = text, right_from, []
 
     def guesses(self, hidden, texts, k):
-        self.asked += [len(text) for text in texts if text == self._text[: len(text)]]
+        self.asked += [len(text) for text in texts if [*text] == self._text[: len(text)]]
         return [[(self._text[len(text)] + (len(text) < self._right_from), 1.0)] for text in texts]
 
 
@@ -237,14 +237,40 @@ def test_a_head_that_is_never_right_rests_and_is_tried_again(model_folder):
 
 
 def test_the_end_of_a_text_is_no_copy_of_all_of_it():
-    tree = NodeTree(SimpleNamespace(keep=lambda node: None, drop=lambda node: None), list(range(100)), 100)
-    parent = tree.prompt
-    assert (tree.text(parent), tree.text(parent, 3)) == (list(range(100)), [97, 98, 99])
-    for number in range(1, 6):
-        parent = tree.add(number, 100 + number, 99 + number, parent.number)
-        assert tree.text(parent, 3)[-3:] == tree.text(parent)[-3:]
-        assert len(tree.text(parent, 3)) == number + 3
-    assert tree.text(parent, 1000) == tree.text(parent) == [*range(100), *range(101, 106)]
+    tree, (prompt, *nodes) = chain_behind(list(range(100)), range(101, 106))
+    assert ([*tree.text(prompt)], tree.text(prompt, 3)) == (list(range(100)), [97, 98, 99])
+    for number, node in enumerate(nodes, start=1):
+        assert tree.text(node, 3)[-3:] == tree.text(node)[-3:]
+        assert len(tree.text(node, 3)) == number + 3
+    assert tree.text(nodes[-1], 1000) == [*tree.text(nodes[-1])] == [*range(100), *range(101, 106)]
+
+
+def test_a_text_is_what_it_was_though_its_history_goes_on():
+    history = list(range(100))
+    tree, (prompt, first, second) = chain_behind(history, (200, 201))
+    texts = {node: tree.text(node) for node in (prompt, first, second)}
+    history += [200, 300]
+    tree.settle()
+    for behind, text in enumerate(texts.values()):
+        expected = [*range(100), *(200, 201)[:behind]]
+        assert ([*text], len(text)) == (expected, len(expected))
+        for place in (0, 99, -1, -len(expected), slice(-3, None), slice(1, 9, 2)):
+            assert text[place] == expected[place]
+        with pytest.raises(IndexError):
+            text[len(expected)]
+
+
+def test_heads_are_given_texts_that_nobody_has_copied(model_folder):
+    """Of a long text each copy takes longer than all else that a stage does for a row besides its layers."""
+    bench, given = Bench.of(model_folder("llama")), []
+    begin = begin_message([5, 9, 5, 9, 5], SamplingParams(max_new_tokens=8))
+    stage = FirstStage(RowStage(bench.stage(2), 8), None, 2, 1, 4, lambda addresses, message: None, begin)
+    stage.head = SimpleNamespace(guesses=lambda hidden, texts, k: given.extend(texts) or [[(9, 0.5)] for _ in texts])
+    machine = stage.serve()
+    while next_wait(machine, None).patience == 0:
+        pass
+    assert [[*text] for text in given][:2] == [[5, 9, 5, 9, 5], [5, 9, 5, 9, 5, 9]]
+    assert all(text.history is stage.history for text in given)
 
 
 def test_repetitions_are_looked_for_behind_the_prompts_states(model_folder):
@@ -280,7 +306,7 @@ def test_the_last_stage_decides_before_it_looks_for_messages(model_folder):
 
 def test_waiting_rows_enter_with_their_own_states():
     """Out of one message or several, as they came, or without some that were dropped."""
-    tree = NodeTree(SimpleNamespace(keep=lambda node: None, drop=lambda node: None), [1, 2], 2)
+    tree = node_tree([1, 2])
     arrivals = Arrivals(tree)
     hidden = torch.arange(12.0).view(1, 6, 2)
     for first, pass_number in ((1, 1), (4, 2)):

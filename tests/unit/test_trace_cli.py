@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -25,7 +26,15 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["The quick", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("layout", [("--method", "autoregressive"), ("--transport", "local", "--k", 1)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--method", "autoregressive"),
+        ("--transport", "local", "--k", 1),
+        ("--transport", "local", "--stages", 3),
+    ],
+    ids=str,
+)
 def test_both_files_are_written_and_the_text_stays(folder, tmp_path, layout):
     pytest.importorskip("matplotlib")
     trace, timeline = tmp_path / "t.json", tmp_path / "t.png"
@@ -40,6 +49,20 @@ def test_both_files_are_written_and_the_text_stays(folder, tmp_path, layout):
     assert sum(args["last_layer"] - args["first_layer"] for args in passes) >= main_passes
     assert timeline.read_bytes().startswith(b"\x89PNG")
     assert sorted(tmp_path.iterdir()) == [trace, timeline]
+
+
+def test_a_timeline_has_a_line_for_each_stage(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    timeline = tmp_path / "t.svg"
+    options = ("--model", folder, "--transport", "local", "--stages", 3, "--max-new-tokens", 6, "--ignore-eos")
+    assert invoke(*options, "--timeline", timeline).exit_code == 0
+    words = re.findall("<!-- (.*) -->", timeline.read_text())
+    heights = re.findall(r"<!-- (stage \d) -->\s*<g [^>]*translate\(\S+ ([\d.]+)\)", timeline.read_text())
+    from_the_top = sorted(heights, key=lambda pair: float(pair[1]))
+    assert [name for name, _ in from_the_top] == ["stage 1", "stage 2", "stage 3"]
+    assert len({height for _, height in heights}) == 3
+    assert "first 6 tokens, 4 layers, 3 stages" in words
+    assert {"a certain token", "tokens in flight", "head and choice"} <= {*words}
 
 
 @pytest.mark.parametrize(
@@ -82,4 +105,4 @@ def test_a_timeline_without_matplotlib_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = invoke("--model", "no/such/model", "--timeline", tmp_path / "t.png")
     assert result.exit_code == 2
-    assert result.stderr == f"ppd: plots need matplotlib: {sys.executable} -m pip install matplotlib\n"
+    assert result.stderr == 'ppd: plots need matplotlib: run pip install ".[plots]" in the project\'s folder\n'

@@ -273,7 +273,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = CliRunner().invoke(app, ["--plot", str(tmp_path / "a.png"), "--csv", str(tmp_path / "a.csv")])
     assert result.exit_code == 2
-    assert result.stderr == f"ppd: plots need matplotlib: {sys.executable} -m pip install matplotlib\n"
+    assert result.stderr == 'ppd: plots need matplotlib: run pip install ".[plots]" in the project\'s folder\n'
     assert list(tmp_path.iterdir()) == []
 
 

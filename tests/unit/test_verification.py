@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ppd_runtime.methods.choices import ACCEPTANCE_RULES
 from ppd_runtime.methods.drafts import Draft
-from ppd_runtime.methods.verification import ACCEPTANCE_RULES, AcceptanceRule, acceptance_rule
+from ppd_runtime.methods.verification import AcceptanceRule, acceptance_rule
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 

@@ -23,6 +23,7 @@ from ppd_runtime.launch.ray.security import check_authentication
 from ppd_runtime.launch.ray.session import Membership, check_same, join
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
+from ppd_runtime.launch.worker_specs import all_pass_kinds
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.process_names import process_name
 from ppd_runtime.transport import Endpoint
@@ -132,7 +133,7 @@ class RayWorkers:
         if self._one_host or not config.compile:
             return b""
         progress("a worker compiles, unless an earlier run has")
-        kinds = sorted(set().union(*(spec.pass_kinds for spec in self._specs.values())))
+        kinds = all_pass_kinds(self._specs.values())
         order = start_order(self._specs[MAIN], Network())
         task = compile_code.options(**self._place(MAIN)).remote(order, kinds)
         return ray.put(_result(task, _COMPILE_S, "compile: the worker that compiles"))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS
-from ppd_runtime.methods.registry import METHODS, SELF_SPECULATIVE, method_settings, open_method
+from ppd_runtime.methods.choices import METHODS
+from ppd_runtime.methods.registry import SELF_SPECULATIVE, method_settings, open_method
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import UnknownSettingError

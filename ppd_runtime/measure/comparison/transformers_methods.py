@@ -38,7 +38,7 @@ def early_exit_arguments(
     check_whole("num_assistant_tokens", num_assistant_tokens, 1)
     check_share("assistant_confidence_threshold", assistant_confidence_threshold)
     return {
-        "assistant_early_exit": check_exit_layer(exit_layer, info.num_layers),
+        "assistant_early_exit": check_exit_layer(exit_layer, info),
         "num_assistant_tokens": num_assistant_tokens,
         "assistant_confidence_threshold": assistant_confidence_threshold,
     }

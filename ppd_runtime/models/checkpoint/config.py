@@ -12,6 +12,8 @@ from ppd_runtime.models.checkpoint.hub import one_line
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
 """Files of a folder that `ppd quantize` wrote: what its weights are, and they themselves."""
+AGAIN = "copy or download the model again"
+"""The way out where its files are damaged."""
 _INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """Files of an ordinary folder: which tensor is where, and the tensors where they are in one file."""
 
@@ -35,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
     elif index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"model {str(folder)!r}: {index.name} has no weight_map")
+            raise ValueError(f"model {str(folder)!r}: {index.name} has no weight_map; {AGAIN}")
         return [folder / name for name in sorted(set(weight_map.values()))]
     return [single] if single.exists() else []
 
@@ -59,7 +61,8 @@ def checked_config(model: str, folder: Path) -> PretrainedConfig:
     try:
         return model_config(folder)
     except Exception as error:  # a config's own checks raise many kinds
-        raise ValueError(f"model {model!r}: no usable config.json in {folder}: {one_line(error)}") from error
+        reason = f"no usable config.json in {folder}: {one_line(error)}"
+        raise ValueError(f"model {model!r}: {reason}; {AGAIN}, or give another") from error
 
 
 def _needs_own_code(folder: Path) -> bool:
@@ -90,7 +93,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {str(path.parent)!r}: {path.name} cannot be read: {one_line(error)}") from error
+        reason = f"{path.name} cannot be read: {one_line(error)}"
+        raise ValueError(f"model {str(path.parent)!r}: {reason}; {AGAIN}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"model {str(path.parent)!r}: {path.name} holds no JSON object")
+        raise ValueError(f"model {str(path.parent)!r}: {path.name} holds no JSON object; {AGAIN}")
     return content

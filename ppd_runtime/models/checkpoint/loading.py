@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.utils import logging as transformers_logging
 
 from ppd_runtime.models.checkpoint.config import (
+    AGAIN,
     first_layers_config,
     layer_number,
     model_config,
@@ -64,7 +65,8 @@ def load_layers(
         ("have another shape than config.json says for", sorted(key for key, *_ in report["mismatched_keys"])),
     ):
         if names:
-            raise ValueError(f"model {info.name!r}: its files {complaint} {names[0]} ({len(names)} tensors in all)")
+            found = f"{names[0]} ({len(names)} tensors in all)"
+            raise ValueError(f"model {info.name!r}: its files {complaint} {found}; {AGAIN}")
     take_packed(model, packed)
     if head_tokens:
         model.lm_head = _some_rows(model.lm_head, head_tokens)
@@ -207,7 +209,8 @@ def _read_tensors(
         try:
             tensors |= _some_layers(path, copies.get(path), first, last, packed)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
+            reason = f"{path.name} cannot be read: {one_line(error)}"
+            raise ValueError(f"model {info.name!r}: {reason}; {AGAIN}") from error
     return tensors
 
 

@@ -16,6 +16,7 @@ from ppd_runtime.files.cache_folder import artifact
 from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.files.large_pages import read_in_large_pages
 from ppd_runtime.models.checkpoint.config import (
+    AGAIN,
     QUANTISED,
     QUANTISED_CARD,
     layer_number,
@@ -160,7 +161,7 @@ class PackedModel(contextlib.ExitStack):
         try:
             tensor: Tensor = of.file.get_tensor(of.name)
         except SafetensorError as error:
-            raise ValueError(f"model {self._info.name!r}: {name} cannot be read: {one_line(error)}") from error
+            raise self._unusable(f"{name} cannot be read: {one_line(error)}") from error
         return pack(*quantise(tensor, of.weights), of.weights) if of.weights else tensor
 
     def _places(self, opened: contextlib.ExitStack) -> dict[str, Any]:
@@ -170,19 +171,22 @@ class PackedModel(contextlib.ExitStack):
             try:
                 file = opened.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"model {self._info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
+                raise self._unusable(f"{path.name} cannot be read: {one_line(error)}") from error
             places |= dict.fromkeys(file.keys(), file)
         return places
 
     def _matrix(self, places: dict[str, Any], name: str, at: str, shape: Iterable[int]) -> _Source:
         if at not in places:
-            raise ValueError(f"model {self._info.name!r}: its files lack {name}")
+            raise self._unusable(f"its files lack {name}")
         if (found := places[at].get_slice(at).get_shape()) != list(shape):
-            raise ValueError(f"model {self._info.name!r}: {name} has another shape than config.json says: {found}")
+            raise self._unusable(f"{name} has another shape than config.json says: {found}")
         weights = FORMAT_OF_HEAD if name == HEAD else self._info.weights
         assert weights
         outputs, inputs = shape
         return _Source(places[at], at, torch.uint8, (outputs, row_bytes(inputs, weights)), weights)
+
+    def _unusable(self, reason: str) -> ValueError:
+        return ValueError(f"model {self._info.name!r}: {reason}; {AGAIN}")
 
     def _other(self, file: Any, name: str) -> _Source:
         about = file.get_slice(name)

@@ -37,7 +37,7 @@ def quantise_model(model: str, out: Path, weights: str) -> WeightsCard:
         raise ValueError(f"{out}: give a folder in one that exists")
     info = describe(model, weights)
     if card := card_of(info.folder):
-        raise ValueError(f"model {model!r} has {card.weights} weights already, made of {card.source!r}")
+        raise ValueError(f"model {model!r} has {card.weights} weights already, made of {card.source!r}; give that")
     source = model_fingerprint(info)
     with PackedModel(info) as packed, whole_file(out) as folder:
         _check_room(out, packed.num_bytes)
@@ -66,4 +66,5 @@ def _check_room(out: Path, num_bytes: int) -> None:
     with contextlib.suppress(OSError):  # writing says so too
         free = shutil.disk_usage(out.parent).free
         if free < num_bytes:
-            raise ValueError(f"{out}: needs {num_bytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there")
+            found = f"needs {num_bytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
+            raise ValueError(f"{out}: {found}; make room, or give a folder elsewhere")

@@ -213,7 +213,7 @@ def _make(
             out.flush()
             os.fsync(out.fileno())  # else a crash leaves a file that is half empty
         if version_of(path) != version:
-            raise ValueError(f"{path} has changed meanwhile")
+            raise ValueError(f"{path} has changed meanwhile; the next start makes one")
         copy = stem.with_name(f"{stem.name}-{of_blocks(sums)}{_SUFFIX}")
         new.replace(copy)
     note_whole(copy)

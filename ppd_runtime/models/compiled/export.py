@@ -200,7 +200,7 @@ def _compile(
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"compile: {what} of this model cannot be: {reason}") from error
+        raise ValueError(f"compile: {what} of this model cannot be: {reason}; run it without") from error
 
 
 @contextlib.contextmanager

@@ -67,7 +67,9 @@ class DraftedChain(NamedTuple):
 _P, _N, _B, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool, ctypes.c_double
 
 
-class _Route(ctypes.Structure):
+class _LayerProgram(ctypes.Structure):
+    """`Route` in `passes.h`: a `LayerProgram` as it lies in memory."""
+
     _fields_ = (("layers", _P), ("caches", _P), ("count", _N))
 
 
@@ -75,7 +77,7 @@ class _Chain(ctypes.Structure):
     """`Chain` in `drafts.cpp`, which says what is what."""
 
     _fields_ = (
-        *((name, _Route) for name in ("layers", "part", "part_chain", "verify", "verify_chain")),
+        *((name, _LayerProgram) for name in ("layers", "part", "part_chain", "verify", "verify_chain")),
         *((name, _P) for name in ("head", "verifying_head", "embedding")),
         *((name, _N) for name in ("width", "vocab", "attended_rows", "most_verified")),
         *(("continues", _B), ("together", _B), ("least", _F), ("probe", _P), ("bias", _F)),

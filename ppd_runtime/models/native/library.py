@@ -25,10 +25,15 @@ _FIRST_WITH_SHIMS = (2, 8)  # the version of PyTorch whose compiled code can cal
 _HANDLE = "AtenTensorHandle"
 
 
+def is_float32_on_cpu(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """What the code is for."""
+    return torch.device(device).type == "cpu" and dtype == torch.float32
+
+
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether compiled code uses ours: in float32, on CPUs whose numbers begin with their lowest byte, on Linux."""
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    fits = device.type == "cpu" and dtype == torch.float32 and sys.byteorder == "little"
+    fits = is_float32_on_cpu(device, dtype) and sys.byteorder == "little"
     return fits and sys.platform == "linux" and version >= _FIRST_WITH_SHIMS
 
 

@@ -8,6 +8,7 @@ they do in decoding.
 import copy
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.behaviour import shallow_copy
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
 from ppd_runtime.models.stage.slicing import some_layers
 from ppd_runtime.models.stage.stage import Stage
 
-_PROMPTS = (3, 40)
+_PROMPTS = (3, 40, PROMPT_CHUNK)
 _CHAIN = 5
 _PERIOD = 2**16 - 15
 """Of the weights; a prime, so that no two rows of a matrix are alike."""
@@ -26,13 +28,15 @@ _APART = 2**12
 """Numbers between the places where two weights begin: all lie in memory as freshly allocated ones do."""
 _LARGEST = 2**7
 """Of the whole numbers that are drawn: bfloat16 has them all."""
+_BESIDE_BFLOAT16 = 1 + 2.0**-12
+"""Times a number that is in bfloat16, one that is not, and is in float32."""
 
 
 def output_hashes(stage: Stage, with_head: bool = True) -> dict[str, str]:
     """SHA-256 of a layer's outputs for prompts, for single tokens behind them and for a chain, and of the head's.
 
-    By what was run, in the words that people are told. It takes the memory of the layer's largest weight. `with_head`
-    is for stages that have the model's whole head.
+    By what was run, in the words that people are told. It takes the memory of the layer's largest weight and of its
+    smallest. `with_head` is for stages that have the model's whole head.
     """
     config, tokens = stage.model.config, max(_PROMPTS) + 1 + _CHAIN
     states = _drawn(tokens * config.hidden_size).view(1, tokens, -1) / (_LARGEST // 2)
@@ -66,7 +70,8 @@ def _sample_model(model: PreTrainedModel) -> PreTrainedModel:
 def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
     """What takes the place of each tensor of a checkpoint, by its identity: matrices are parts of one piece of memory.
 
-    A stage has none of these tensors where it lacks the layer.
+    The smallest matrix alone is none that bfloat16 has: compiled code reads it otherwise than the others, and it needs
+    memory of its own. A stage has none of these tensors where it lacks the layer.
     """
     scale = 2.0 ** (1 - round(math.log2(hidden_size) / 2))  # a sub-layer adds about as much as it is given
     tensors = list(layer.state_dict(keep_vars=True).values())
@@ -76,14 +81,22 @@ def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
     numbers = _drawn(_PERIOD).repeat(-(-size // _PERIOD)) * (scale / _LARGEST)
     likes = {(tensor.device, tensor.dtype) for tensor in tensors if id(tensor) not in packing}
     memory = {like: numbers.to(*like) for like in likes}
+    smallest = _smallest_matrix({i: shape for i, shape in enumerate(shapes) if id(tensors[i]) not in packing})
     weights = dict[int, Tensor]()
     for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
         packs = packing.get(id(tensor))
         kept = numbers if packs else memory[tensor.device, tensor.dtype]
         part = kept[i * _APART :][: math.prod(shape)].view(shape)
+        part = (part * _BESIDE_BFLOAT16).to(part.dtype) if i == smallest else part
         weight = packs.packed(part) if packs else part if part.dim() > 1 else 1 + part
         weights[id(tensor)] = nn.Parameter(weight, False) if isinstance(tensor, nn.Parameter) else weight
     return weights
+
+
+def _smallest_matrix(shapes: Mapping[int, tuple[int, ...]]) -> int | None:
+    """The number of the smallest of those with at least two dimensions, the last among equals."""
+    matrices = [i for i, shape in shapes.items() if len(shape) > 1]
+    return min(reversed(matrices), key=lambda i: math.prod(shapes[i]), default=None)
 
 
 def _matrix_shape(linear: Any) -> tuple[int, int]:

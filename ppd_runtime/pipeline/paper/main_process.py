@@ -171,7 +171,7 @@ class MainProcess:
         self.send((CLIENT,), certain)
 
     def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
-        """Tell the sub-processes the newest token; after a rest, all that they have missed."""
+        """Tell the sub-processes the newest token; after a pause, all that they have missed."""
         first, newest = self._told, len(self.history) - 1
         if self.backoff.now:
             return

@@ -53,7 +53,7 @@ class RunAheadSubProcess:
         )  # position of the last token that another follows
         self._state: Tensor | None = None  # of the chain's newest token; None until its layers have run
         self._forks = 0
-        self._entries: dict[int, Tensor] = {}  # of tokens that the main process alone has run, during a rest
+        self._entries: dict[int, Tensor] = {}  # of tokens that the main process alone has run, during a pause
         self._owed: list[int] = []  # consecutive positions whose entries the main process has not got yet
         self._wanted = False  # whether it needs them now
         self._ask_at = 0  # the position at which to say that tokens before it are lacking

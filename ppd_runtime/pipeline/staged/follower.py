@@ -67,7 +67,7 @@ class FollowerStage(ABC):
         self._sent_prompt: list[PromptStates] = []
         self._sent: deque[Rows] = deque(maxlen=_MOST_SENT)
         self._backoff = backoff or SpeculationBackoff()
-        self._named: dict[int, tuple[int, ...]] = {}  # by node, what the head names behind it; nothing where it rests
+        self._named: dict[int, tuple[int, ...]] = {}  # by node, what the head names behind it; nothing where it pauses
         self.leaves_passes = True
         """Whether it looks between layers for what a decision has dropped."""
 
@@ -248,7 +248,7 @@ class FollowerStage(ABC):
     ) -> Generator[Computation, Sequence[Sequence[Guess]], list[tuple[Node, Sequence[Guess]]]]:
         """What may follow those nodes behind which nothing is certain yet; `hidden` has a row for each node.
 
-        Of each no guess, where the head rests.
+        Of each no guess, where the head pauses.
         """
         open_ = [
             row

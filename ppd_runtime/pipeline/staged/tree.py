@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import NamedTuple, overload
 
 from torch import Tensor
 
@@ -48,6 +49,33 @@ class Node:
     hidden: RowState | None = None
     """What it enters this stage with, until it has run; at the last stage, what is after all layers then."""
     pass_number: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Text(Sequence[int]):
+    """A text that nobody copies: it may be long, and most heads need to know of it how long it is, and no more."""
+
+    history: Sequence[int]
+    """Which may grow behind what the text has of it."""
+    known: int
+    """Tokens of the history that the text begins with."""
+    behind: Sequence[int]
+
+    def __len__(self) -> int:
+        return self.known + len(self.behind)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(islice(self.history, self.known), self.behind)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            return [*self][place]
+        index = range(len(self))[place]
+        return self.history[index] if index < self.known else self.behind[index - self.known]
 
 
 class NodeTree:
@@ -120,7 +148,7 @@ class NodeTree:
             behind = behind.parent
         return path[::-1]
 
-    def text(self, node: Node, most: int | None = None) -> list[int]:
+    def text(self, node: Node, most: int | None = None) -> Sequence[int]:
         """The tokens up to a node, its own among them; the newest `most` at least, where so many are enough."""
         tokens: list[int] = []
         behind: Node | None = node
@@ -128,8 +156,9 @@ class NodeTree:
             tokens.append(behind.token)
             behind = behind.parent
         end = node.position - len(tokens) + 1
-        start = 0 if most is None else max(end - most, 0)
-        return [*self.history[start:end], *reversed(tokens)]
+        if most is None:
+            return Text(self.history, end, tokens[::-1])
+        return [*self.history[max(end - most, 0) : end], *reversed(tokens)]
 
     def alive(self) -> Iterator[Node]:
         """The newest certain node, and all that may come true."""

@@ -32,7 +32,7 @@ class CollectiveEndpoint:
             check_backend(device)
         self._control = ZmqEndpoint(network, address)
         try:
-            self._fabric = None if address == CLIENT else CollectiveBackend(device, network.interface)
+            self._backend = None if address == CLIENT else CollectiveBackend(device, network.interface)
         except BaseException:
             self._control.close()
             raise
@@ -63,7 +63,7 @@ class CollectiveEndpoint:
         self._control.introduce(address, place)
         if old := self._links.pop(address, None):
             old.close()
-        if incarnation and self._fabric and address != CLIENT:
+        if incarnation and self._backend and address != CLIENT:
             pair = (self._incarnation, incarnation) if self._address < address else (incarnation, self._incarnation)
             self._open(address, "-".join(pair), 0)
 
@@ -99,13 +99,13 @@ class CollectiveEndpoint:
             link.close()
         for link in links:
             link.wait_closed()
-        if self._fabric:
-            self._fabric.close()
+        if self._backend:
+            self._backend.close()
         self._control.close()
 
     def _open(self, address: int, incarnations: str, attempt: int) -> None:
-        assert self._fabric is not None
-        self._links[address] = Link(incarnations, attempt, self._address, address, self._fabric, self._tell)
+        assert self._backend is not None
+        self._links[address] = Link(incarnations, attempt, self._address, address, self._backend, self._tell)
         early, self._early = self._early, []
         for note in early:
             self._take_note(note)

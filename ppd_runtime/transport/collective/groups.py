@@ -117,9 +117,9 @@ class CollectiveBackend:
             self._gloo_options._threads = 1  # they serve collectives; sends and receives need none
             self._gloo_options._timeout = timedelta(seconds=_CONNECT_S)
 
-    def connect(self, meeting: dist.Store, rank: int) -> "Channel":
+    def connect(self, store: dist.Store, rank: int) -> "Channel":
         """A channel of the members 0 and 1, once both have come; raises RuntimeError or TimeoutError."""
-        return Channel(self, [self.new_group(dist.PrefixStore(name, meeting), rank) for name in ("up", "down")], rank)
+        return Channel(self, [self.new_group(dist.PrefixStore(name, store), rank) for name in ("up", "down")], rank)
 
     def close(self) -> None:
         """Give Gloo's port and thread back, once all channels are closed."""
@@ -147,8 +147,8 @@ class Channel:
     Transfers of one direction arrive in the order in which they were sent, if each is received with its size.
     """
 
-    def __init__(self, fabric: CollectiveBackend, groups: list[Any], rank: int) -> None:
-        self._fabric, self._peer, self._aside = fabric, 1 - rank, fabric.new_stream()
+    def __init__(self, backend: CollectiveBackend, groups: list[Any], rank: int) -> None:
+        self._backend, self._peer, self._aside = backend, 1 - rank, backend.new_stream()
         self._out, self._in = groups if rank == 0 else reversed(groups)
         self._greet(groups)
 
@@ -163,7 +163,7 @@ class Channel:
     def receive(self, num_bytes: int) -> "Transfer":
         """Begin to receive so many bytes; raises RuntimeError where the connection is broken."""
         with torch.cuda.stream(self._aside) if self._aside else contextlib.nullcontext():
-            raw = torch.empty(num_bytes, dtype=torch.uint8, device=self._fabric.device)
+            raw = torch.empty(num_bytes, dtype=torch.uint8, device=self._backend.device)
             return Transfer(self._in.recv([raw], self._peer, 0), raw)
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class Channel:
         out."""
         for group in groups:
             if group is self._out:
-                sent = self.send(torch.ones(1, dtype=torch.uint8, device=self._fabric.device))
+                sent = self.send(torch.ones(1, dtype=torch.uint8, device=self._backend.device))
             else:
                 got = self.receive(1)
         deadline = time.monotonic() + _CONNECT_S

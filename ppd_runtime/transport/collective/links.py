@@ -37,7 +37,7 @@ _MOST_IN_VAIN = 5  # attempts; then the peer is not there, or cannot be reached 
 class _Arriving:
     """A message whose tensor is on its way; `fillers` come before it."""
 
-    posted: TensorAnnouncement
+    announcement: TensorAnnouncement
     transfers: list[Transfer]
     deadline: float
 
@@ -49,7 +49,7 @@ class Link:
         incarnations: of these two, in the same words at both ends.
         attempt: how many links of these incarnations have broken before.
         own, peer: addresses.
-        fabric: what this process' groups have in common.
+        backend: what this process' groups have in common.
         tell: sends the peer a control message; called in any thread.
     """
 
@@ -59,14 +59,14 @@ class Link:
         attempt: int,
         own: int,
         peer: int,
-        fabric: CollectiveBackend,
+        backend: CollectiveBackend,
         tell: Callable[[int, Message], None],
     ) -> None:
         self.incarnations, self.attempt, self.name = incarnations, attempt, f"{incarnations}-{attempt}"
-        self._own, self.peer, self._fabric, self._tell = own, peer, fabric, tell
+        self._own, self.peer, self._backend, self._tell = own, peer, backend, tell
         self._reopen_at = math.inf
         self.next_attempt = attempt + 1
-        self._meeting = PairStore(lambda key, value: self._note(_WORD + key, value))
+        self._store = PairStore(lambda key, value: self._note(_WORD + key, value))
         self._channel: Channel | None = None
         self._peer_is_up = self._broken = False
         self._settled, self._ended = threading.Event(), threading.Event()
@@ -101,7 +101,7 @@ class Link:
     @property
     def takes(self) -> bool:
         """Whether it can carry one more tensor."""
-        return self._peer_is_up and not self._broken and len(self._sent) < self._fabric.most_under_way
+        return self._peer_is_up and not self._broken and len(self._sent) < self._backend.most_under_way
 
     def post(self, message: Message, header: bytes, raw: Tensor) -> TensorAnnouncement | None:
         """Begin to send a message's tensor, `raw`, unchanged from now on; what to send in the message's place.
@@ -109,10 +109,10 @@ class Link:
         None where the link turns out to be broken, or to have much under way.
         """
         channel, under_way = self._channel, sum(len(sent) for _, _, sent in self._sent)
-        if channel is None or under_way + len(raw) > self._fabric.most_bytes_under_way:
+        if channel is None or under_way + len(raw) > self._backend.most_bytes_under_way:
             return None
         try:
-            if self._fabric.posts_ahead and self._slot_out <= _MOST_SLOT_BYTES and len(raw) != self._slot_out:
+            if self._backend.posts_ahead and self._slot_out <= _MOST_SLOT_BYTES and len(raw) != self._slot_out:
                 self._send(channel, torch.zeros(self._slot_out, dtype=torch.uint8))
             self._send(channel, raw)
         except RuntimeError as error:
@@ -131,7 +131,7 @@ class Link:
             while self._sent and self._sent[0][0] < int(note.value):
                 self._sent.popleft()
         elif note.key.startswith(_WORD):
-            self._meeting.hear(note.key.removeprefix(_WORD), note.value)
+            self._store.hear(note.key.removeprefix(_WORD), note.value)
 
     def hold(self, message: Message) -> None:
         """Keep a message of the peer until its tensor, and what came before it, is there."""
@@ -166,7 +166,7 @@ class Link:
         """Break the connection, in a thread of its own; see `wait_closed`."""
         self._broken = True
         self._ended.set()
-        self._meeting.close()
+        self._store.close()
         self._thread = threading.Thread(target=self._shut, args=(self._thread,), name="ppd-link-closing", daemon=True)
         self._thread.start()
 
@@ -177,13 +177,13 @@ class Link:
     def _open(self) -> None:
         """Meet the peer and connect; runs in a thread."""
         try:
-            self._channel = self._fabric.connect(self._meeting, 0 if self._own < self.peer else 1)
+            self._channel = self._backend.connect(self._store, 0 if self._own < self.peer else 1)
             self._note(_UP, b"")
         except (RuntimeError, OSError) as error:
             self._break(f"does not open: {_own_words(error)}")
         finally:
             self._settled.set()
-        if self._channel and not self._fabric.posts_ahead:
+        if self._channel and not self._backend.posts_ahead:
             self._watch()
 
     def _watch(self) -> None:
@@ -207,26 +207,26 @@ class Link:
         self._sent.append((self._num_sent, channel.send(raw), raw))
         self._num_sent += 1
 
-    def _receive(self, posted: TensorAnnouncement) -> _Arriving | None:
+    def _receive(self, announcement: TensorAnnouncement) -> _Arriving | None:
         """Receive a message's tensor, and then, ahead of need, the next one; None where transfers do not add up."""
         channel = self._channel
-        fillers = int(self._ahead is not None and posted.num_bytes != self._slot_in)
-        if channel is None or posted.number != self._num_received + fillers:
+        fillers = int(self._ahead is not None and announcement.num_bytes != self._slot_in)
+        if channel is None or announcement.number != self._num_received + fillers:
             self._break("has lost a message")
             return None
         try:
             transfers = [self._ahead] if self._ahead else []
             if fillers or not transfers:
-                transfers.append(channel.receive(posted.num_bytes))
+                transfers.append(channel.receive(announcement.num_bytes))
             self._num_received += 1 + fillers
-            self._slot_in = min(self._slot_in, posted.num_bytes)
-            ahead = self._fabric.posts_ahead and self._slot_in <= _MOST_SLOT_BYTES
+            self._slot_in = min(self._slot_in, announcement.num_bytes)
+            ahead = self._backend.posts_ahead and self._slot_in <= _MOST_SLOT_BYTES
             self._ahead = channel.receive(self._slot_in) if ahead else None
         except RuntimeError as error:
             self._break(f"cannot be received from: {_own_words(error)}")
             return None
-        patience = _PATIENCE_S + posted.num_bytes / _SLOWEST if self._fabric.posts_ahead else _GPU_PATIENCE_S
-        return _Arriving(posted, transfers, time.monotonic() + patience)
+        patience = _PATIENCE_S + announcement.num_bytes / _SLOWEST if self._backend.posts_ahead else _GPU_PATIENCE_S
+        return _Arriving(announcement, transfers, time.monotonic() + patience)
 
     def _has(self, arriving: _Arriving) -> bool:
         """Whether the tensor is there; where it will not come, the link is broken."""
@@ -241,11 +241,11 @@ class Link:
         return False
 
     def _complete(self, arriving: _Arriving) -> Message | None:
-        self._num_taken = arriving.posted.number + 1
+        self._num_taken = arriving.announcement.number + 1
         if self._num_taken % _TELL_EVERY < len(arriving.transfers):
             self._note(_TAKEN, str(self._num_taken).encode())
         try:
-            message = decode([arriving.posted.header, arriving.transfers[-1].raw])
+            message = decode([arriving.announcement.header, arriving.transfers[-1].raw])
         except WireError as error:
             logger.warning("dropped what arrived: %s", error)
             return None
