@@ -23,6 +23,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import startup
 from ppd_runtime.launch.ray import workers
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.stage.emulation import EmulatedDevice
@@ -146,7 +147,8 @@ def test_code_that_a_worker_compiles_travels_to_all(ray_node, model_folder, monk
         assert all(not spec.code for spec in runtime._specs)
         bits = [post.handle.bits for post in runtime._workers.supervisor._posts.values()]
         tokens = runtime.generate([5], max_new_tokens=9).token_ids
-    assert [of_worker.hashes for of_worker in bits] == [output_hashes(ordinary.stage)] * 2, "another's code, or none"
+    expected = {**output_hashes(ordinary.stage), "the model's files": model_fingerprint(ordinary.info)}
+    assert [of_worker.hashes for of_worker in bits] == [expected] * 2, "another's code, or none"
     assert tokens == ordinary.generate([5], max_new_tokens=9).token_ids
 
     def refuse(order, kinds):

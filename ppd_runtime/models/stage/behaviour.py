@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 _PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
@@ -22,13 +22,21 @@ def cache_windows(config: PretrainedConfig) -> list[int | None]:
     Raises:
         ValueError: where a layer's cache holds something else than keys and values by position.
     """
-    layers = DynamicCache(config=config).layers
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as error:  # some kinds the library learns of with the model's code
+        known: dict[str, type] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+        plain = {kind for kind, layer in known.items() if layer in _PLAIN}
+        raise _no_plain_cache({*config.layer_types} - plain) from error
     kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in layers]
-    odd = sorted({str(kind) for kind, layer in zip(kinds, layers, strict=False) if type(layer) not in _PLAIN})
-    if odd:
-        raise ValueError(f"layers of kind {', '.join(odd)} have no plain cache")
+    if odd := {str(kind) for kind, layer in zip(kinds, layers, strict=False) if type(layer) not in _PLAIN}:
+        raise _no_plain_cache(odd)
     found = {size: _entries_handed_out(size) for size in {getattr(layer, "sliding_window", None) for layer in layers}}
     return [found[getattr(layer, "sliding_window", None)] for layer in layers]
+
+
+def _no_plain_cache(kinds: set[str]) -> ValueError:
+    return ValueError(f"layers of kind {', '.join(sorted(kinds))} have no plain cache")
 
 
 def _entries_handed_out(size: int | None) -> int | None:
