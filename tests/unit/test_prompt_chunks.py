@@ -29,7 +29,9 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_borders_lie_at_multiples_whatever_the_length():
+    assert prompt_chunks(0) == []
     assert prompt_chunks(PROMPT_CHUNK) == [range(PROMPT_CHUNK)]
+    assert [len(prompt_chunks(tokens)) for tokens in (256, 257)] == [1, 2]
     assert prompt_chunks(2 * PROMPT_CHUNK + 1) == [
         range(PROMPT_CHUNK),
         range(PROMPT_CHUNK, 2 * PROMPT_CHUNK),

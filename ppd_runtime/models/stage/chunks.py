@@ -9,7 +9,7 @@ from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.trees import chain_of
 
-PROMPT_CHUNK = 256
+PROMPT_CHUNK = 192
 """Tokens of a chunk. What an entry's bits are depends on it, so it is the same everywhere and no setting."""
 SEVERAL_ROWS = 3
 """Stand for any number of rows, where the library is asked what it does for several."""
@@ -18,10 +18,12 @@ SEVERAL_ROWS = 3
 def prompt_chunks(tokens: int, longest: int | None = None) -> list[range]:
     """The positions of each chunk of a prompt: borders lie at multiples of `PROMPT_CHUNK`.
 
-    One of more than `longest` tokens stays whole; see `longest_in_chunks`.
+    One of at most a third more stays whole, for its pass to be that of transformers' `generate`; and one of more than
+    `longest` tokens, see `longest_in_chunks`.
     """
-    size = PROMPT_CHUNK if longest is None or tokens <= longest else tokens
-    return [range(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+    stays_whole = tokens <= PROMPT_CHUNK * 4 // 3 or (longest is not None and tokens > longest)
+    size = tokens if stays_whole else PROMPT_CHUNK
+    return [range(first, min(first + size, tokens)) for first in range(0, tokens, max(size, 1))]
 
 
 def num_tokens(inputs: list[int] | Tensor) -> int:
