@@ -12,8 +12,9 @@ same machines over the same texts on virtual clocks, with hops and heads of no t
 hop what `benchmarks.hop` measures and what --hop-ms adds, and for each pass what a stage does besides, as the stages'
 own records have it (`besides_ms`). On real cores a further row takes what the runtime has measured, a boundary's head
 what its stage's record says, and to send and to take in a message keeps a stage busy, so they are among what it does
-besides. "Planner" is the formulas' time for the same times and the first boundaries that were counted. An error is the
-predicted time over the measured one, less 1.
+besides. "Planner" is what `ppd plan` says for the same times and the first boundaries that were counted: it has the
+machines run over texts that are drawn by these, and knows no repetitions. An error is the predicted time over the
+measured one, less 1.
 Below the row stands where the time went: by ordinary decoding's and the last stage's ledgers, and by stage in a further
 pass over the texts that records what each does, which costs some time of its own.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
@@ -44,10 +45,9 @@ from benchmarks.slow_links import found_sockets, slow_links
 from benchmarks.stage_ledgers import by_stage, passes
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
+from ppd_runtime.calibration.staged_plans import plan_stages
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.cost_model.planner import ordinary_ms
 from ppd_runtime.cost_model.staged import speedup_bound
-from ppd_runtime.cost_model.staged_planner import plan_stages
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
@@ -316,9 +316,7 @@ def planned_ms(times: StageTimes, cuts: Sequence[int], k: int, rows: int, figure
     shares = tuple(count / sum(counted) for count in counted)
     widths = {rows: 1 + (rows - 1) * times.row_cost} if rows > 1 else {}
     known = Calibration(times.layer, times.head, times.exit_head, times.hop, times.besides, widths=widths)
-    num_layers = figures["num_layers"]
-    ordinary = ordinary_ms(num_layers, known)
-    return plan_stages(num_layers, tuple(cuts), k, {k: shares}, known, ordinary, max(k, rows)).ms_per_token
+    return plan_stages(figures["num_layers"], tuple(cuts), k, shares, known, rows).ms_per_token
 
 
 def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -> StageTimes:

@@ -16,8 +16,9 @@ from ppd_runtime.config import in_process_config
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.memory import GivenMemory
 from ppd_runtime.cost_model.planner import rank
-from ppd_runtime.cost_model.plans import Ranking
+from ppd_runtime.cost_model.plans import Ranking, StagedPlan
 from ppd_runtime.cost_model.staged import check_cuts
+from ppd_runtime.cost_model.staged_choice import StageCosts, chosen_rows
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
 from ppd_runtime.measure.machine_load import busy_note
 from ppd_runtime.sampling_params import SamplingParams
@@ -47,7 +48,7 @@ class Given:
     run_ahead: bool = True
     """Whether a lone sub-process runs ahead where it can, as the runtime's does by default."""
     rows: Sequence[int] | None = None
-    """Rows of a stage's pass to plan with; None is 1 to k."""
+    """Rows of a stage's pass to plan with; None is what a runtime chooses, or one."""
     all_reduce_ms: float | None = None
     """Tensor parallelism's all-reduce; None ranks it where it was measured."""
     memory: GivenMemory = field(default_factory=GivenMemory)
@@ -159,6 +160,7 @@ def plan_with(
         times = _with_given(times, given)
     weights = subject.weights or rates.weights or times.weights
     rates, times = replace(rates, weights=weights), replace(times, weights=weights)
+    staged = _staged(num_layers, times, rates, max_devices, given, progress)
     progress("")
     ranking = rank(
         num_layers,
@@ -170,11 +172,30 @@ def plan_with(
         given.run_ahead,
         _devices(times, subject),
         _load_cautions(times),
-        rates.first_boundary,
-        given.rows,
+        staged,
         given.all_reduce_ms,
     )
     return Planned(ranking, times, rates, notes)
+
+
+def _staged(
+    num_layers: int, times: Calibration, rates: MatchRates, max_devices: int, given: Given, progress: "Progress"
+) -> tuple[StagedPlan, ...]:
+    """The staged layout's plans; none where no first boundaries are known."""
+    if not rates.first_boundary:
+        return ()
+    from ppd_runtime.calibration.staged_plans import rank_stages
+
+    return rank_stages(num_layers, times, rates.first_boundary, max_devices, _rows(given, times), progress)
+
+
+def _rows(given: Given, times: Calibration) -> Sequence[int]:
+    """Rows of a stage's pass to plan with."""
+    if given.rows:
+        return given.rows
+    if times.widths and not given.widths:
+        return [1]  # they were measured in the library's code, where a stage runs each row as a pass of its own
+    return sorted({1, chosen_rows(StageCosts.rounded(0.0, 0.0, times.width(2) - 1))})
 
 
 def _check_weights(given: Given, known: MatchRates | None, times: Calibration | None, subject: Subject) -> None:

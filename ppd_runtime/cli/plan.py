@@ -38,7 +38,7 @@ class PlanInputs:
     workers: str | None = None
     """Sub-processes to plan with, such as 1,2; default: all that fit, up to k."""
     rows: str | None = None
-    """Tokens of a stage's pass to plan with, such as 1,4; default: 1 to k."""
+    """Tokens of a stage's pass to plan with, such as 1,4; default: what a runtime chooses."""
     width: tuple[str, ...] = ()
     """N:FACTOR, a pass over N candidates in passes over one; may be given again."""
 
@@ -102,8 +102,7 @@ def plan(
     A layout whose fullest device would hold more than --memory-gb is left out, and so is one that this machine has no
     memory for where the model is measured.
 
-    What is not given is measured here. With --match-rates and either --calibration or all four times nothing is, and
-    the answer comes at once.
+    What is not given is measured here. With --match-rates and either --calibration or all four times nothing is.
     """
     with one_line_errors(plan):
         from ppd_runtime.calibration.planning import Subject, plan_with

@@ -12,12 +12,11 @@ from ppd_runtime.checks import check_layers, check_number, check_share, check_wh
 from ppd_runtime.cost_model import verdict as words
 from ppd_runtime.cost_model.fitting import fitting
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, TokenTime
+from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, StagedPlan, TokenTime
 from ppd_runtime.cost_model.run_ahead_model import entry_messages, follow
 from ppd_runtime.cost_model.staged import tensor_parallel_time
-from ppd_runtime.cost_model.staged_planner import rank_stages
 from ppd_runtime.cost_model.theory import Times, can_run_ahead, miss_time
-from ppd_runtime.cost_model.tradeoff import BoundaryShares, Rates
+from ppd_runtime.cost_model.tradeoff import Rates
 
 
 def rank(
@@ -30,8 +29,7 @@ def rank(
     run_ahead: bool = True,
     devices_here: int | None = None,
     cautions: Sequence[str] = (),
-    boundaries: BoundaryShares | None = None,
-    rows: Sequence[int] | None = None,
+    staged: Sequence[StagedPlan] = (),
     all_reduce_ms: float | None = None,
 ) -> Ranking:
     """Rank every (exit layer, k) of `rates` on every number of workers that fits within `max_devices`.
@@ -48,8 +46,7 @@ def rank(
 
     What the calibration's `memory` has no room for is left out, and the verdict says so.
 
-    `boundaries` are the staged layout's first boundaries; what fits of it is ranked beside, one device for each stage.
-    `rows` are the numbers of rows a pass to consider; None is 1 to k.
+    `staged` are the staged layout's plans that fit within `max_devices`, the fastest first; they are ranked beside.
 
     Raises:
         ValueError: for rates outside [0, 1], an exit layer that Theorem 4.1 does not cover, or less than one device.
@@ -57,7 +54,6 @@ def rank(
     check_request(max_devices, efficiency, all_reduce_ms)
     plans = _plans(num_layers, calibration, rates, max_devices, workers, run_ahead)
     ordinary = _ordinary(num_layers, calibration)
-    staged = rank_stages(num_layers, calibration, boundaries or {}, max_devices, ordinary.ms_per_token, rows)
     counts = sorted({row.devices for row in plans} | {row.devices for row in staged} | ({max_devices} - {1}))
     if all_reduce_ms is None:
         speedups = _speedups(counts, max_devices, calibration, efficiency)

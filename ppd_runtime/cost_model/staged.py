@@ -5,9 +5,8 @@ first boundary whose candidates hold the right one, N where none does; such a to
 the probabilities of J: boundary 1, 2, …, N − 1, never. `cuts` are the layers behind which the boundaries lie, in
 rising order.
 
-A stage takes as long as the longest one. Rows of a pass are taken to be as many as there are candidates, but by
-`limited_shares`; that what stands behind wrong candidates takes room too is left out. The last stage's final head is
-taken to be no longer than what the longest stage has beside its layers.
+A stage takes as long as the longest one, and a pass has room for every candidate. The last stage's final head is taken
+to be no longer than what the longest stage has beside its layers.
 
 Every function raises a ValueError for cuts that are none of `num_layers`, shares outside [0, 1], of another number than
 the stages or of another sum than 1, and negative times or rows.
@@ -15,7 +14,7 @@ the stages or of another sum than 1, and negative times or rows.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ppd_runtime.checks import check_number, check_share, check_whole
 from ppd_runtime.cost_model.theory import Times, miss_time, ordinary_time
@@ -78,27 +77,6 @@ def cumulative_shares(shares: Sequence[float]) -> tuple[float, ...]:
     """P_1 … P_{N−1}: how often the right token is among the candidates of boundaries 1 to j."""
     check_shares(shares)
     return tuple(itertools.accumulate(shares[:-1]))
-
-
-def limited_shares(by_k: Mapping[int, Sequence[float]], k: int, rows: int) -> tuple[float, ...]:
-    """`by_k[k]` where passes have W rows at the most: a candidate of rank r enters ⌈r/W⌉ − 1 passes after it is named.
-
-    So the right token has entered after n passes where one of the boundaries j ≤ n has it among its first W(n − j + 1).
-    Of a number of candidates that `by_k` has no shares for, what is right lies on a line between those that it has.
-    """
-    check_whole("rows", rows, 1)
-    known = {0: (0.0,) * (len(by_k[k]) - 1)} | {n: cumulative_shares(shares) for n, shares in by_k.items() if n <= k}
-
-    def right(boundary: int, first: int) -> float:
-        low, high = max(n for n in known if n <= first), min(n for n in known if n >= first)
-        part = (first - low) / (high - low) if high > low else 0.0
-        return known[low][boundary - 1] * (1 - part) + known[high][boundary - 1] * part
-
-    entered = [
-        max(right(boundary, min(k, rows * (passes - boundary + 1))) for boundary in range(1, passes + 1))
-        for passes in range(1, len(by_k[k]))
-    ]
-    return (*(behind - before for before, behind in itertools.pairwise([0.0, *entered])), 1 - entered[-1])
 
 
 def expected_first_boundary(shares: Sequence[float]) -> float:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from ppd_runtime.calibration.calibrate import Calibrator
 from ppd_runtime.calibration.peer import CalibrationPeer
 from ppd_runtime.calibration.plan_inputs import Measurement
+from ppd_runtime.calibration.staged_plans import rank_stages
 from ppd_runtime.cli.plan import plan as command
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
@@ -188,7 +189,7 @@ def test_the_page_shows_the_ranking(page: webdriver.Chrome) -> None:
 
 def test_the_page_shows_stages_beside(browser: webdriver.Chrome, tmp_path: Path) -> None:
     shares = {((6,), 3): (0.9, 0.1), ((3, 6, 9), 3): (0.7, 0.2, 0.05, 0.05)}
-    ranking = rank(12, CALIBRATION, RATES, 4, boundaries=shares)
+    ranking = rank(12, CALIBRATION, RATES, 4, staged=rank_stages(12, CALIBRATION, shares, 4, [8]))
     open_page(browser, tmp_path, ranking, CALIBRATION)
     assert browser.find_element(By.ID, "verdict").text == ranking.verdict
     rows = browser.find_elements(By.CSS_SELECTOR, "#ranking tbody tr")

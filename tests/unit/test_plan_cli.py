@@ -86,7 +86,7 @@ def test_stages_are_ranked_where_their_first_boundaries_are_known(rates: Path, t
         (4, [2, 4, 6], 1),
         (2, [4], 1),
     ]
-    assert data["verdict"].startswith("4 stages (cut after layers 2, 4 and 6) with k=3, rows=3 on 4 devices: ")
+    assert data["verdict"].startswith("4 stages (cut after layers 2, 4 and 6) with k=3, rows=8 on 4 devices: ")
     assert data["verdict"] in result.stdout
     assert sum(line.split()[1:2] == ["stages"] for line in result.stdout.splitlines()) == 4 + 1  # and the verdict
     assert data["first_boundary"] == boundaries
@@ -97,7 +97,7 @@ def test_stages_are_ranked_where_their_first_boundaries_are_known(rates: Path, t
     assert json.loads(invoke("--match-rates", rates, *TIMES, "--json").stdout)["staged"] == []
     beside = ("--devices", 4, "--rows", 1, "--all-reduce-ms", 0.01)
     narrow = json.loads(invoke("--match-rates", known, *TIMES, *beside, "--json").stdout)
-    assert {row["rows"] for row in data["staged"]} == {1, 3}
+    assert {row["rows"] for row in data["staged"]} == {1, 8}
     assert {row["rows"] for row in narrow["staged"]} == {1}
     assert narrow["staged"][0]["ms_per_token"] > data["staged"][0]["ms_per_token"]
     assert {row["source"] for row in narrow["parallel"]} == {"all-reduces of 0.01 ms"}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.calibration.model_memory import measured_memory
+from ppd_runtime.calibration.staged_plans import rank_stages
 from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.memory import GB, GivenMemory, Memory
@@ -27,7 +28,7 @@ SPEEDUPS = {2: 1.2, 4: 1.5}
 
 def ranked(memory, devices=4):
     times = Calibration(0.4, parallel_speedups=SPEEDUPS, memory=memory)
-    return rank(12, times, RATES, devices, boundaries=BOUNDARIES)
+    return rank(12, times, RATES, devices, staged=rank_stages(12, times, BOUNDARIES, devices, [1]))
 
 
 def test_every_layout_by_hand():
@@ -81,7 +82,7 @@ def test_what_does_not_fit_is_left_out_with_a_line():
 
 def test_stages_that_gain_nothing_are_advised_where_nothing_else_fits():
     slow = Calibration(0.4, hop_ms=9, memory=replace(PARTS, device=60))
-    ranking = rank(12, slow, RATES, 4, boundaries=BOUNDARIES)
+    ranking = rank(12, slow, RATES, 4, staged=rank_stages(12, slow, BOUNDARIES, 4, [1]))
     assert ranking.staged[0].speedup < 1.05
     assert ranking.gains
     assert "don't" not in ranking.verdict

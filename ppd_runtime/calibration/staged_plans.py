@@ -1,0 +1,84 @@
+"""First boundaries and a calibration → the staged layout's cuts, k and rows, ranked by simulated time per token.
+
+The formulas of `cost_model.staged` do not know how many rows a pass comes to have, that what stands behind wrong
+candidates takes room in it, or that a message waits for the end of a pass. The machines do.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs
+from ppd_runtime.calibration.simulated_stages import StageTimes
+from ppd_runtime.cost_model import staged
+from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.cost_model.planner import ordinary_ms
+from ppd_runtime.cost_model.plans import StagedPlan
+from ppd_runtime.cost_model.tradeoff import BoundaryShares
+from ppd_runtime.launch.supervisor import Progress
+
+_TEXTS, _TOKENS = 5, 64  # drawn alike for all settings; the first serves the heads' calibration, and is dropped
+
+
+def rank_stages(
+    num_layers: int,
+    calibration: Calibration,
+    boundaries: BoundaryShares,
+    max_devices: int,
+    rows: Sequence[int],
+    progress: Progress = lambda line: None,
+) -> tuple[StagedPlan, ...]:
+    """Every (cuts, k) of `boundaries` that fits within `max_devices`, each with those of `rows` that are fastest.
+
+    Raises:
+        ValueError: for cuts that are none of `num_layers`, or shares that cannot be.
+    """
+    fitting = {setting: shares for setting, shares in boundaries.items() if len(shares) <= max_devices}
+    plans = []
+    for number, ((cuts, k), shares) in enumerate(fitting.items(), start=1):
+        progress(f"simulating stages, setting {number} of {len(fitting)}")
+        plans.append(min((plan_stages(num_layers, cuts, k, shares, calibration, most) for most in rows), key=_order))
+    return tuple(sorted(plans, key=_order))
+
+
+def _order(row: StagedPlan) -> tuple[float, int, float]:
+    return row.ms_per_token, row.devices, row.compute_per_token
+
+
+def plan_stages(
+    num_layers: int, cuts: tuple[int, ...], k: int, shares: Sequence[float], calibration: Calibration, rows: int
+) -> StagedPlan:
+    """What is predicted for one setting; see `stage_times`."""
+    times = stage_times(num_layers, cuts, rows, calibration)
+    runs = simulate_staged_runs(StagedSetting(num_layers, cuts, k, rows, _TOKENS, times), shares, _TEXTS)[1:]
+    ms = statistics.fmean(run.time_per_token for run in runs)
+    dropped = statistics.fmean(run.rows_per_token for run in runs) - 1
+    longest = max(staged.stage_layers(num_layers, cuts))
+    return StagedPlan(
+        devices=len(shares),
+        cuts=cuts,
+        k=k,
+        rows=rows,
+        first_boundary=tuple(shares),
+        ms_per_token=ms,
+        speedup=ordinary_ms(num_layers, calibration) / ms,
+        compute_per_token=staged.compute_per_token(num_layers, cuts, max(0.0, dropped)),
+        ideal_speedup=num_layers / (longest * staged.expected_first_boundary(shares)),
+    )
+
+
+def stage_times(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: Calibration) -> StageTimes:
+    """A stage's times in milliseconds: all stages work at once.
+
+    A pass takes a start, a message in and a message out, and for each further row as much as for rows of one position.
+    """
+    longest = max(staged.stage_layers(num_layers, cuts))
+    # half_factor is for half of the layers; fewer stay in caches no better
+    cached = 1 - (1 - calibration.half_factor) * min(1.0, 2 * (num_layers - longest) / num_layers)
+    return StageTimes(
+        layer=calibration.layer_ms * calibration.contention * cached,
+        head=calibration.head_ms,
+        exit_head=calibration.exit_head_ms,
+        hop=calibration.hop_ms,
+        row_cost=(calibration.width(rows) - 1) / (rows - 1) if rows > 1 else 0.0,
+        besides=calibration.pass_ms + 2 * calibration.message_ms,
+    )
