@@ -105,13 +105,11 @@ def _attention(config: Any, position: int) -> Callable[[], tuple[Any, ...]]:
     """What attention takes in a layer's pass."""
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     dim, rows = getattr(config, "head_dim", None) or config.hidden_size // heads, whole_rows(position + 1)
-    mask = torch.zeros(1, 1, 1, rows)
-    mask[..., position + 1 :] = torch.finfo(torch.float32).min
-    place = torch.tensor([[position]])
+    where, text = torch.tensor([[position], [position], [0]]), torch.arange(position + 1)[None]
 
     def tensors() -> tuple[Any, ...]:
         keys, values = (torch.randn(rows, shared, dim).transpose(0, 1)[None] for _ in range(2))
-        return torch.randn(1, heads, 1, dim), keys, values, mask, place, place, dim**-0.5
+        return torch.randn(1, heads, 1, dim), keys, values, where, text, dim**-0.5, 0.0
 
     return tensors
 

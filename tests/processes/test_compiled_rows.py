@@ -49,6 +49,15 @@ class CountedLayers(CompiledLayers):
         return super().run_trees(first, last, hidden, trees, caches)
 
 
+class MovedLayers(CountedLayers):
+    """Its sequences lie in the rows of their positions: what is kept of a tree moves there."""
+
+    @property
+    def reads_lists(self):
+        """As if it had other attention."""
+        return False
+
+
 def counted_layers(
     model: PreTrainedModel, kinds: Sequence[int] = (1, PassKind.SEVERAL), first: int = 0
 ) -> CountedLayers:
@@ -58,8 +67,9 @@ def counted_layers(
     return layers
 
 
-def row_stage(model: PreTrainedModel, first: int = 0) -> tuple[RowStage, CountedLayers]:
+def row_stage(model: PreTrainedModel, first: int = 0, moves: bool = False) -> tuple[RowStage, CountedLayers]:
     layers = counted_layers(model, first=first)
+    layers.__class__ = MovedLayers if moves else CountedLayers
     rows = RowStage(Stage(model, layers, first), MOST_NODES)
     layers.passes.clear()
     return rows, layers
@@ -125,16 +135,18 @@ def following(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> P
     [family if family in ("llama", "mistral", "qwen3") else pytest.param(family, marks=nightly) for family in FAMILIES],
 )
 def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> None:
-    """Over random trees; windows roll, and steps of the attended rows are passed."""
-    rows, layers = row_stage(load_stage(model_folder(family)).model)
+    """Over random trees, in rows that change places or not; windows roll, and steps of the attended rows are passed."""
+    model = load_stage(model_folder(family)).model
+    (rows, layers), (in_place, _) = (row_stage(model, moves=moves) for moves in (False, True))
+    in_place.most_together = 1
     for seed, prompt in enumerate((3, ATTENDED_ROWS - 4, ATTENDED_ROWS - 1, 2 * ATTENDED_ROWS + 7)):
-        rows.most_together, found = 1, rows.most_together
-        alone = followed(rows, prompt, [1], seed)
-        rows.most_together = found
-        for sizes in ([8], [1, 2, 3], [2, 7, 1, 8], [5]):
+        alone = followed(in_place, prompt, [1], seed)
+        for sizes in ([8], [1, 2, 3], [2, 7, 1, 8], [5], [1]):
             together = followed(rows, prompt, sizes, seed)
             assert together.keys() == alone.keys()
             assert all(torch.equal(together[node], alone[node]) for node in alone)
+            order = rows._cache.memory.order.rows(0, prompt + 8)
+            assert isinstance(order, Tensor) == (MOST_TOGETHER[family] > 1), "the text's rows are not its positions"
     assert rows.most_together == MOST_TOGETHER[family]
     assert set(layers.passes) == set(range(1, MOST_TOGETHER[family] + 1))
     assert rows.joins_requests == (MOST_TOGETHER[family] > 1)
@@ -178,6 +190,30 @@ def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> N
                 alone = [stage.run(0, 4, [9 + each], position + i) for i, each in enumerate(path)]
                 stage.truncate(position)
                 assert torch.equal(together[:, node : node + 1], alone[-1])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_what_is_kept_of_a_tree_has_its_bits_wherever_it_lies(family: str, model_folder: ModelFolder) -> None:
+    """Passes of one token and of several, of our code and of the library's, and the entries that leave and come."""
+    model, found = load_stage(model_folder(family)).model, []
+    for kind in (CountedLayers, MovedLayers):
+        layers = counted_layers(model)
+        layers.__class__ = kind
+        stage, states = Stage(model, layers), []
+        stage.begin(100)
+        stage.run(0, 4, list(range(40, 90)), 0)
+        for length, tokens in ((50, [9, 8, 7, 6, 5]), (52, [4, 3, 2, 1, 9])):
+            states.append(stage.run_tree(tokens, [-1, -1, 1, 0, 2], length))
+            stage.keep_path(length, [1, 2])
+        in_order = isinstance(stage.cache.memory.order.rows(0, 54), slice)
+        assert in_order == (kind is MovedLayers or family == "gemma2")
+        states += [stage.run(0, 4, [7], 54), stage.run(0, 4, [6, 5, 4], 55), stage.run(0, 4, list(range(30, 50)), 58)]
+        entries = stage.export_entries(49, 56, 4)
+        stage.truncate(52)
+        stage.import_entries(list(entries[3:]))
+        states += [entries, stage.run(0, 4, [5], 56), *stage.cache.copy_rows(40, 57)]
+        found.append(states)
+    assert all(map(torch.equal, *found))
 
 
 def test_siblings_share_a_pass(model_folder: ModelFolder) -> None:

@@ -199,7 +199,7 @@ def attention(gpus: TwoGpus, forgets_to_write: bool) -> Part:
         gpus.launch(hidden.device, attend)
         return [output]
 
-    return Part(SimpleNamespace(run=run), [])
+    return Part(SimpleNamespace(run=run, reads_mask=True), [])
 
 
 @pytest.mark.parametrize("forgets_to_write", [False, True])

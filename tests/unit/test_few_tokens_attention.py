@@ -35,31 +35,35 @@ def inputs(shape: tuple[int, int, int, int], tokens: int, rows: int) -> tuple[Te
     return 3 * numbers(1, heads, tokens, dim), keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
 
-def causal(tokens: int, position: int, rows: int, window: int | None = None) -> Tensor:
-    row, token = torch.arange(rows), position + torch.arange(tokens)[:, None]
-    seen = (row <= token) if window is None else (row <= token) & (row > token - window)
-    return torch.where(seen, 0.0, LOWEST)[None, None]
-
-
 def in_place(tokens: int, position: int) -> tuple[Tensor, Tensor]:
-    """Places and tails of tokens one behind the other, whose texts lie in the rows of their positions."""
-    places = position + torch.arange(tokens)
-    return places[None], places[:, None]
+    """Where tokens are, one behind the other in the rows of their positions, and their lists."""
+    places, end = position + torch.arange(tokens), position + tokens
+    common = torch.where(torch.arange(tokens) > 0, end, 0)
+    return torch.stack([places, places, common]), torch.arange(end).repeat(tokens, 1)
 
 
 def by_the_formula(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: Tensor, tails: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    where: Tensor,
+    lists: Tensor,
+    scale: float,
+    window: float,
 ) -> Tensor:
+    mask = torch.full((queries.shape[2], keys.shape[2]), LOWEST, dtype=torch.float64)
+    for token, (place, rows) in enumerate(zip(where[1].tolist(), lists.tolist(), strict=True)):
+        mask[token, rows[: place + 1][-int(window) :]] = 0
     q, k, v = (tensor.double() for tensor in (queries, keys, values))
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    return ((q @ k.transpose(-1, -2) * scale + mask.double()).softmax(-1) @ v).transpose(1, 2)
+    return ((q @ k.transpose(-1, -2) * scale + mask).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("shape", "rows", "window"), pairs_first(SHAPES, [1, 13, 64, 192, 700], [None, 9, 50]))
-def test_as_the_formula(shape: tuple[int, int, int, int], rows: int, window: int | None) -> None:
+@pytest.mark.parametrize(("shape", "rows", "window"), pairs_first(SHAPES, [1, 13, 64, 192, 700], [0, 9, 50]))
+def test_as_the_formula(shape: tuple[int, int, int, int], rows: int, window: int) -> None:
     for tokens in {1, min(rows, 2), min(rows, 5)}:
         position = max(rows - tokens - 7, 0)
-        given = (*inputs(shape, tokens, rows), causal(tokens, position, rows, window), *in_place(tokens, position), 0.2)
+        given = (*inputs(shape, tokens, rows), *in_place(tokens, position), 0.2, float(window))
         found = few_tokens_attention(*given)
         assert found.shape == (1, tokens, shape[0], shape[3])
         assert torch.allclose(found.double(), by_the_formula(*given), atol=1e-5)
@@ -67,23 +71,21 @@ def test_as_the_formula(shape: tuple[int, int, int, int], rows: int, window: int
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 6, 50])
-def test_bits_do_not_depend_on_where_a_text_lies(shape: tuple[int, int, int, int], window: int | None) -> None:
-    """Random paths in random rows; each alone, with its text in the rows of its positions, has the same bits."""
+@pytest.mark.parametrize("window", [0, 6, 50])
+def test_bits_do_not_depend_on_where_a_text_lies(shape: tuple[int, int, int, int], window: int) -> None:
+    """Random paths behind a text, all in random rows; each alone, in the rows of its positions, has the same bits."""
     rng = random.Random(str((shape, window)))
     for tokens in (1, 2, 3, 7, 8):
         queries, keys, values = inputs(shape, tokens, 192)
-        shared = rng.randrange(1, 90)
-        paths = [rng.sample(range(shared, 192), rng.randrange(1, 12)) for _ in range(tokens)]
-        mask = torch.full((1, 1, tokens, 192), LOWEST)
-        depth = max(map(len, paths)) + rng.randrange(2)
-        first = shared + max(map(len, paths)) - depth
-        texts = [[*range(shared), *path] for path in paths]
-        for token, text in enumerate(texts):
-            mask[0, 0, token, text[-window:] if window else text] = 0.0
-        places = torch.tensor([[len(text) - 1 for text in texts]])
-        tails = torch.tensor([(text[first:] + [191] * depth)[:depth] for text in texts])
-        together = few_tokens_attention(queries, keys, values, mask, places, tails, 0.125)
+        text = rng.sample(range(192), rng.randrange(1, 90))
+        free = [row for row in range(192) if row not in text]
+        texts = [[*text, *rng.sample(free, rng.randrange(1, 12))] for _ in range(tokens)]
+        end, said = max(map(len, texts)) + rng.randrange(3), rng.randrange(1, len(text) + 1)
+        lists = torch.tensor([[*rows, *[0] * end][:end] for rows in texts])
+        lists[1:, :said] = 10**6  # these need only be in the first one's
+        places, common = [len(rows) - 1 for rows in texts], [0, *[said] * (tokens - 1)]
+        where = torch.tensor([[rows[-1] for rows in texts], places, common])
+        together = few_tokens_attention(queries, keys, values, where, lists, 0.125, float(window))
         for token, text in enumerate(texts):
             position, rows = len(text) - 1, -(-len(text) // 64) * 64
             moved = [*text, *range(rows)][:rows]
@@ -91,39 +93,42 @@ def test_bits_do_not_depend_on_where_a_text_lies(shape: tuple[int, int, int, int
                 queries[:, :, token : token + 1],
                 keys[:, :, moved],
                 values[:, :, moved],
-                causal(1, position, rows, window),
                 *in_place(1, position),
                 0.125,
+                float(window),
             )
             assert torch.equal(together[:, token : token + 1], alone)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 9, 100])
-def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int, int, int], window: int | None) -> None:
+@pytest.mark.parametrize("window", [0, 9, 100])
+def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int, int, int], window: int) -> None:
+    """Of one text, or of several in one pass, one of them behind what others see."""
     queries, keys, values = inputs(shape, 7, 384)
     for position in (0, 5, 130, 300):
         for tokens in (2, 3, 5, 7):
-            mask = causal(tokens, position, 384, window)
-            together = few_tokens_attention(
-                queries[:, :, :tokens], keys, values, mask, *in_place(tokens, position), 0.125
-            )
-            for token in range(tokens):
-                rows = -(-(position + token + 1) // 64) * 64  # fewer hidden ones behind it
-                alone = few_tokens_attention(
-                    queries[:, :, token : token + 1],
-                    keys[:, :, :rows],
-                    values[:, :, :rows],
-                    causal(1, position + token, rows, window),
-                    *in_place(1, position + token),
-                    0.125,
-                )
-                assert torch.equal(together[:, token : token + 1], alone)
+            where, lists = in_place(tokens, position)
+            apart = where.clone()
+            apart[2, ::3] = 0
+            for beside in (where, apart):
+                given = (queries[:, :, :tokens], keys, values, beside, lists, 0.125, float(window))
+                together = few_tokens_attention(*given)
+                for token in range(tokens):
+                    rows = -(-(position + token + 1) // 64) * 64  # fewer behind it
+                    alone = few_tokens_attention(
+                        queries[:, :, token : token + 1],
+                        keys[:, :, :rows],
+                        values[:, :, :rows],
+                        *in_place(1, position + token),
+                        0.125,
+                        float(window),
+                    )
+                    assert torch.equal(together[:, token : token + 1], alone)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
-    given = (*inputs((8, 8, 64, 64), 3, 1024), causal(3, 1000, 1024), *in_place(3, 1000), 0.125)
+    given = (*inputs((8, 8, 64, 64), 3, 1024), *in_place(3, 1000), 0.125, 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = few_tokens_attention(*given)
@@ -136,33 +141,30 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
 
 def test_extreme_scores() -> None:
     queries, keys, values = inputs(SHAPES[1], 1, 64)
-    mask = causal(1, 40, 64)
     for factor in (0.0, 1e-30, 1e3, 1e18):
-        given = (queries * factor, keys, values, mask, *in_place(1, 40), 0.125)
+        given = (queries * factor, keys, values, *in_place(1, 40), 0.125, 0.0)
         assert torch.allclose(few_tokens_attention(*given).double(), by_the_formula(*given), atol=1e-4)
-    hidden = torch.where(mask < 0, -torch.inf, 0.0)
-    given = (queries, keys, values, hidden, *in_place(1, 40), 0.125)
-    assert torch.equal(
-        few_tokens_attention(*given), few_tokens_attention(queries, keys, values, mask, *in_place(1, 40), 0.125)
-    )
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
     queries, keys, values = inputs(SHAPES[1], 2, 64)
-    mask, (places, tails) = causal(2, 40, 64), in_place(2, 40)
+    where, lists = in_place(2, 40)
+    place = torch.tensor([[0], [1], [0]])
     for given in (
-        (queries.bfloat16(), keys, values, mask, places, tails),
-        (queries[:, :3], keys, values, mask, places, tails),
-        (queries, keys[:, :, :63], values, mask, places, tails),
-        (queries, keys, values, mask[:, :, :1], places, tails),
-        (queries, keys, values[..., ::2], mask, places, tails),
-        (queries[0], keys, values, mask, places, tails),
-        (queries, keys, values, mask, places[:, :1], tails),
-        (queries, keys, values, mask, places + 24, tails),
-        (queries, keys, values, mask, places, tails + 24),
-        (queries, keys, values, mask, places, -tails),
-        (queries, keys, values, mask, places.int(), tails),
-        (queries, keys, values, mask, places, tails.expand(2, 43).contiguous()),
+        (queries.bfloat16(), keys, values, where, lists),
+        (queries[:, :3], keys, values, where, lists),
+        (queries, keys[:, :, :63], values, where, lists),
+        (queries, keys, values[..., ::2], where, lists),
+        (queries[0], keys, values, where, lists),
+        (queries, keys, values, where[:, :1].contiguous(), lists),
+        (queries, keys, values, where[:2], lists),
+        (queries, keys, values, where + place, lists),
+        (queries, keys, values, where - 50 * place, lists),
+        (queries, keys, values, where.int(), lists),
+        (queries, keys, values, where, lists + 24),
+        (queries, keys, values, where, lists - 1),
+        (queries, keys, values, where, lists[:1]),
+        (queries, keys, values, where, lists.int()),
     ):
         with pytest.raises(ValueError, match="few_tokens_attention: not made for queries"):
-            few_tokens_attention(*given, 0.125)
+            few_tokens_attention(*given, 0.125, 0.0)

@@ -14,22 +14,29 @@ CAPACITY, MOST_NODES = 30, 12
 class Slots:
     """A cache whose entries are the numbers of the nodes, and the slots in it."""
 
-    def __init__(self) -> None:
-        self.cache = StageCache([None, 4], CAPACITY + MOST_NODES)
+    def __init__(self, moves: bool = True) -> None:
+        self.cache = StageCache([None, 4], CAPACITY + MOST_NODES, moves=moves)
         for layer in self.cache.layers:
             layer.write(*(-torch.ones(1, 2, 1, 3) for _ in range(2)))
         self.slots = NodeSlots(self.cache, MOST_NODES)
         self.certain: list[int] = []
 
-    def entries(self, rows: list[int]) -> list[int]:
+    def row(self, position: int) -> int:
+        """In which it lies."""
+        rows = self.cache.memory.order.rows(position, position + 1)
+        return position if isinstance(rows, slice) else int(rows)
+
+    def entries(self, positions: list[int]) -> list[int]:
         """Which node's entries lie there; all layers agree."""
+        rows = list(map(self.row, positions))
         found = [half[rows].flatten(1) for layer in self.cache.layers for half in layer.rows]
         numbers = torch.cat(found, dim=1).unique(dim=1)
         assert numbers.shape[1] == 1
         return numbers[:, 0].int().tolist()
 
-    def write(self, row: int, node: int) -> None:
+    def write(self, position: int, node: int) -> None:
         """As a pass does."""
+        row = self.row(position)
         for layer in self.cache.layers:
             for half in layer.rows:
                 half[row] = node
@@ -51,8 +58,9 @@ class Slots:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_lies_where(seed: int) -> None:
-    rng, slots, number = random.Random(seed), Slots(), 0
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_lies_where(seed: int, moves: bool) -> None:
+    rng, slots, number = random.Random(seed), Slots(moves), 0
     paths: dict[int, list[int]] = {}
     while slots.slots.kept < CAPACITY - MOST_NODES:
         new = []
@@ -74,11 +82,12 @@ def test_what_lies_where(seed: int) -> None:
                 slots.slots.keep(kept)
             slots.certain.append(kept)
             paths = {node: path[1:] for node, path in paths.items() if path[1:]}
+    assert isinstance(slots.cache.memory.order.rows(0, CAPACITY), slice) == moves
 
 
 def test_what_is_kept_in_the_order_it_came_is_never_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = Slots()
-    monkeypatch.setattr(StageCache, "copy_row", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr(StageCache, "move", lambda *_: pytest.fail("moved"))
     slots.run([[1], [2], [1, 3], [2, 4]], together=True)
     slots.slots.drop(2)
     slots.slots.drop(4)
@@ -86,6 +95,19 @@ def test_what_is_kept_in_the_order_it_came_is_never_moved(monkeypatch: pytest.Mo
     slots.certain.append(1)
     slots.run([[3, 5], [6]], together=True)
     slots.slots.keep(3)
+
+
+def test_where_rows_change_places_no_entry_moves() -> None:
+    slots = Slots(moves=False)
+    slots.run([[1], [2], [2, 3]], together=True)
+    before = [half.clone() for layer in slots.cache.layers for half in layer.rows]
+    slots.slots.keep(2)
+    slots.certain.append(2)
+    slots.slots.drop(1)
+    slots.slots.keep(3)
+    slots.certain.append(3)
+    assert slots.entries([0, 1]) == [2, 3]
+    assert all(map(torch.equal, before, [half for layer in slots.cache.layers for half in layer.rows]))
 
 
 def test_more_nodes_than_there_is_room_for() -> None:

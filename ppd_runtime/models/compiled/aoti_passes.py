@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.models.compiled.graphs import Recordings, current_device
+from ppd_runtime.models.native.layers import reads_mask
 from ppd_runtime.models.stage.caches import PreallocatedLayer
-from ppd_runtime.models.stage.trees import TokenTree
+from ppd_runtime.models.stage.trees import TokenTree, chain_of
 
 
 class Part(NamedTuple):
@@ -38,6 +39,7 @@ class AotiCode:
             raise ValueError(f"compile: {path} cannot be loaded ({reason}); remove it to have it made again") from error
         self.run: Any = loader.run
         self.metadata: dict[str, str] = loader.get_metadata()
+        self.reads_mask = reads_mask(self.metadata)
 
 
 class LaunchedPasses:
@@ -89,9 +91,9 @@ class LaunchedPasses:
         windows = [cache.sliding_window if cache else None for cache in attending]
 
         def launch(hidden: Tensor, position: Tensor) -> Tensor:
-            if tree is None:
+            if tree is None and all(part.code.reads_mask for part in parts):
                 return _launch(parts, rows, hidden, position)
-            return _launch_several(parts, rows, windows, tree, hidden, position)
+            return _launch_several(parts, rows, windows, tree or chain_of(1, self._device), hidden, position)
 
         if self._recordings and (tree is None or tree.comes_again):  # a recording reads what the tree holds
             tensors = [tensor for pair in rows for tensor in pair]
@@ -120,8 +122,15 @@ def _launch_several(
     position: Tensor,
 ) -> Tensor:
     """The tree stands at `position`."""
-    own_rows, places, tails = tree.rows + position, (tree.depths + position)[None], tree.tails + position
-    masks = {w: tree.mask(position, rows[0][0].shape[0], w, hidden.dtype) for w in set(windows)}
+    own_rows, places = tree.rows + position, tree.depths + position
+    size = next(of_layer[0].shape[0] for of_layer in rows if of_layer)
+    masks = {w: tree.mask(position, size, w, hidden.dtype) for w in set(windows)}
     for part, of_layer, window in zip(parts, rows, windows, strict=True):
-        (hidden,) = part.code.run([hidden, own_rows, *of_layer, places, masks[window], tails, *part.weights])
+        attends: tuple[Tensor, ...] = ()
+        if of_layer and part.code.reads_mask:
+            attends = own_rows, *of_layer, places[None], masks[window]
+        elif of_layer:
+            where = torch.stack([own_rows, places, torch.zeros_like(places)])
+            attends = where, *of_layer, tree.lists(int(position))
+        (hidden,) = part.code.run([hidden, *attends, *part.weights])
     return hidden

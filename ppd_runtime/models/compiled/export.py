@@ -41,6 +41,8 @@ from ppd_runtime.models.compiled.joined_products import join_products
 from ppd_runtime.models.compiled.programs import (
     AttentionlessLayer,
     FewTokensHead,
+    ListedTokensLayer,
+    MaskIsReadError,
     OneTokenLayer,
     SeveralTokensLayer,
     grouped_attention,
@@ -50,6 +52,7 @@ from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
+from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
@@ -195,7 +198,8 @@ def _compile(
             if native.is_available(device, dtype):
                 shims = {operator.in_graphs(): [operator.shim] for operator in (*PRODUCTS, few_tokens_attention)}
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
-                options["aot_inductor.metadata"] = {READ_BY_PRODUCTS: json.dumps(_read_by_products(make(), program))}
+                told = {READ_BY_PRODUCTS: _read_by_products(make(), program), READS_MASK: _reads_mask(program)}
+                options["aot_inductor.metadata"] = {name: json.dumps(value) for name, value in told.items()}
             with _files_of_its_own():
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
@@ -240,7 +244,7 @@ def _export(
         own = native.is_available(device, dtype)
         _choose_attention(piece, _FEW_TOKENS_ATTENTION if own else _GROUPED_ATTENTION)
         weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
-        layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes)
+        layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes, own)
     with _FewRows() if own else contextlib.nullcontext():
         program = torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
     if own:
@@ -249,9 +253,15 @@ def _export(
 
 
 def _example(
-    piece: nn.Module, weights: dict[str, Tensor], index: int, window: int | None, dtype: torch.dtype, passes: int
+    piece: nn.Module,
+    weights: dict[str, Tensor],
+    index: int,
+    window: int | None,
+    dtype: torch.dtype,
+    passes: int,
+    own: bool,
 ) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
-    """What is exported, inputs for it, and which of their sizes vary."""
+    """What is exported, inputs for it, and which of their sizes vary; `own`: with attention of our own."""
     of_weights = dict.fromkeys(weights)
     config: Any = piece.config
     if passes == PassKind.HEAD:
@@ -261,19 +271,24 @@ def _example(
     hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype)
     if passes == PassKind.WITHOUT_ATTENTION:
         return AttentionlessLayer(piece), (hidden, weights), (None, of_weights)
-    own_rows = torch.zeros(tokens, dtype=torch.int64)
     keys, values = _example_rows(piece, weights, index, hidden)
     rows = {0: _ALIGNED * torch.export.Dim("blocks", min=ATTENDED_ROWS // _ALIGNED, max=_MOST_ROWS // _ALIGNED)}
-    inputs = (hidden, own_rows, keys, values)
+    size = [torch.export.Dim("tokens", min=2, max=MOST_SEVERAL)] if passes == PassKind.SEVERAL else []
+    of_rows, of_tokens, of_mask = (dict.fromkeys([axis][: len(size)], *size) for axis in (0, 1, 2))
+    if own:
+        where, lists = (torch.zeros(*shape, dtype=torch.int64) for shape in ((3, tokens), (tokens, 3)))
+        of_lists = of_rows | {1: torch.export.Dim("positions", min=1, max=_MOST_ROWS)}
+        listed, inputs = ListedTokensLayer(piece, index, window), (hidden, where, keys, values, lists, weights)
+        with contextlib.suppress(MaskIsReadError):
+            listed(*inputs)
+            return listed, inputs, (of_tokens, of_tokens, rows, rows, of_lists, of_weights)
+    own_rows = torch.zeros(tokens, dtype=torch.int64)
     if tokens == 1:
-        return OneTokenLayer(piece, index, window), (*inputs, weights), (None, None, rows, rows, of_weights)
+        one = OneTokenLayer(piece, index, window)
+        return one, (hidden, own_rows, keys, values, weights), (None, None, rows, rows, of_weights)
     places, mask = torch.zeros(1, tokens, dtype=torch.int64), torch.zeros(1, 1, tokens, keys.shape[0], dtype=dtype)
-    tails = torch.zeros(tokens, 3, dtype=torch.int64)
-    size = torch.export.Dim("tokens", min=2, max=MOST_SEVERAL) if passes == PassKind.SEVERAL else None
-    of_tokens, of_mask = {1: size}, {2: size, 3: rows[0]}
-    of_tails = {0: size, 1: torch.export.Dim("depth", min=1, max=_MOST_ROWS)}
-    varying = (of_tokens, {0: size}, rows, rows, of_tokens, of_mask, of_tails, of_weights)
-    return SeveralTokensLayer(piece, index, window), (*inputs, places, mask, tails, weights), varying
+    of_inputs = (of_tokens, of_rows, rows, rows, of_tokens, of_mask | {3: rows[0]}, of_weights)
+    return SeveralTokensLayer(piece, index, window), (hidden, own_rows, keys, values, places, mask, weights), of_inputs
 
 
 class _FewRows(TorchFunctionMode):
@@ -297,6 +312,12 @@ def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -
         for name in sorted(product_weights(piece) & set(names))
         if all(user.target in operators for user in readers[name].users)
     ]
+
+
+def _reads_mask(program: torch.export.ExportedProgram) -> bool:
+    """Whether it is a pass with a mask, made of the position or given."""
+    inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
+    return not inputs.isdisjoint(("position", "mask"))
 
 
 def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -258,6 +258,13 @@ class CompiledLayers:
         return self._passes.run(*self._range(first, last, kind), hidden, caches, tree)
 
     @property
+    def reads_lists(self) -> bool:
+        """Whether all attention is code that goes over the rows of a list, which may lie anywhere."""
+        if not isinstance(self._passes, NativePasses):
+            return False
+        return not any(part.reads_mask for parts in self._layers.values() for part in parts if part)
+
+    @property
     def joins_texts(self) -> bool:
         """Whether there is code for several texts' trees in one pass."""
         return isinstance(self._passes, NativePasses) and PassKind.SEVERAL in self._layers

@@ -1,11 +1,13 @@
 """What is exported of a model: one layer over caches for one token or several, and the head; and their attention."""
 
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -13,9 +15,44 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.stage.caches import SomeLayersCache
 
-_texts: ContextVar[tuple[Tensor, Tensor]] = ContextVar("texts")
-"""Of the tokens of a layer that is being exported, places and tails as `few_tokens_attention` takes them: the library's
-code hands on masks, and nothing else."""
+
+class _Texts(NamedTuple):
+    """Of the tokens of a layer that is being exported, what `few_tokens_attention` takes: the library's code hands on
+    masks, and nothing else.
+    """
+
+    mask: Tensor
+    """That the library is given, and that nobody reads."""
+    where: Tensor
+    lists: Tensor
+    window: int
+    found: list[nn.Module]
+    """Attention of our own that took them."""
+
+
+_texts: ContextVar[_Texts | None] = ContextVar("texts", default=None)
+
+
+class MaskIsReadError(Exception):
+    """A layer has attention that is not our own."""
+
+
+class _Unread(TorchFunctionMode):
+    """Refuses to compute anything of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        asks = getattr(function, "__name__", "") == "__get__"  # for a shape or a dtype
+        given = (*args, *(kwargs or {}).values())
+        parts = (part for each in given for part in (each if isinstance(each, list | tuple) else [each]))
+        if not asks and any(part is self._tensor for part in parts):
+            raise MaskIsReadError
+        return function(*args, **(kwargs or {}))
 
 
 class FewTokensHead(nn.Module):
@@ -46,25 +83,15 @@ class OneTokenLayer(nn.Module):
         hides = rows > position if self._window is None else (rows > position) | (rows <= position - self._window)
         mask = torch.where(hides, torch.finfo(hidden.dtype).min, 0.0).to(hidden.dtype).view(1, 1, 1, -1)
         cache = _FewTokensCache(keys, values, position, position, self._window)
-        return self._behind(hidden, cache, weights, position[None], mask, position[None])
+        return self._behind(hidden, cache, weights, position[None], mask)
 
     def _behind(
-        self,
-        hidden: Tensor,
-        rows: "_FewTokensCache",
-        weights: dict[str, Tensor],
-        places: Tensor,
-        mask: Tensor,
-        tails: Tensor,
+        self, hidden: Tensor, rows: "_FewTokensCache", weights: dict[str, Tensor], places: Tensor, mask: Tensor
     ) -> Tensor:
         cache: Cache = SomeLayersCache([rows], [self._index])
         feed = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache}
         feed |= {"position_ids": places, "attention_mask": mask}
-        before = _texts.set((places, tails))
-        try:
-            return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
-        finally:
-            _texts.reset(before)
+        return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
 
 
 class SeveralTokensLayer(OneTokenLayer):
@@ -78,14 +105,44 @@ class SeveralTokensLayer(OneTokenLayer):
         values: Tensor,
         places: Tensor,
         mask: Tensor,
-        tails: Tensor,
         weights: dict[str, Tensor],
     ) -> Tensor:
         """As before, `[1, tokens, hidden_size]`; the tokens' entries go into their `own_rows`, `[tokens]`; `places` are
-        `[1, tokens]`, the additive mask is `[1, 1, tokens, rows]`, `tails` are as `few_tokens_attention` takes them.
+        `[1, tokens]`, the additive mask is `[1, 1, tokens, rows]`.
         """
         cache = _FewTokensCache(keys, values, own_rows, places[0, :1], self._window)
-        return self._behind(hidden, cache, weights, places, mask, tails)
+        return self._behind(hidden, cache, weights, places, mask)
+
+
+class ListedTokensLayer(OneTokenLayer):
+    """The same for one token or several, with attention of our own to the rows of lists."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        where: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lists: Tensor,
+        weights: dict[str, Tensor],
+    ) -> Tensor:
+        """As before, `[1, tokens, hidden_size]`; `where` and `lists` are as `few_tokens_attention` takes them.
+
+        Raises:
+            MaskIsReadError: where the layer has other attention.
+        """
+        mask = hidden.new_zeros(1, 1, hidden.shape[1], keys.shape[0])
+        cache = _FewTokensCache(keys, values, where[0], where[1, :1], self._window)
+        texts = _Texts(mask, where, lists, self._window or 0, [])
+        before = _texts.set(texts)
+        try:
+            with _Unread(mask):
+                states = self._behind(hidden, cache, weights, where[1:2], mask)
+        finally:
+            _texts.reset(before)
+        if not texts.found:
+            raise MaskIsReadError
+        return states
 
 
 class AttentionlessLayer(nn.Module):
@@ -172,11 +229,13 @@ def own_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same in code of our own, where there is a plain mask, of one head."""
-    unusual = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
-    if unusual or attention_mask is None or attention_mask.shape[:3] != (1, 1, query.shape[2]):
+    """The same in code of our own, in a `ListedTokensLayer`."""
+    texts = _texts.get()
+    if texts is None:
         return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
-    if attention_mask.dtype == torch.bool:
-        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return few_tokens_attention.in_graphs()(query, key, value, attention_mask, *_texts.get(), scale), None
+    unusual = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if unusual or attention_mask is not texts.mask:
+        raise MaskIsReadError
+    texts.found.append(module)
+    scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, float(texts.window)
+    return few_tokens_attention.in_graphs()(query, key, value, texts.where, texts.lists, scale, window), None

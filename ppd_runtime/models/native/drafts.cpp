@@ -29,8 +29,8 @@ struct Shape {  // of a chain: its tree
   explicit Shape(int64_t tokens) : places(tokens) {
     for (int64_t i = 0; i < tokens; ++i) places[i] = i;
   }
-  Tree at(int64_t position) const {
-    return {places.data(), places.data(), places.data(), static_cast<int64_t>(places.size()), 1, position};
+  Tree at(int64_t position, const int64_t* list) const {
+    return {places.data(), places.data(), places.data(), static_cast<int64_t>(places.size()), 1, position, 0, list};
   }
 };
 
@@ -39,10 +39,12 @@ struct Chain {
   Route layers;             // that drafts run through, a token a pass
   Route part, part_chain;   // what they go through then, before the head: for one token, and for several; or none
   Route verify, verify_chain;  // the same of what verifies; or none
+  const int64_t *list, *part_list;  // in which rows the positions of the model's sequence lie, and of the part's
   void* head;               // of drafts: a norm and a head
   void* verifying_head;
   float* embedding;         // [.., width]
   int64_t width, vocab, attended_rows;
+  int64_t extent;           // rows of the model's caches that may be read, whatever the length
   int64_t most_verified;    // tokens: more are not verified here
   bool continues;           // verification goes on behind `layers`, which the last draft runs through, too; else it starts anew
   bool together;            // it is the chance of all drafts up to one that ends the chain, not each one's
@@ -64,10 +66,14 @@ struct Chain {
   int64_t num_drafts, num_verified;  // the second is 0 where nothing was verified
 };
 
-constexpr Tree one_token(int64_t position) { return {nullptr, nullptr, nullptr, 1, 0, position}; }
+constexpr Tree one_token(int64_t position, const int64_t* list) {
+  return {nullptr, nullptr, nullptr, 1, 0, position, 0, list};
+}
 
-int64_t whole_rows(const Chain& chain, int64_t length) {
-  return (length + chain.attended_rows - 1) / chain.attended_rows * chain.attended_rows;
+constexpr Tree without_texts(int64_t tokens) { return {nullptr, nullptr, nullptr, tokens, 0, 0, 0, nullptr}; }
+
+int64_t whole_rows(const Chain& chain, int64_t length, int64_t extent = 0) {
+  return (std::max(length, extent) + chain.attended_rows - 1) / chain.attended_rows * chain.attended_rows;
 }
 
 // States [1, 1, width] behind the part, of the newest state; the first pass takes in those that are unread, too.
@@ -76,14 +82,14 @@ Handle through_part(const Chain& chain, int64_t drafted, Handle hidden, std::vec
   const int64_t width = chain.width, unread = chain.num_unread, tokens = unread + 1;
   if (drafted || !unread) {
     const int64_t length = chain.part_length + unread + drafted;
-    return run_layers(chain.part, std::move(hidden), one_token(length), whole_rows(chain, length + 1));
+    return run_layers(chain.part, std::move(hidden), one_token(length, chain.part_list), whole_rows(chain, length + 1));
   }
   const float* state = numbers_of(hidden, width);
   memory.assign(chain.unread, chain.unread + unread * width);
   memory.insert(memory.end(), state, state + width);
   hidden = of_memory(memory.data(), {1, tokens, width}, floats);
   const int64_t rows = whole_rows(chain, chain.part_length + tokens);
-  hidden = run_layers(chain.part_chain, std::move(hidden), Shape(tokens).at(chain.part_length), rows);
+  hidden = run_layers(chain.part_chain, std::move(hidden), Shape(tokens).at(chain.part_length, chain.part_list), rows);
   const float* newest = hidden.at ? numbers_of(hidden, tokens * width) : nullptr;
   if (!newest) return Handle();
   memory.assign(newest + unread * width, newest + tokens * width);
@@ -105,7 +111,7 @@ int draft(Chain& chain) {
     times[0] = now();
     const int64_t place = chain.position + drafted;
     Handle hidden = of_memory(chain.embedding + token * width, {1, 1, width}, floats);
-    hidden = run_layers(chain.layers, std::move(hidden), one_token(place), whole_rows(chain, place + 1));
+    hidden = run_layers(chain.layers, std::move(hidden), one_token(place, chain.list), whole_rows(chain, place + 1, chain.extent));
     const float* state = hidden.at ? numbers_of(hidden, width) : nullptr;
     if (!state) return 1;
     std::memcpy(chain.states + drafted * width, state, width * sizeof(float));
@@ -114,7 +120,7 @@ int draft(Chain& chain) {
     if (chain.part.count) hidden = through_part(chain, drafted, std::move(hidden), memory);
     if (!hidden.at) return 2;
     note(1);
-    hidden = run_layers({&chain.head, nullptr, 1}, std::move(hidden), one_token(0), 0);
+    hidden = run_layers({&chain.head, nullptr, 1}, std::move(hidden), without_texts(1), 0);
     const float* logits = hidden.at ? numbers_of(hidden, chain.vocab) : nullptr;
     if (!logits) return 3;
     note(2);
@@ -140,11 +146,12 @@ int verify(Chain& chain) {
   Handle hidden = of_memory(chain.continues ? chain.states : embedded.data(), {1, tokens, width}, floats);
   const Shape shape(tokens);
   hidden = run_layers(
-      tokens > 1 ? chain.verify_chain : chain.verify, std::move(hidden), tokens > 1 ? shape.at(chain.position) : one_token(chain.position),
-      whole_rows(chain, chain.position + tokens));
+      tokens > 1 ? chain.verify_chain : chain.verify, std::move(hidden),
+      tokens > 1 ? shape.at(chain.position, chain.list) : one_token(chain.position, chain.list),
+      whole_rows(chain, chain.position + tokens, chain.extent));
   if (!hidden.at) return 4;
   times[1] = now();
-  hidden = run_layers({&chain.verifying_head, nullptr, 1}, std::move(hidden), Tree{nullptr, nullptr, nullptr, tokens, 0, 0}, 0);
+  hidden = run_layers({&chain.verifying_head, nullptr, 1}, std::move(hidden), without_texts(tokens), 0);
   const float* logits = hidden.at ? numbers_of(hidden, tokens * chain.vocab) : nullptr;
   if (!logits) return 5;
   times[2] = now();

@@ -78,8 +78,9 @@ class _Chain(ctypes.Structure):
 
     _fields_ = (
         *((name, _LayerProgram) for name in ("layers", "part", "part_chain", "verify", "verify_chain")),
+        *((name, _P) for name in ("list", "part_list")),
         *((name, _P) for name in ("head", "verifying_head", "embedding")),
-        *((name, _N) for name in ("width", "vocab", "attended_rows", "most_verified")),
+        *((name, _N) for name in ("width", "vocab", "attended_rows", "extent", "most_verified")),
         *(("continues", _B), ("together", _B), ("least", _F), ("probe", _P), ("bias", _F)),
         *((name, _N) for name in ("most", "token", "position")),
         *(("unread", _P), ("num_unread", _N), ("part_length", _N)),
@@ -168,6 +169,7 @@ class ChainDrafting:
         chain, oldest, most = self._chain, self._route.attending[0], rule.most
         position = oldest.length
         oldest.check_room(position + most + 1)
+        chain.list, chain.extent = oldest.order.address(position + most + 1), oldest.order.extent
         num_unread = 0
         if of_part:
             unread = None if unread is None else unread.contiguous()
@@ -175,6 +177,7 @@ class ChainDrafting:
             chain.num_unread = num_unread = 0 if unread is None else unread.shape[1]
             chain.part_length = of_part[0].length
             of_part[0].check_room(of_part[0].length + num_unread + most)
+            chain.part_list = of_part[0].order.address(of_part[0].length + num_unread + most)
         if most > self._most:
             self._take_room(most)
         chain.most, chain.least, chain.together = rule

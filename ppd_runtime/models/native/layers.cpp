@@ -18,8 +18,8 @@ thread_local std::string error;
 extern "C" {
 
 // Null where the library cannot be loaded or is not one of compiled code: see ppd_error. Whether its names for tensors'
-// functions were turned to ours, the caller knows.
-void* ppd_code(const char* library, int takes_light) {
+// functions were turned to ours, and whether it reads masks, the caller knows.
+void* ppd_code(const char* library, int takes_light, int reads_mask) {
   void* loaded = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!loaded) {
     const char* reason = dlerror();
@@ -29,7 +29,7 @@ void* ppd_code(const char* library, int takes_light) {
   error = std::string(library) + " is no library of compiled code";
   auto create = reinterpret_cast<Create>(dlsym(loaded, "AOTInductorModelContainerCreateWithDevice"));
   std::unique_ptr<Code> code(new Code);
-  code->takes_light = takes_light;
+  code->takes_light = takes_light, code->reads_mask = reads_mask;
   code->remove = reinterpret_cast<Delete>(dlsym(loaded, "AOTInductorModelContainerDelete"));
   code->run = reinterpret_cast<Run>(dlsym(loaded, "AOTInductorModelContainerRunSingleThreaded"));
   if (!code->run) code->run = reinterpret_cast<Run>(dlsym(loaded, "AOTInductorModelContainerRun"));

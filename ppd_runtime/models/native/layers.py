@@ -9,7 +9,7 @@ import weakref
 import zipfile
 import zlib
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "ppd_code": (_P, [ctypes.c_char_p, ctypes.c_int]),
+    "ppd_code": (_P, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]),
     "ppd_error": (ctypes.c_char_p, []),
     "ppd_delete_code": (None, [_P]),
     "ppd_layer": (_P, [_P, _N, _P, _P, _P]),
@@ -37,7 +37,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-_NUMBERS_OF_A_TREE = 7
+READS_MASK = "reads_mask"
+"""What a file says of itself: whether it has attention that adds a mask to scores, in JSON; other reads lists."""
+_NUMBERS_OF_A_TREE = 8
 _DTYPES = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -90,7 +92,8 @@ class NativeCode:
                 self.metadata, library, takes_light = _unpacked(path, Path(folder))
             except (OSError, ValueError, KeyError, StopIteration, zipfile.BadZipFile) as error:
                 raise ValueError(_cannot_be_loaded(path, str(error) or type(error).__name__)) from error
-            self.handle: int | None = function("ppd_code")(bytes(library), takes_light)
+            self.reads_mask = reads_mask(self.metadata)
+            self.handle: int | None = function("ppd_code")(bytes(library), takes_light, self.reads_mask)
         if not self.handle:
             library.unlink(missing_ok=True)  # it is made again from the package, or with it
             raise ValueError(_cannot_be_loaded(path, function("ppd_error")().decode(errors="replace")))
@@ -102,6 +105,7 @@ class Layer:
 
     def __init__(self, code: NativeCode, weights: Sequence[Tensor]) -> None:
         self._code, self.weights = code, list(weights)
+        self.reads_mask = code.reads_mask
         places = array("q", [weight.data_ptr() for weight in weights])
         shapes = array("q", [number for weight in weights for number in (weight.dim(), *weight.shape)])
         dtypes = array("i", [_DTYPES[weight.dtype] for weight in weights])
@@ -198,24 +202,27 @@ class LayerProgram:
         """As `NativePasses.run`; what is after the layers has the shape `shape`."""
         self.over(caches)
         tokens = hidden.shape[1]
-        position = attended = 0
+        position = attended = at_order = 0
         if self.attending:
-            position = self.attending[0].length
+            oldest = self.attending[0]
+            position, order = oldest.length, oldest.order
             reach = position + (tokens if tree is None else tree.extent)
-            self.attending[0].check_room(reach)
+            oldest.check_room(reach)
             for cache in self.attending:
                 cache.length += tokens
-            attended = whole_rows(reach)
+            attended, at_order = whole_rows(max(reach, order.extent)), order.address(reach)
         memory = (0, 0, 0, tokens, 0) if tree is None else tree.memory
-        return self._call(hidden, array("q", [*memory, position, 0]), attended, shape)
+        return self._call(hidden, array("q", [*memory, position, 0, at_order]), attended, shape)
 
     def run_trees(self, hidden: Tensor, caches: Sequence[PreallocatedLayer], trees: Sequence[PlacedTree]) -> Tensor:
         """As `NativePasses.run_trees`."""
         self.over(caches)
         reach = max(placed.reach for placed in trees)
         self.attending[0].check_room(reach)
-        memory = (number for tree, *place in trees for number in (*tree.memory, *place))
-        return self._call(hidden, array("q", memory), whole_rows(reach), hidden.shape)
+        memory = array("q")
+        for tree, position, first_row, order in trees:
+            memory.extend((*tree.memory, position, first_row, order.address(position + tree.extent)))
+        return self._call(hidden, memory, whole_rows(reach), hidden.shape)
 
     def _call(self, hidden: Tensor, trees: "array[int]", attended: int, shape: Sequence[int]) -> Tensor:
         """`trees` are as `Tree` in passes.h has them."""
@@ -235,7 +242,7 @@ class LayerProgram:
             shape[-1],
         )
         if failed:
-            raise RuntimeError(f"compiled code failed ({failed}) at position {trees[-2]}, over {tokens} tokens")
+            raise RuntimeError(f"compiled code failed ({failed}) at position {trees[-3]}, over {tokens} tokens")
         return result
 
     @property
@@ -283,6 +290,11 @@ def function(name: str) -> Any:
 
 def _delete_with(owner: Any, name: str) -> None:
     weakref.finalize(owner, function(name), owner.handle).atexit = False
+
+
+def reads_mask(metadata: Mapping[str, str]) -> bool:
+    """Whether a file that says this of itself has attention that adds a mask to scores."""
+    return bool(json.loads(metadata.get(READS_MASK, "true")))
 
 
 def calls_python(path: Path) -> bool:

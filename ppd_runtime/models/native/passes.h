@@ -69,6 +69,7 @@ Handle new_floats(const std::vector<int64_t>& sizes) {
 
 struct Code {
   bool takes_light = false;  // whether it may be given light tensors; if not, PyTorch's alone
+  bool reads_mask = false;   // whether it has attention that adds a mask to scores, and reads no lists
   void* container = nullptr;
   Delete remove = nullptr;
   Run run = nullptr;
@@ -117,17 +118,19 @@ struct Cache {
   }
 };
 
-// Tokens that are run together, each behind its own text: all numbers count from where their tree stands, and the text
-// before it lies in the rows of its positions. What is behind a token's own depth in its tail may be any row.
+// Tokens that are run together, each behind its own text: all numbers count from where their tree stands. A text and the tree
+// behind it lie in the rows of `list`, by position, counted from `first_row` on; what stands in a tree's row i is in that of
+// position `position + i`. What is behind a token's own depth in its tail may be any row.
 struct Tree {
   const int64_t* rows;    // [size]: where each token's entries go
   const int64_t* depths;  // [size]: tokens of the tree before it, on its path
   const int64_t* tails;   // [size, depth]: rows of its path at the last `depth` depths of the tree
   int64_t size, depth;
-  int64_t position;       // where it stands
-  int64_t first_row = 0;  // of the text before it
+  int64_t position;           // where it stands
+  int64_t first_row;          // of its sequence
+  const int64_t* list;        // null: what attends to none
 
-  int64_t deepest() const { return *std::max_element(depths, depths + size); }
+  int64_t deepest() const { return rows ? *std::max_element(depths, depths + size) : 0; }
 };
 
 // Trees that are run together, each over a text of its own; or one without `rows`: a single token, or what attends to none.
@@ -137,46 +140,70 @@ struct Trees {
   const Tree* end() const { return at + count; }
 };
 
-// What tokens see of a cache's first rows.
-void fill_mask(float* mask, const Trees& trees, int64_t rows, int64_t window) {
-  const float hidden = std::numeric_limits<float>::lowest();
-  for (const Tree* tree = trees.at; tree < trees.end(); ++tree) {
-    const int64_t start = tree->first_row + tree->position, first = tree->deepest() + 1 - tree->depth;
-    for (int64_t token = 0; token < tree->size; ++token, mask += rows) {
-      const int64_t depth = tree->depths[token], before = -tree->position;
-      const int64_t oldest = window ? std::max(depth - window + 1, before) : before, in_place = std::min(first, depth + 1);
-      std::fill(mask, mask + rows, hidden);
-      for (int64_t i = oldest; i < in_place; ++i) mask[start + i] = 0.0f;
-      for (int64_t i = std::max(oldest, first); i <= depth; ++i)
-        mask[start + tree->tails[token * tree->depth + i - first]] = 0.0f;
-    }
-  }
-}
+// Of the tokens of trees: their rows, their places, what each token's list has in common with the one before, and the lists,
+// as `few_tokens_attention` takes them; or each from its first position on.
+class Numbers {
+ public:
+  int64_t size = 0, end = 0;
+  int64_t *row, *place, *common;
+  const int64_t* lists;
 
-// The tokens' rows, their places, and of each the rows of its text at the last `depth` places of them all.
-struct Numbers {
-  std::vector<int64_t> all;
-  int64_t size = 0, depth;
-
-  explicit Numbers(const Trees& trees) : depth(trees.at->depth) {
-    int64_t end = 0;
+  Numbers(const Trees& trees, bool has_whole_lists) {
     for (const Tree* tree = trees.at; tree < trees.end(); ++tree)
       size += tree->size, end = std::max(end, tree->position + tree->deepest() + 1);
-    if (trees.count > 1) depth = end;  // texts begin in rows of their own, so it says where all of each lies
-    all.resize(size * (2 + depth));
-    int64_t *row = all.data(), *place = row + size, *tail = place + size;
-    for (const Tree* tree = trees.at; tree < trees.end(); ++tree) {
-      const int64_t start = tree->first_row + tree->position, deepest = tree->deepest(), first = deepest + 1 - tree->depth;
-      for (int64_t token = 0; token < tree->size; ++token) {
-        *row++ = start + tree->rows[token];
-        *place++ = tree->position + tree->depths[token];
-        const int64_t* const own = tree->tails + token * tree->depth;
-        for (int64_t i = end - depth - tree->position; i < end - tree->position; ++i)
-          *tail++ = i < first ? start + i : i <= deepest ? start + own[i - first] : tree->first_row;
+    of_tokens.resize(3 * size);
+    row = of_tokens.data(), place = row + size, common = place + size;
+    if (!trees.at->rows) {
+      lists = trees.at->list, *row = lists[trees.at->position], *place = trees.at->position, *common = 0;
+      return;
+    }
+    if (static_cast<int64_t>(of_lists.size()) < size * end) of_lists.resize(size * end);
+    lists = of_lists.data();
+    int64_t token = 0;
+    for (const Tree* tree = trees.at; tree < trees.end(); token += tree->size, ++tree) {
+      for (int64_t i = 0; i < tree->size; ++i)
+        if (!i || has_whole_lists) add_text(*tree, token + i);
+      add_paths(*tree, token);
+    }
+  }
+
+ private:
+  // A thread's own: to ask for so much memory for each pass takes long.
+  static inline thread_local std::vector<int64_t> of_tokens, of_lists;
+
+  void add_text(const Tree& tree, int64_t token) {
+    int64_t* const list = of_lists.data() + token * end;
+    for (int64_t i = 0; i < tree.position; ++i) list[i] = tree.first_row + tree.list[i];
+  }
+
+  void add_paths(const Tree& tree, int64_t first) {
+    const int64_t in_place = tree.deepest() + 1 - tree.depth;  // the tree's rows before the tails
+    const int64_t* const behind = tree.list + tree.position;
+    for (int64_t token = tree.size; token-- > 0;) {
+      int64_t* const list = of_lists.data() + (first + token) * end;
+      int64_t* const path = list + tree.position;
+      const int64_t own = tree.depths[token] + 1, *const tail = tree.tails + token * tree.depth - in_place;
+      row[first + token] = tree.first_row + behind[tree.rows[token]], place[first + token] = tree.position + own - 1;
+      for (int64_t i = 0; i < own; ++i) path[i] = tree.first_row + behind[i < in_place ? i : tail[i]];
+      common[first + token] = 0;
+      if (token + 1 < tree.size) {
+        int64_t* const next = path + end;
+        const int64_t alike = std::mismatch(path, path + own, next).first - path;
+        if (alike == own) std::copy(next + own, list + 2 * end, path + own);  // it goes on as the next one does
+        common[first + token + 1] = alike == own ? end : tree.position + alike;
       }
     }
   }
 };
+
+// What tokens, whose lists are whole, see of a cache's first rows.
+void fill_mask(float* mask, const Numbers& numbers, int64_t rows, int64_t window) {
+  for (int64_t token = 0; token < numbers.size; ++token, mask += rows) {
+    const int64_t *const list = numbers.lists + token * numbers.end, place = numbers.place[token];
+    std::fill(mask, mask + rows, std::numeric_limits<float>::lowest());
+    for (int64_t i = window ? std::max<int64_t>(place + 1 - window, 0) : 0; i <= place; ++i) mask[list[i]] = 0.0f;
+  }
+}
 
 struct Route {  // layers in their order, and a cache for each, null for one without attention
   void* const* layers;
@@ -187,18 +214,16 @@ struct Route {  // layers in their order, and a cache for each, null for one wit
 // States [1, tokens, width] behind a route's layers, contiguous; null where the code fails.
 Handle run_layers(const Route& route, Handle hidden, const Trees& trees, int64_t attended) {
   const int32_t whole_numbers = aoti_torch_dtype_int64();
-  const bool one_token = !trees.at->rows;
-  int64_t position = trees.at->position;
   std::optional<Numbers> numbers;
-  Handle row, place, tail;
-  if (one_token) {
-    row = of_memory(&position, {1}, whole_numbers);
-  } else {
-    numbers.emplace(trees);
-    int64_t *const at = numbers->all.data(), size = numbers->size;
-    row = of_memory(at, {size}, whole_numbers);
-    place = of_memory(at + size, {1, size}, whole_numbers);
-    tail = of_memory(at + 2 * size, {size, numbers->depth}, whole_numbers);
+  Handle row, place, where, list;
+  if (trees.at->list) {
+    const auto reads_mask = [](const void* layer) { return static_cast<const Layer*>(layer)->code->reads_mask; };
+    numbers.emplace(trees, std::any_of(route.layers, route.layers + route.count, reads_mask));
+    const int64_t size = numbers->size;
+    row = of_memory(numbers->row, {size}, whole_numbers);
+    place = of_memory(numbers->place, {1, size}, whole_numbers);
+    where = of_memory(numbers->row, {3, size}, whole_numbers);
+    list = of_memory(const_cast<int64_t*>(numbers->lists), {size, numbers->end}, whole_numbers);
   }
   struct Mask {
     int64_t window;
@@ -212,15 +237,18 @@ Handle run_layers(const Route& route, Handle hidden, const Trees& trees, int64_t
     inputs.assign(1, code.given(std::move(hidden)));
     if (Cache* cache = static_cast<Cache*>(route.caches ? route.caches[i] : nullptr)) {
       cache->attend(attended);
-      inputs.insert(inputs.end(), {code.lent(row), code.lent(cache->rows[0]), code.lent(cache->rows[1])});
-      if (!one_token) {
+      const Handle& own = code.reads_mask ? row : where;
+      inputs.insert(inputs.end(), {code.lent(own), code.lent(cache->rows[0]), code.lent(cache->rows[1])});
+      if (!code.reads_mask) {
+        inputs.push_back(code.lent(list));
+      } else if (trees.at->rows) {
         auto mask = std::find_if(masks.begin(), masks.end(), [&](Mask& m) { return m.window == cache->window; });
         if (mask == masks.end()) {
           mask = masks.insert(mask, {cache->window, new_floats({1, 1, numbers->size, attended})});
           if (!mask->numbers.at) return Handle();
-          fill_mask(Seen(mask->numbers.at).floats(), trees, attended, cache->window);
+          fill_mask(Seen(mask->numbers.at).floats(), *numbers, attended, cache->window);
         }
-        inputs.insert(inputs.end(), {code.lent(place), code.lent(mask->numbers), code.lent(tail)});
+        inputs.insert(inputs.end(), {code.lent(place), code.lent(mask->numbers)});
       }
     }
     for (const Handle& weight : layer.weights) inputs.push_back(weight.another());

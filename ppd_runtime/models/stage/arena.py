@@ -24,10 +24,11 @@ class RowArena:
         windows: each layer's, as `StageCache` takes them.
         first: the stage's first layer.
         room: tokens of all sequences at a time; None: sixteen times as many as the first one has.
+        moves: as in `StageCache`, of each sequence.
     """
 
-    def __init__(self, windows: Sequence[int | None], first: int, room: int | None = None) -> None:
-        self._windows, self._first_layer, self._room = list(windows), first, room
+    def __init__(self, windows: Sequence[int | None], first: int, room: int | None = None, moves: bool = True) -> None:
+        self._windows, self._first_layer, self._room, self._moves = list(windows), first, room, moves
         self._taken: list[range] = []
         self.is_refused = False
         """Whether the system has not given so much memory: then each sequence has its own."""
@@ -54,7 +55,7 @@ class RowArena:
             if taken.start - start >= size:
                 rows = range(start, start + size)
                 self._taken.insert(place, rows)
-                return ArenaCache(self, self._windows, tokens, self._first_layer, rows)
+                return ArenaCache(self, self._windows, tokens, self._first_layer, rows, self._moves)
             start = taken.stop
         return None
 
@@ -83,8 +84,16 @@ class RowArena:
 class ArenaCache(StageCache):
     """The cache of a sequence whose rows are an arena's."""
 
-    def __init__(self, arena: RowArena, windows: Sequence[int | None], capacity: int, first: int, rows: range) -> None:
-        super().__init__(windows, capacity, first, _ArenaPart(arena, rows, len(windows) - first))
+    def __init__(
+        self,
+        arena: RowArena,
+        windows: Sequence[int | None],
+        capacity: int,
+        first: int,
+        rows: range,
+        moves: bool,
+    ) -> None:
+        super().__init__(windows, capacity, first, _ArenaPart(arena, rows, len(windows) - first), moves)
         self.arena, self.rows = arena, rows
 
     @property

@@ -7,6 +7,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ppd_runtime.models.stage.row_order import RowOrder
+
 ATTENDED_ROWS = 64
 """Compiled passes attend to a multiple of so many rows of a cache; a mask hides those without a token."""
 
@@ -19,7 +21,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     In memory a token's entries lie together, `[rows, heads, head_dim]`, so that the first rows are a tensor like any
     other, whatever the capacity. All rows hold finite numbers: what a mask hides is multiplied by 0. The memory is the
-    `index`-th part of `memory`, where its layers share one.
+    `index`-th part of `memory`, where its layers share one, and so is the order of their rows.
     """
 
     is_croppable = True
@@ -35,6 +37,11 @@ class PreallocatedLayer(CacheLayerMixin):
         self.rows: tuple[Tensor, ...] = ()
         """Keys and values as they lie in memory, `[rows, heads, head_dim]`, capacity rounded up."""
         self._first_rows: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def order(self) -> RowOrder:
+        """In which row each position lies."""
+        return self._memory.order
 
     @property
     def is_sliding(self) -> bool:
@@ -54,7 +61,8 @@ class PreallocatedLayer(CacheLayerMixin):
         """Append the entries of a pass, `[1, heads, tokens, head_dim]`; the entries that the pass attends to."""
         start = self._visible_from()
         self.write(key_states, value_states)
-        return self.keys[:, :, start : self.length], self.values[:, :, start : self.length]
+        rows = self.order.rows(start, self.length)
+        return self.keys[:, :, rows], self.values[:, :, rows]
 
     def write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Append entries without attending to them."""
@@ -62,8 +70,8 @@ class PreallocatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[-2]
         self.check_room(end)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
+        rows = self.order.rows(self.length, end)
+        self.keys[:, :, rows], self.values[:, :, rows] = key_states, value_states
         self.length = end
 
     def next_rows(self, tokens: int = 1, extent: int = 0) -> tuple[Tensor, Tensor]:
@@ -125,6 +133,8 @@ class LayersMemory:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
+        self.order = RowOrder()
+        """Of a sequence that has all of it."""
         self.whole: Tensor | None = None
         """`[layers, 2, rows, heads, head_dim]`; None before the first layer asks, and where layers are not alike."""
         self._alike = True
@@ -149,12 +159,18 @@ class StageCache:
     Args:
         windows: each layer's, those before the stage's `first` layer too, of which nothing is stored.
         memory: of its rows; None: its own.
+        moves: whether a sequence's rows have to follow each other, so that entries move; else their order does.
     """
 
     def __init__(
-        self, windows: Sequence[int | None], capacity: int, first: int = 0, memory: "LayersMemory | None" = None
+        self,
+        windows: Sequence[int | None],
+        capacity: int,
+        first: int = 0,
+        memory: "LayersMemory | None" = None,
+        moves: bool = True,
     ) -> None:
-        self.memory, self._first = memory or LayersMemory(len(windows) - first), first
+        self.memory, self._first, self._moves = memory or LayersMemory(len(windows) - first), first, moves
         self.layers = [PreallocatedLayer(capacity, window, self.memory, i - first) for i, window in enumerate(windows)]
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._views: dict[tuple[int, ...], SomeLayersCache] = {}
@@ -202,18 +218,21 @@ class StageCache:
             rows.copy_(drawn[kind])
 
     @torch.inference_mode()
-    def copy_row(self, source: int, target: int) -> None:
-        """Copy a token's entries from one row to another, in all of the stage's layers."""
-        if (whole := self.memory.whole) is not None:
+    def move(self, source: int, target: int) -> None:
+        """Have a token's entries lie at another position, which is free, in all of the stage's layers."""
+        if not self._moves:
+            self.memory.order.exchange(source, target)
+        elif (whole := self.memory.whole) is not None:
             whole[:, :, target] = whole[:, :, source]
-            return
-        for rows in (rows for layer in self.layers for rows in layer.rows):
-            rows[target] = rows[source]
+        else:
+            for rows in (rows for layer in self.layers for rows in layer.rows):
+                rows[target] = rows[source]
 
     @torch.inference_mode()
     def copy_rows(self, first: int, end: int) -> tuple[Tensor, ...]:
         """The entries of tokens `first` to `end` in the stage's layers, `[tokens, heads, head_dim]` each."""
-        return tuple(rows[first:end].clone() for layer in self.layers for rows in layer.rows)
+        order = self.memory.order.rows(first, end)
+        return tuple(rows[order].clone() for layer in self.layers for rows in layer.rows)
 
     @torch.inference_mode()
     def append_rows(self, entries: Sequence[Tensor]) -> None:
@@ -223,9 +242,11 @@ class StageCache:
             layer.write(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
 
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
-        """Of the entries from `position` on, keep those that are `nodes` (ascending) behind it, moved together."""
+        """Of the entries from `position` on, keep those that are `nodes` (ascending) behind it, one after the other."""
         end = position + len(nodes)
-        if nodes[-1] >= len(nodes):
+        if nodes[-1] >= len(nodes) and not self._moves:
+            self.memory.order.keep(position, nodes)
+        elif nodes[-1] >= len(nodes):
             kept = [position + node for node in nodes]
             whole = self.memory.whole
             parts = [rows for layer in self.layers for rows in layer.rows] if whole is None else [whole]
@@ -241,10 +262,11 @@ class StageCache:
         if any(layer.length < end for layer in self.layers[:last]):
             held = min(layer.length for layer in self.layers[:last])
             raise RuntimeError(f"entries {first} to {end} of {last} layers are asked for, and {held} tokens are held")
+        order = self.memory.order.rows(first, end)
         if (whole := self.memory.whole) is not None:
-            return whole[:last, :, first:end].permute(2, 0, 1, 3, 4).contiguous()
+            return whole[:last, :, order].permute(2, 0, 1, 3, 4).contiguous()
         heads, dim = self.entry_shape(last)
-        rows = [_padded(rows[first:end], heads, dim) for layer in self.layers[:last] for rows in layer.rows]
+        rows = [_padded(rows[order], heads, dim) for layer in self.layers[:last] for rows in layer.rows]
         return torch.stack(rows, dim=1).view(end - first, last, 2, heads, dim)
 
     def import_entries(self, entries: Sequence[Tensor]) -> None:
@@ -268,7 +290,7 @@ class StageCache:
             layer.check_room(end)
             layer.length = end
         assert self.memory.whole is not None
-        self.memory.whole[: len(layers), :, first:end] = torch.stack(list(entries), dim=2)
+        self.memory.whole[: len(layers), :, self.memory.order.rows(first, end)] = torch.stack(list(entries), dim=2)
 
 
 def _padded(rows: Tensor, heads: int, dim: int) -> Tensor:

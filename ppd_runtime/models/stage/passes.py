@@ -62,6 +62,10 @@ class CompiledPasses(Protocol):
         """A tree's tokens through layers `first` to `last`."""
 
     @property
+    def reads_lists(self) -> bool:
+        """Whether all attention is code that goes over the rows of a list, which may lie anywhere."""
+
+    @property
     def joins_texts(self) -> bool:
         """Whether there is code for several texts' trees in one pass."""
 

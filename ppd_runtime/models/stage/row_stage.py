@@ -193,7 +193,7 @@ class RowStage:
         for stage, of_stage, paths in asked:
             assert isinstance(stage._cache, ArenaCache)
             tree = tree_of(stage._slots.rows(paths), self._stage.device)
-            trees.append(PlacedTree(tree, stage._slots.kept, stage._cache.rows.start))
+            trees.append(PlacedTree(tree, stage._slots.kept, stage._cache.rows.start, stage._cache.memory.order))
             inputs.append(of_stage)
         states = [of_stage for of_stage in inputs if isinstance(of_stage, Tensor)]
         tokens = [token for of_stage in inputs if not isinstance(of_stage, Tensor) for token in of_stage]

@@ -1,7 +1,8 @@
-"""Where the entries of tokens in flight lie: the certain text in the rows of its positions, the others behind it.
+"""Where tokens in flight stand in the list of their sequence's rows: behind the certain text, whatever their positions.
 
-A pass over several tokens is told in which rows the text of each lies, so siblings and other branches run together. A
-token that runs alone has its text put into the rows of its positions, as in ordinary decoding: any code may run it.
+A pass over several tokens is told where each one's path stands, so siblings and other branches run together. A token
+that runs alone has its path put at its positions, as in ordinary decoding: any code may run it. To put a node elsewhere
+changes the list, or moves its entries where code reads none (`StageCache.move`).
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from ppd_runtime.models.stage.caches import StageCache
 
 
 class NodeSlots:
-    """Rows of one sequence's cache; nodes are known by numbers.
+    """Places in the list of one sequence's rows, called rows here; nodes are known by numbers.
 
     Args:
         cache: it has room for the whole text and for `most_nodes` tokens more.
@@ -75,7 +76,7 @@ class NodeSlots:
 
     def _move(self, node: int, row: int) -> None:
         before = self._rows[node]
-        self._cache.copy_row(before, row)
+        self._cache.move(before, row)
         del self._nodes[before]
         self._take(node, row)
 

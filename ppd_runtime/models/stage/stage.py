@@ -115,13 +115,18 @@ class Stage:
         no code for that.
         """
         joins = self._compiled is not None and self._compiled.joins_texts
-        return RowArena(self._windows, self.first_layer, room) if joins else None
+        return RowArena(self._windows, self.first_layer, room, self._moves) if joins else None
 
     def begin(self, capacity: int, cache: StageCache | None = None) -> None:
         """Forget the last sequence; make room for one of at most `capacity` tokens, or take the cache of one."""
-        self.turn_to(cache or StageCache(self._windows, capacity, self.first_layer))
+        self.turn_to(cache or StageCache(self._windows, capacity, self.first_layer, moves=self._moves))
         if self._compiled:
             self._compiled.forget()
+
+    @property
+    def _moves(self) -> bool:
+        """Whether a sequence's rows have to follow each other."""
+        return self._compiled is None or not self._compiled.reads_lists
 
     def turn_to(self, cache: StageCache) -> None:
         """Go on with the sequence of this cache, which `begin` has made."""

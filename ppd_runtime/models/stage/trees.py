@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.models.stage.caches import PreallocatedLayer
+from ppd_runtime.models.stage.row_order import RowOrder
 
 _Shape = TypeVar("_Shape", bound=Hashable)
 
@@ -33,9 +34,9 @@ class TokenTree:
         deepest = max(map(len, paths))
         in_place = takewhile(lambda i: all(path[i] == i for path in paths if len(path) > i), range(deepest - 1))
         first = sum(1 for _ in in_place)
-        self._tails = [[*path[first:], *path[-1:] * (deepest - max(first, len(path)))] for path in paths]
+        tails = ([*path[first:], *path[-1:] * (deepest - max(first, len(path)))] for path in paths)
         of_tokens = [path[-1] for path in paths], [len(path) - 1 for path in paths]
-        self._numbers = array("q", chain(*of_tokens, *self._tails))
+        self._numbers = array("q", chain(*of_tokens, *tails))
         (at, _), step = self._numbers.buffer_info(), self.size * self._numbers.itemsize
         self.memory = at, at + step, at + 2 * step, self.size, deepest - first
         """Where rows, depths and tails are, its size, and how long a tail is: as `Tree` in native/passes.h begins."""
@@ -52,10 +53,14 @@ class TokenTree:
         """`[tokens]`: tokens between each and the text before the tree."""
         return torch.tensor([len(path) - 1 for path in self._paths], device=self._device)
 
-    @cached_property
-    def tails(self) -> Tensor:
-        """`[tokens, depth]`: the last rows of each path; behind its end any."""
-        return torch.tensor(self._tails, device=self._device)
+    def lists(self, position: int) -> Tensor:
+        """`[tokens, positions]`: the rows of each token's text, which is that of the rows' positions up to `position`,
+        where the tree stands, and its path; behind its end any.
+        """
+        deepest = max(map(len, self._paths))
+        paths = torch.tensor([[*path, *path[-1:] * (deepest - len(path))] for path in self._paths], device=self._device)
+        text = torch.arange(position, device=self._device).expand(self.size, -1)
+        return torch.cat([text, position + paths], dim=1)
 
     @cached_property
     def _sees(self) -> tuple[Tensor, Tensor]:
@@ -117,18 +122,20 @@ class TokenTree:
 
 
 class PlacedTree(NamedTuple):
-    """A tree behind one of several texts that lie in the rows of one cache, each from a row of its own on."""
+    """A tree behind one of several texts in the rows of one cache, each of which has rows of its own."""
 
     tree: TokenTree
     position: int
     """Where it stands: tokens of the text before it."""
     first_row: int
-    """Of its text."""
+    """Of those of its text."""
+    order: RowOrder
+    """In which of them each position lies."""
 
     @property
     def reach(self) -> int:
         """The rows up to the last one that it sees."""
-        return self.first_row + self.position + self.tree.extent
+        return self.first_row + max(self.position + self.tree.extent, self.order.extent)
 
 
 Part = tuple[list[int] | Tensor, int, TokenTree | Sequence[PlacedTree] | None]
