@@ -45,7 +45,7 @@ from benchmarks.slow_links import found_sockets, slow_links
 from benchmarks.stage_ledgers import by_stage, passes
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
-from ppd_runtime.calibration.staged_plans import plan_stages
+from ppd_runtime.calibration.staged_plans import rank_stages
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.staged import speedup_bound
 from ppd_runtime.measure.against_ordinary import on_core_of
@@ -296,11 +296,12 @@ def _predicted(
         for times in (lock_step, timed)
     )
     allowed = num_layers / least
+    foreseen = _foreseen_alone(runtime, options, oracle, prompts, params) if options.k > 1 else ()
     return {
         "lock_step_speedup": allowed,
         "realised_saving": (1 - 1 / figures["speedup"]) / (1 - 1 / allowed) if allowed > 1 else None,
         **_beside(figures, "simulated", taken),
-        **_beside(figures, "planned", planned_ms(timed, runtime.cuts, options.k, options.rows, figures)),
+        **_beside(figures, "planned", planned_ms(timed, runtime.cuts, options.k, options.rows, figures, foreseen)),
         "measured_over_simulated": figures["staged_ms"] / taken,
     }
 
@@ -310,13 +311,35 @@ def _beside(figures: Figures, name: str, ms: float) -> Figures:
     return {f"{name}_ms": ms, f"{name}_error": ms / figures["staged_ms"] - 1}
 
 
-def planned_ms(times: StageTimes, cuts: Sequence[int], k: int, rows: int, figures: Figures) -> float:
-    """The planner's time of a token for these times and the shares of the first boundaries that were counted."""
-    counted = figures["first_boundary"]
-    shares = tuple(count / sum(counted) for count in counted)
+def _foreseen_alone(
+    runtime: PPDRuntime,
+    options: argparse.Namespace,
+    oracle: OracleHead | None,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+) -> Sequence[int]:
+    """The first boundaries' tokens with one candidate at each."""
+    one = SimulatedStages(runtime.info, runtime.cuts, 1, 1, options.compile, repetitions=False, head=oracle)
+    counts = [one.decode(prompt, params, StageTimes()).first_boundary for prompt in prompts]
+    return [sum(of_boundary) for of_boundary in zip(*counts, strict=True)]
+
+
+def planned_ms(
+    times: StageTimes, cuts: Sequence[int], k: int, rows: int, figures: Figures, foreseen: Sequence[int] = ()
+) -> float:
+    """The planner's time of a token for these times and the shares of the first boundaries that were counted.
+
+    `foreseen` are the counts with one candidate at each boundary; empty: not known.
+    """
+    by_k = {(tuple(cuts), count): _shares(of) for count, of in ((1, foreseen), (k, figures["first_boundary"])) if of}
     widths = {rows: 1 + (rows - 1) * times.row_cost} if rows > 1 else {}
     known = Calibration(times.layer, times.head, times.exit_head, times.hop, times.besides, widths=widths)
-    return plan_stages(figures["num_layers"], tuple(cuts), k, shares, known, rows).ms_per_token
+    plans = rank_stages(figures["num_layers"], known, by_k, len(cuts) + 1, [rows])
+    return next(row.ms_per_token for row in plans if row.k == k)
+
+
+def _shares(counts: Sequence[int]) -> tuple[float, ...]:
+    return tuple(count / sum(counts) for count in counts)
 
 
 def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -> StageTimes:

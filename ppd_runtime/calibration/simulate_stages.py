@@ -46,6 +46,8 @@ class StagedSetting:
     """Factor on all work of a stage, by its number; 0 is the last stage."""
     slow_links: Mapping[int, float] = field(default_factory=dict)
     """Factor on the hop of messages from or to a stage."""
+    ranks: tuple[float, ...] = ()
+    """How often the right token has each rank at the boundary that first names it, in any unit; empty: not known."""
 
     def __post_init__(self) -> None:
         staged.check_cuts(self.num_layers, self.cuts)
@@ -54,6 +56,8 @@ class StagedSetting:
         for name in ("layer", "head", "exit_head", "hop", "row_cost", "besides"):
             check_number(name, getattr(self.times, name))
         check_number("jitter", self.jitter)
+        if self.ranks and (len(self.ranks) != self.k or min(self.ranks) < 0 or not sum(self.ranks)):
+            raise ValueError(f"ranks={self.ranks}: give a share for each of {self.k} candidates")
         if not self.times.layer:
             raise ValueError("layer=0: a simulation needs layers that take time; give a number above 0")
         for factors in (self.slow, self.slow_links):
@@ -135,7 +139,7 @@ def summarise_staged(setting: StagedSetting, runs: Sequence[SimulatedText]) -> S
 def _simulate(
     setting: StagedSetting, shares: Sequence[float], generator: random.Random, calibration: ChanceCalibration
 ) -> SimulatedText:
-    ranks = [_NEXT_RANK**rank for rank in range(setting.k)]
+    ranks = setting.ranks or [_NEXT_RANK**rank for rank in range(setting.k)]
     size, tokens = setting.stages, setting.num_new_tokens
     text = _Text(
         first_boundary=generator.choices(range(1, size + 1), shares, k=tokens),

@@ -4,8 +4,9 @@ The formulas of `cost_model.staged` do not know how many rows a pass comes to ha
 candidates takes room in it, or that a message waits for the end of a pass. The machines do.
 """
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs
 from ppd_runtime.calibration.simulated_stages import StageTimes
@@ -36,7 +37,9 @@ def rank_stages(
     plans = []
     for number, ((cuts, k), shares) in enumerate(fitting.items(), start=1):
         progress(f"simulating stages, setting {number} of {len(fitting)}")
-        plans.append(min((plan_stages(num_layers, cuts, k, shares, calibration, most) for most in rows), key=_order))
+        ranks = _ranks({other: row for (its_cuts, other), row in boundaries.items() if its_cuts == cuts}, k)
+        setting = (num_layers, cuts, k, shares, calibration)
+        plans.append(min((plan_stages(*setting, most, ranks) for most in rows), key=_order))
     return tuple(sorted(plans, key=_order))
 
 
@@ -44,12 +47,30 @@ def _order(row: StagedPlan) -> tuple[float, int, float]:
     return row.ms_per_token, row.devices, row.compute_per_token
 
 
+def _ranks(by_k: Mapping[int, Sequence[float]], k: int) -> tuple[float, ...]:
+    """How often each of k ranks holds the right token at the first boundary; empty where only k's shares are known."""
+    known = {0: 0.0} | {count: shares[0] for count, shares in by_k.items() if count <= k}
+    if len(known) == 2 and k > 1:
+        return ()
+    ranks: list[float] = []
+    for low, high in itertools.pairwise(sorted(known)):
+        ranks += [max(0.0, known[high] - known[low]) / (high - low)] * (high - low)
+    return tuple(ranks) if sum(ranks) else ()
+
+
 def plan_stages(
-    num_layers: int, cuts: tuple[int, ...], k: int, shares: Sequence[float], calibration: Calibration, rows: int
+    num_layers: int,
+    cuts: tuple[int, ...],
+    k: int,
+    shares: Sequence[float],
+    calibration: Calibration,
+    rows: int,
+    ranks: tuple[float, ...] = (),
 ) -> StagedPlan:
-    """What is predicted for one setting; see `stage_times`."""
+    """What is predicted for one setting; see `stage_times`, and for `ranks` `StagedSetting`."""
     times = stage_times(num_layers, cuts, rows, calibration)
-    runs = simulate_staged_runs(StagedSetting(num_layers, cuts, k, rows, _TOKENS, times), shares, _TEXTS)[1:]
+    setting = StagedSetting(num_layers, cuts, k, rows, _TOKENS, times, ranks=ranks)
+    runs = simulate_staged_runs(setting, shares, _TEXTS)[1:]
     ms = statistics.fmean(run.time_per_token for run in runs)
     dropped = statistics.fmean(run.rows_per_token for run in runs) - 1
     longest = max(staged.stage_layers(num_layers, cuts))

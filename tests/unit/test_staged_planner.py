@@ -6,7 +6,7 @@ import pytest
 
 from ppd_runtime.calibration.planning import Given, _rows
 from ppd_runtime.calibration.simulated_stages import StageTimes
-from ppd_runtime.calibration.staged_plans import plan_stages, rank_stages, stage_times
+from ppd_runtime.calibration.staged_plans import _ranks, plan_stages, rank_stages, stage_times
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import plan, rank
@@ -139,3 +139,15 @@ def test_neither_is_advised_where_neither_gains() -> None:
 def test_the_best_that_fits_may_be_stages() -> None:
     (caution,) = rank(12, LAYERS_ONLY, RATES, 4, devices_here=2, staged=STAGED).cautions
     assert "the best that fits is 2 stages (cut after layer 6) with k=3, rows=8 on 2 devices: " in caution
+
+
+def test_ranks_are_those_that_were_measured() -> None:
+    """Of the first boundary: with 1, 3 and 4 candidates it has .6, .8 and .85 of the tokens."""
+    known = {1: (0.6, 0.4), 3: (0.8, 0.2), 4: (0.85, 0.15), 6: (0.9, 0.1)}
+    assert _ranks(known, 4) == pytest.approx((0.6, 0.1, 0.1, 0.05))
+    assert _ranks(known, 1) == (0.6,)
+    assert _ranks({3: (0.8, 0.2)}, 3) == ()
+    first = [plan_stages(12, (6,), 3, (0.95, 0.05), LAYERS_ONLY, 1, ranks).ms_per_token for ranks in ((1, 0, 0), ())]
+    assert first[0] < 0.9 * first[1], "with one row a pass the likeliest candidate alone comes in time"
+    with pytest.raises(ValueError, match="give a share for each of 3 candidates"):
+        plan_stages(12, (6,), 3, (0.9, 0.1), LAYERS_ONLY, 1, (1.0,))
