@@ -174,14 +174,18 @@ def test_rows_of_several_requests(family: str, model_folder: ModelFolder) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> None:
-    """As the methods on one device run it, and candidates of one position."""
+    """As the methods on one device run it, and candidates of one position; more of them than a pass has, too."""
     model = load_stage(model_folder(family)).model
-    stage = Stage(model, counted_layers(model))
+    layers = counted_layers(model)
+    layers.add(PassKind.HEAD)
+    stage = Stage(model, layers)
     for position in (3, ATTENDED_ROWS - 2):
-        for parents in ([-1, -1, -1], [-1, 0, 0, 1, 2, 1, -1, 6]):
+        for parents in ([-1, -1, -1], [-1, 0, 0, 1, 2, 1, -1, 6], [-1, *(node * 7 // 10 for node in range(39))]):
             stage.begin(position + len(parents))
             stage.run(0, 4, list(range(40, 40 + position)), 0)
             together = stage.run_tree(range(9, 9 + len(parents)), parents, position)
+            logits = stage.token_logits(together)
+            assert [stage.length(i) for i in range(4)] == [position + len(parents)] * 4
             stage.truncate(position)
             for node in range(len(parents)):
                 path = [node]
@@ -190,6 +194,7 @@ def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> N
                 alone = [stage.run(0, 4, [9 + each], position + i) for i, each in enumerate(path)]
                 stage.truncate(position)
                 assert torch.equal(together[:, node : node + 1], alone[-1])
+                assert torch.equal(logits[node], stage.logits(alone[-1]))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])

@@ -64,7 +64,7 @@ from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, without
 
 logger = logging.getLogger(__name__)
 MOST_SEVERAL = 15
-"""Tokens of a pass for which compiled code is of use; the library runs longer ones."""
+"""Tokens of a compiled pass: more run in several, for the library's code rounds differently."""
 READ_BY_PRODUCTS = "read_by_products"
 """What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
 _GROUPED_ATTENTION, _FEW_TOKENS_ATTENTION = "ppd_grouped_sdpa", "ppd_few_tokens"

@@ -7,6 +7,7 @@ Code is made by `export`, a file for each kind of layer and pass.
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 
 class CompiledHead:
-    """Final norm and head in compiled code; passes over many tokens, such as a prompt's, are the library's."""
+    """Final norm and head in compiled code; many tokens in several passes, for the library's rounds differently."""
 
     def __init__(
         self, part: Any, run: Callable[[Any, Tensor, Sequence[int]], Tensor], vocab_size: int, library: FinalHead
@@ -55,10 +56,12 @@ class CompiledHead:
     def __call__(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """Logits `[1, tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`, or in the shape `shape`."""
         shape = shape or (*hidden.shape[:-1], self.vocab_size)
-        if hidden.shape[0] != 1 or hidden.shape[1] > MOST_ROWS or hidden.dtype != torch.float32:
+        if hidden.shape[0] != 1 or hidden.dtype != torch.float32:
             with torch.inference_mode():
                 return self._library(hidden).view(shape)
-        return self._run(self.part, hidden, shape)
+        if hidden.shape[1] <= MOST_ROWS:
+            return self._run(self.part, hidden, shape)
+        return torch.cat([self(some) for some in hidden.split(MOST_ROWS, dim=1)], dim=1).view(*shape)
 
 
 class CompiledLayers:
@@ -184,7 +187,7 @@ class CompiledLayers:
 
     def runs_tree(self, tokens: int) -> bool:
         """Whether there is code for a chain or a tree of so many, or so many candidates of one position."""
-        return tokens in self._layers or (tokens <= MOST_SEVERAL and PassKind.SEVERAL in self._layers)
+        return tokens in self._layers or PassKind.SEVERAL in self._layers
 
     def runs_subset(self, piece: LayerSubset) -> bool:
         """Whether there is code for one token's pass through a piece."""
@@ -252,10 +255,24 @@ class CompiledLayers:
     ) -> Tensor:
         """Run a tree's tokens, `[1, tokens, hidden_size]`, through layers `first` to `last`; append to their caches.
 
-        `caches` are as in `run`.
+        `caches` are as in `run`. Many tokens run in several passes: the library's code, which could run them in one,
+        rounds differently.
         """
-        kind = hidden.shape[1] if hidden.shape[1] in self._layers else PassKind.SEVERAL
-        return self._passes.run(*self._range(first, last, kind), hidden, caches, tree)
+        if tree.size in self._layers or tree.size <= MOST_SEVERAL:
+            kind = tree.size if tree.size in self._layers else PassKind.SEVERAL
+            return self._passes.run(*self._range(first, last, kind), hidden, caches, tree)
+        position, count, states = caches[first].length, -(-tree.size // MOST_SEVERAL), []
+        borders = [tree.size * i // count for i in range(count + 1)]
+        for start, end in pairwise(borders):
+            self._count(caches[first:last], position)  # each part stands where the tree does
+            states.append(self.run_tree(first, last, hidden[:, start:end], tree.part(start, end), caches))
+        self._count(caches[first:last], position + tree.size)
+        return torch.cat(states, dim=1)
+
+    @staticmethod
+    def _count(caches: Sequence[PreallocatedLayer], tokens: int) -> None:
+        for cache in caches:
+            cache.length = tokens
 
     @property
     def reads_lists(self) -> bool:

@@ -53,6 +53,10 @@ class TokenTree:
         """`[tokens]`: tokens between each and the text before the tree."""
         return torch.tensor([len(path) - 1 for path in self._paths], device=self._device)
 
+    def part(self, start: int, end: int) -> "TokenTree":
+        """Some of the tokens, which run behind those before them."""
+        return tree_of(tuple(self._paths[start:end]), self._device)
+
     def lists(self, position: int) -> Tensor:
         """`[tokens, positions]`: the rows of each token's text, which is that of the rows' positions up to `position`,
         where the tree stands, and its path; behind its end any.
