@@ -145,8 +145,8 @@ def test_a_model_whose_code_asks_for_the_name_keeps_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "modeling_curious", raising=False)
     importlib.import_module("modeling_curious")
-    shared_heads._asks_for_its_name.cache_clear()
-    assert shared_heads._asks_for_its_name("modeling_curious") is asks
+    shared_heads.asks_for_its_name.cache_clear()
+    assert shared_heads.asks_for_its_name("modeling_curious") is asks
 
 
 class _Odd(nn.Module):

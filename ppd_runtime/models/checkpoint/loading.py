@@ -24,6 +24,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.quantised import packed_tensors
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
+from ppd_runtime.models.native.few_bits_attention import choose_few_bits_attention
 from ppd_runtime.models.native.linear import QuantisedLinear, take_packed
 from ppd_runtime.models.stage.behaviour import embedding_scale
 from ppd_runtime.models.stage.slicing import decoder_of
@@ -67,7 +68,9 @@ def load_layers(
         if names:
             found = f"{names[0]} ({len(names)} tensors in all)"
             raise ValueError(f"model {info.name!r}: its files {complaint} {found}; {AGAIN}")
-    take_packed(model, packed)
+    if packed:
+        take_packed(model, packed)
+        choose_few_bits_attention(model)
     if head_tokens:
         model.lm_head = _some_rows(model.lm_head, head_tokens)
     model = _moved(model, device, first).eval()

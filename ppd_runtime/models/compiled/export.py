@@ -52,6 +52,7 @@ from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
+from ppd_runtime.models.native.few_bits_attention import FEW_BITS
 from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
@@ -342,7 +343,7 @@ def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _choose_attention(piece: nn.Module, name: str) -> None:
     for module in piece.modules():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) in ("sdpa", SHARED_HEADS):
+        if getattr(config, "_attn_implementation", None) in ("sdpa", SHARED_HEADS, FEW_BITS):
             AttentionInterface.register(_GROUPED_ATTENTION, grouped_attention)
             AttentionInterface.register(_FEW_TOKENS_ATTENTION, own_attention)
             AttentionMaskInterface.register(name, sdpa_mask)

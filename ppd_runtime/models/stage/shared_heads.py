@@ -29,7 +29,7 @@ def choose_attention(model: PreTrainedModel) -> None:
     config: Any = model.config
     if config._attn_implementation != "sdpa" or model.device.type != "cpu":
         return
-    if keeps_the_bits(model.dtype) and not _asks_for_its_name(type(model).__module__):
+    if keeps_the_bits(model.dtype) and not asks_for_its_name(type(model).__module__):
         AttentionInterface.register(SHARED_HEADS, shared_heads_attention)
         AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
         config._attn_implementation = SHARED_HEADS
@@ -57,7 +57,7 @@ def keeps_the_bits(dtype: torch.dtype) -> bool:
 
 
 @lru_cache
-def _asks_for_its_name(module: str) -> bool:
+def asks_for_its_name(module: str) -> bool:
     """Whether a model's code does something else for an attention that it does not know."""
     return bool(re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", inspect.getsource(sys.modules[module])))
 

@@ -1,0 +1,60 @@
+"""Attention in the library's own passes over a few tokens, for models with weights of few bits: code of our own.
+
+A matrix of few bits multiplies states that are rounded to 8 bits. So what PyTorch's attention rounds differently for
+several tokens than for one comes out as another number, and now and then as another token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from ppd_runtime.models.native.attention import few_tokens_attention
+from ppd_runtime.models.stage.shared_heads import asks_for_its_name, shared_heads_attention
+
+FEW_BITS = "ppd_few_bits"
+"""The attention's name in a model's configuration."""
+_MOST_TOKENS = 128
+"""The library's is faster for more, which are those of a prompt."""
+
+
+def choose_few_bits_attention(model: PreTrainedModel) -> None:
+    """Have a model in float32 on a CPU use this attention, if it uses PyTorch's and its code does not ask which one
+    it is.
+    """
+    config: Any = model.config
+    if config._attn_implementation == "sdpa" and not asks_for_its_name(type(model).__module__):
+        AttentionInterface.register(FEW_BITS, few_bits_attention)
+        AttentionMaskInterface.register(FEW_BITS, sdpa_mask)
+        config._attn_implementation = FEW_BITS
+
+
+def few_bits_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As the library's, up to rounding; a token's bits are those that it has alone.
+
+    `query` is `[1, heads, tokens, dim]`, keys and values `[1, shared, rows, dim]`, the mask `[1, 1, tokens, rows]`.
+    """
+    tokens, rows = query.shape[2], key.shape[2]
+    special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if tokens > _MOST_TOKENS or special or query.requires_grad or kwargs.get("dropout"):
+        return shared_heads_attention(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is None:  # each token sees all before it
+        sees = torch.ones(tokens, rows, dtype=torch.bool, device=query.device).tril(rows - tokens)
+    else:
+        mask = attention_mask[0, 0, :, :rows]
+        sees = mask if mask.dtype == torch.bool else mask > -1
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return few_tokens_attention(query, key, value, *_lists(sees), scale, 0.0), None
+
+
+def _lists(sees: Tensor) -> tuple[Tensor, Tensor]:
+    """`where` and `lists` of tokens that see these rows, `[tokens, rows]`; see `few_tokens_attention`."""
+    numbers = sees.sum(1)
+    in_order = torch.argsort(sees.logical_not().to(torch.uint8), dim=1, stable=True)  # the rows that it sees come first
+    lists = in_order[:, : int(numbers.max())].contiguous()
+    return torch.stack([lists[:, 0], numbers - 1, torch.zeros_like(numbers)]), lists
