@@ -4,6 +4,7 @@ A matrix of few bits multiplies states that are rounded to 8 bits. So what PyTor
 several tokens than for one comes out as another number, and now and then as another token.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,14 +43,22 @@ def few_bits_attention(
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     if tokens > _MOST_TOKENS or special or query.requires_grad or kwargs.get("dropout"):
         return shared_heads_attention(module, query, key, value, attention_mask, **kwargs)
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tokens == 1 and attention_mask is None:
+        return few_tokens_attention(query, key, value, *_all_of(rows), scale, 0.0), None
     if attention_mask is None:  # each token sees all before it
         sees = torch.ones(tokens, rows, dtype=torch.bool, device=query.device).tril(rows - tokens)
     else:
         mask = attention_mask[0, 0, :, :rows]
         sees = mask if mask.dtype == torch.bool else mask > -1
-    scaling = kwargs.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return few_tokens_attention(query, key, value, *_lists(sees), scale, 0.0), None
+
+
+@lru_cache(maxsize=64)  # each layer of a pass asks for the same
+def _all_of(rows: int) -> tuple[Tensor, Tensor]:
+    """`where` and `lists` of one token that sees all rows; see `few_tokens_attention`."""
+    return torch.tensor([[rows - 1], [rows - 1], [0]]), torch.arange(rows)[None]
 
 
 def _lists(sees: Tensor) -> tuple[Tensor, Tensor]:
