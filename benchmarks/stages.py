@@ -296,7 +296,8 @@ def _predicted(
         for times in (lock_step, timed)
     )
     allowed = num_layers / least
-    foreseen = _foreseen_alone(runtime, options, oracle, prompts, params) if options.k > 1 else ()
+    alone = SimulatedStages(runtime.info, runtime.cuts, 1, 1, options.compile, repetitions=False, head=oracle)
+    foreseen = _foreseen(alone, prompts, params) if options.k > 1 else ()
     return {
         "lock_step_speedup": allowed,
         "realised_saving": (1 - 1 / figures["speedup"]) / (1 - 1 / allowed) if allowed > 1 else None,
@@ -311,16 +312,9 @@ def _beside(figures: Figures, name: str, ms: float) -> Figures:
     return {f"{name}_ms": ms, f"{name}_error": ms / figures["staged_ms"] - 1}
 
 
-def _foreseen_alone(
-    runtime: PPDRuntime,
-    options: argparse.Namespace,
-    oracle: OracleHead | None,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-) -> Sequence[int]:
-    """The first boundaries' tokens with one candidate at each."""
-    one = SimulatedStages(runtime.info, runtime.cuts, 1, 1, options.compile, repetitions=False, head=oracle)
-    counts = [one.decode(prompt, params, StageTimes()).first_boundary for prompt in prompts]
+def _foreseen(stages: SimulatedStages, prompts: Sequence[list[int]], params: SamplingParams) -> Sequence[int]:
+    """How many tokens each boundary named first."""
+    counts = [stages.decode(prompt, params, StageTimes()).first_boundary for prompt in prompts]
     return [sum(of_boundary) for of_boundary in zip(*counts, strict=True)]
 
 
