@@ -8,11 +8,11 @@ import pytest
 from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 
 pytestmark = pytest.mark.processes
 PROMPT = "def read_lines(path):"
-LONG_PROMPT = list(range(1, 2 * PROMPT_CHUNK + 2))
+LONG_PROMPT = list(range(1, sum(PROMPT_CHUNKS) + 2))
 SAMPLED = {"temperature": 1.0, "seed": 7}
 
 

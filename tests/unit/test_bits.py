@@ -18,7 +18,7 @@ from ppd_runtime.models.compiled import passes
 from ppd_runtime.models.native.products import in_tiles
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.sample import output_hashes
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.process_names import named_process, process_name, short_name
@@ -74,7 +74,8 @@ def test_compiled_stages_too():
 def test_a_prompts_whole_chunk_and_what_stands_behind_it_are_hashed():
     """A kernel may be another one from so many rows on."""
     hashes = output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))
-    assert {f"a layer over {PROMPT_CHUNK} tokens", f"a layer over one token behind {PROMPT_CHUNK}"} < hashes.keys()
+    first = PROMPT_CHUNKS[0]
+    assert {f"a layer over {first} tokens", f"a layer over one token behind {first}"} < hashes.keys()
 
 
 def test_products_with_weights_that_bfloat16_lacks_are_hashed(monkeypatch):

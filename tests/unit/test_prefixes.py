@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from grids import nightly
 from models_for_tests import FAMILIES
 
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.models.stage import chunks
+from ppd_runtime.models.stage.chunks import prompt_chunks
 from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
 from ppd_runtime.runtime import PPDRuntime as Runtime
 
@@ -20,7 +22,7 @@ SAMPLED = {"max_new_tokens": 6, "temperature": 0.9, "seed": 4, "ignore_eos": Tru
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PROMPT_CHUNK", CHUNK)
+    monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
 
 
 def of(result: GenerationResult) -> object:
@@ -69,8 +71,18 @@ def test_whole_chunks_are_known_by_all_before_them() -> None:
     assert kept.key(TEXT, range(CHUNK, 2 * CHUNK)) != kept.key([5, *TEXT[1:]], range(CHUNK, 2 * CHUNK))
     assert kept.key(TEXT, range(CHUNK, 2 * CHUNK - 1)) is None
     assert kept.find(first) is None
-    kept.keep(first, KeptChunk((), None))
+    kept.keep(first, KeptChunk((), torch.zeros(1, CHUNK, 1)))
     assert kept.find(first) is not None
+
+
+def test_chunks_of_two_sizes_are_counted_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (8, 4))
+    kept, parts = KeptPrefixes(16), prompt_chunks(21)
+    keys = [kept.key(TEXT, part) for part in parts]
+    assert [key is not None for key in keys] == [True, True, True, True, False]
+    for key, part in [(keys[0], parts[0]), *zip(keys[:4], parts, strict=False)]:
+        kept.keep(key, KeptChunk((), torch.zeros(1, len(part), 1)))
+    assert [kept.find(key) is not None for key in keys[:4]] == [False, True, True, True]
 
 
 def test_a_bad_number_is_refused() -> None:

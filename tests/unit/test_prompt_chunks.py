@@ -11,7 +11,7 @@ from pipeline_runs import PROMPTS, SAMPLED, Bench, same
 
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage import chunks
-from ppd_runtime.models.stage.chunks import PROMPT_CHUNK, prompt_chunks
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS, is_whole, prompt_chunks
 
 CHUNK = 5
 OVERLOOKED = list(overlooked_windows(SUPPORTED))
@@ -25,19 +25,21 @@ LENGTHS = [4 * CHUNK + 1, BORDER + 1]
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if prompts were cut far shorter."""
-    monkeypatch.setattr(chunks, "PROMPT_CHUNK", CHUNK)
+    monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
 
 
-def test_borders_lie_at_multiples_whatever_the_length():
+def test_borders_lie_where_they_do_whatever_the_length():
     assert prompt_chunks(0) == []
-    assert prompt_chunks(PROMPT_CHUNK) == [range(PROMPT_CHUNK)]
-    assert [len(prompt_chunks(tokens)) for tokens in (256, 257)] == [1, 2]
-    assert prompt_chunks(2 * PROMPT_CHUNK + 1) == [
-        range(PROMPT_CHUNK),
-        range(PROMPT_CHUNK, 2 * PROMPT_CHUNK),
-        range(2 * PROMPT_CHUNK, 2 * PROMPT_CHUNK + 1),
+    assert prompt_chunks(1) == [range(1)]
+    first, further = PROMPT_CHUNKS
+    assert prompt_chunks(first) == [range(first)]
+    assert prompt_chunks(first + further + 1) == [
+        range(first),
+        range(first, first + further),
+        range(first + further, first + further + 1),
     ]
-    assert prompt_chunks(2 * PROMPT_CHUNK, longest=2 * PROMPT_CHUNK - 1) == [range(2 * PROMPT_CHUNK)]
+    assert prompt_chunks(2 * first, longest=2 * first - 1) == [range(2 * first)]
+    assert list(map(is_whole, prompt_chunks(first + 2 * further - 1))) == [True, True, False]
 
 
 @pytest.mark.usefixtures("short_chunks")
@@ -59,7 +61,7 @@ def test_the_chunk_is_part_of_what_the_bits_are(model_folder, monkeypatch):
     bench = Bench.of(model_folder("llama"))
     prompt = bench.prompt_ids(PROMPTS[-1])
     whole = bench.ordinary(prompt, SAMPLED)
-    monkeypatch.setattr(chunks, "PROMPT_CHUNK", CHUNK)
+    monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
     cut = bench.ordinary(prompt, SAMPLED)
     assert cut.tokens == whole.tokens
     assert not all(a.equal(b) for a, b in zip(cut.decisive, whole.decisive, strict=True))

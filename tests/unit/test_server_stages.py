@@ -13,7 +13,7 @@ from waiting import wait_until
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import threads
 from ppd_runtime.methods.turns import Turns
-from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.server.app import Service
 from ppd_runtime.server.requests import ChatRequest
@@ -89,7 +89,7 @@ def test_kept_prefixes_are_counted(model_folder: Callable[..., Path]) -> None:
             assert server.post("/v1/completions", prompt=[7] * 300, max_tokens=1).status_code == 200
         found = server.counts()
     assert found["vllm:prefix_cache_queries_total"] == 600
-    assert found["vllm:prefix_cache_hits_total"] == found["vllm:prompt_tokens_cached_total"] == PROMPT_CHUNK
+    assert found["vllm:prefix_cache_hits_total"] == found["vllm:prompt_tokens_cached_total"] == PROMPT_CHUNKS[0]
 
 
 def chat(words: int = 1, **more: object) -> dict[str, object]:

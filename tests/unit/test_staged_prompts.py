@@ -23,7 +23,7 @@ def bench(model_folder):
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "PROMPT_CHUNK", CHUNK)
+    monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Prompts in chunks: every layout and method reads a prompt in the same passes, so its entries have the same bits."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,21 +11,27 @@ from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.trees import chain_of
 
-PROMPT_CHUNK = 192
-"""Tokens of a chunk. What an entry's bits are depends on it, so it is the same everywhere and no setting."""
+PROMPT_CHUNKS = 256, 160
+"""Tokens of a prompt's first chunk and of each further one. What an entry's bits are depends on them, so they are the
+same everywhere and no setting."""
 SEVERAL_ROWS = 3
 """Stand for any number of rows, where the library is asked what it does for several."""
 
 
 def prompt_chunks(tokens: int, longest: int | None = None) -> list[range]:
-    """The positions of each chunk of a prompt: borders lie at multiples of `PROMPT_CHUNK`.
+    """The positions of each chunk of a prompt; one of more than `longest` tokens stays whole, see `longest_in_chunks`.
 
-    One of at most a third more stays whole, for its pass to be that of transformers' `generate`; and one of more than
-    `longest` tokens, see `longest_in_chunks`.
+    Later chunks attend to more. They have fewer tokens than the first one, for all to take about as long: stages that
+    work at once wait for the slowest.
     """
-    stays_whole = tokens <= PROMPT_CHUNK * 4 // 3 or (longest is not None and tokens > longest)
-    size = tokens if stays_whole else PROMPT_CHUNK
-    return [range(first, min(first + size, tokens)) for first in range(0, tokens, max(size, 1))]
+    first, further = PROMPT_CHUNKS if longest is None or tokens <= longest else (tokens, 1)
+    borders = range(first, tokens, further)
+    return [range(*ends) for ends in pairwise([0, *borders, tokens])] if tokens else []
+
+
+def is_whole(chunk: range) -> bool:
+    """Whether a longer prompt has this chunk, too: it is not cut short by the prompt's end."""
+    return len(chunk) == PROMPT_CHUNKS[chunk.start > 0]
 
 
 def num_tokens(inputs: list[int] | Tensor) -> int:

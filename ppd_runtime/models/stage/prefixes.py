@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ppd_runtime.models.stage import chunks
+from ppd_runtime.models.stage.chunks import is_whole
 
 
 @dataclass(frozen=True)
 class KeptChunk:
-    """A chunk of `PROMPT_CHUNK` tokens as a stage has computed it."""
+    """A whole chunk as a stage has computed it."""
 
     entries: tuple[Tensor, ...]
     """As `StageCache.copy_rows` gives them."""
     hidden: Tensor
-    """Behind the stage's layers, `[1, PROMPT_CHUNK, hidden_size]`."""
+    """Behind the stage's layers, `[1, tokens, hidden_size]`."""
 
 
 class KeptPrefixes:
@@ -30,12 +30,12 @@ class KeptPrefixes:
     """
 
     def __init__(self, most_tokens: int) -> None:
-        self._most_chunks = most_tokens // chunks.PROMPT_CHUNK
+        self._most_tokens, self._tokens = most_tokens, 0
         self._chunks: OrderedDict[bytes, KeptChunk] = OrderedDict()
 
     def key(self, prompt: Sequence[int], chunk: range) -> bytes | None:
         """What a chunk is known by; None for one that is not kept."""
-        if not self._most_chunks or len(chunk) != chunks.PROMPT_CHUNK or chunk.stop > len(prompt):
+        if len(chunk) > self._most_tokens or not is_whole(chunk) or chunk.stop > len(prompt):
             return None
         return hashlib.sha256(array("q", prompt[: chunk.stop]).tobytes()).digest()
 
@@ -48,6 +48,9 @@ class KeptPrefixes:
 
     def keep(self, key: bytes, chunk: KeptChunk) -> None:
         """Have it for later prompts."""
+        if key in self._chunks:
+            return
         self._chunks[key] = chunk
-        if len(self._chunks) > self._most_chunks:
-            self._chunks.popitem(last=False)
+        self._tokens += chunk.hidden.shape[1]
+        while self._tokens > self._most_tokens:
+            self._tokens -= self._chunks.popitem(last=False)[1].hidden.shape[1]

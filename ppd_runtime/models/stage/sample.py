@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.behaviour import shallow_copy
-from ppd_runtime.models.stage.chunks import PROMPT_CHUNK
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.slicing import some_layers
 from ppd_runtime.models.stage.stage import Stage
 
-_PROMPTS = (3, 40, PROMPT_CHUNK)
+_PROMPTS = (3, 40, PROMPT_CHUNKS[0])
 _CHAIN = 5
 _PERIOD = 2**16 - 15
 """Of the weights; a prime, so that no two rows of a matrix are alike."""
