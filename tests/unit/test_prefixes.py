@@ -1,6 +1,7 @@
 """Prompts that begin alike: stages take over the chunks that they keep, and each bit is what they would compute."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from models_for_tests import FAMILIES
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.models.stage import chunks
+from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import prompt_chunks
 from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
 from ppd_runtime.runtime import PPDRuntime as Runtime
@@ -71,7 +73,7 @@ def test_whole_chunks_are_known_by_all_before_them() -> None:
     assert kept.key(TEXT, range(CHUNK, 2 * CHUNK)) != kept.key([5, *TEXT[1:]], range(CHUNK, 2 * CHUNK))
     assert kept.key(TEXT, range(CHUNK, 2 * CHUNK - 1)) is None
     assert kept.find(first) is None
-    kept.keep(first, KeptChunk((), torch.zeros(1, CHUNK, 1)))
+    kept.keep(first, KeptChunk(StageCache([], 0), range(CHUNK), torch.empty(0)))
     assert kept.find(first) is not None
 
 
@@ -81,8 +83,23 @@ def test_chunks_of_two_sizes_are_counted_by_their_tokens(monkeypatch: pytest.Mon
     keys = [kept.key(TEXT, part) for part in parts]
     assert [key is not None for key in keys] == [True, True, True, True, False]
     for key, part in [(keys[0], parts[0]), *zip(keys[:4], parts, strict=False)]:
-        kept.keep(key, KeptChunk((), torch.zeros(1, len(part), 1)))
+        kept.keep(key, KeptChunk(StageCache([], 0), part, torch.empty(0)))
     assert [kept.find(key) is not None for key in keys[:4]] == [False, True, True, True]
+
+
+def test_a_request_takes_over_from_one_that_is_under_way(model_folder: Callable[..., Path]) -> None:
+    """Entries that still lie in the other's rows, which go on being used."""
+    folder, long = model_folder("llama", num_layers=4), {**SAMPLED, "max_new_tokens": 40}
+    ordinary = OrdinaryDecoding(str(folder), dtype="float32")
+    prompts = [TEXT[:37], [*TEXT[:18], 3, 4], TEXT[:24]]
+    with staged(folder, max_requests=3) as runtime, ThreadPoolExecutor(3) as callers:
+        first = runtime.stream(prompts[0], **long)
+        next(first)  # so its chunks have run, and most of its tokens have not
+        got = list(callers.map(lambda prompt: runtime.generate(prompt, **long), prompts[1:]))
+        last = [*first, first.result][-1]
+    expected = [of(ordinary.generate(prompt, **long)) for prompt in prompts]
+    assert [of(result) for result in (last, *got)] == expected
+    assert [result.stats.cached_tokens for result in (last, *got)] == [0, 16, 24]
 
 
 def test_a_bad_number_is_refused() -> None:

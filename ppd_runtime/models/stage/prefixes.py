@@ -4,21 +4,40 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import is_whole
 
 
-@dataclass(frozen=True)
 class KeptChunk:
-    """A whole chunk as a stage has computed it."""
+    """A whole chunk as a stage has computed it: its states, and its entries, which lie in a request's cache at first.
 
-    entries: tuple[Tensor, ...]
-    """As `StageCache.copy_rows` gives them."""
-    hidden: Tensor
-    """Behind the stage's layers, `[1, tokens, hidden_size]`."""
+    Args:
+        cache: it holds the chunk's entries.
+        positions: of its tokens.
+        hidden: behind the stage's layers, `[1, tokens, hidden_size]`.
+    """
+
+    def __init__(self, cache: StageCache, positions: range, hidden: Tensor) -> None:
+        self.cache: StageCache | None = cache
+        """None once the entries are copied."""
+        self.num_tokens, self.hidden = len(positions), hidden
+        self._positions = positions
+        self._entries: tuple[Tensor, ...] = ()
+
+    @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """A copy, as `StageCache.copy_rows` gives it."""
+        self.leave_cache()
+        return self._entries
+
+    def leave_cache(self) -> None:
+        """Copy the entries, if they are not copied yet."""
+        if self.cache is not None:
+            self._entries = self.cache.copy_rows(self._positions.start, self._positions.stop)
+            self.cache = None
 
 
 class KeptPrefixes:
@@ -46,11 +65,17 @@ class KeptPrefixes:
         self._chunks.move_to_end(key)
         return self._chunks[key]
 
+    def copy_from(self, cache: StageCache) -> None:
+        """Copy what still lies in a cache that is about to hold another text: by then no request waits for it."""
+        for chunk in self._chunks.values():
+            if chunk.cache is cache:
+                chunk.leave_cache()
+
     def keep(self, key: bytes, chunk: KeptChunk) -> None:
         """Have it for later prompts."""
         if key in self._chunks:
             return
         self._chunks[key] = chunk
-        self._tokens += chunk.hidden.shape[1]
+        self._tokens += chunk.num_tokens
         while self._tokens > self._most_tokens:
-            self._tokens -= self._chunks.popitem(last=False)[1].hidden.shape[1]
+            self._tokens -= self._chunks.popitem(last=False)[1].num_tokens

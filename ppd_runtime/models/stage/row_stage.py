@@ -75,6 +75,7 @@ class RowStage:
 
         `prompt` are the tokens that it begins with, where an earlier prompt's entries may be used.
         """
+        self._kept.copy_from(self._cache)
         if isinstance(self._cache, ArenaCache):
             self._cache.arena.give_back(self._cache.rows, self._slots.reach)
         tokens = capacity + self._most_nodes
@@ -105,7 +106,7 @@ class RowStage:
             hidden = self._stage.run_pass(first, last, inputs, position, in_prompt=True)
             self.layer_passes += self._stage.layer_passes - before
             if key:
-                self._kept.keep(key, KeptChunk(self._cache.copy_rows(chunk.start, chunk.stop), hidden))
+                self._kept.keep(key, KeptChunk(self._cache, chunk, hidden))
         self._slots.kept = chunk.stop
         return hidden
 
