@@ -1,10 +1,12 @@
 """Where each stage's time went, out of a trace: a stage computes, sends, takes in, or waits for the others."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.recording import Figures
 from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.tracing.spans import Kind, ProcessSpans
+from ppd_runtime.results import GenerationResult
+from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 from ppd_runtime.tracing.trace import Trace
 
 _PARTS = {
@@ -13,6 +15,17 @@ _PARTS = {
     "hops": (Kind.SEND, Kind.RECEIVE, Kind.ENTRIES),
     "waiting": (Kind.WAIT,),
 }
+
+
+def recorded(results: Sequence[GenerationResult], tokens: int) -> Figures:
+    """What the traces of texts with so many tokens say, by name."""
+    traces = [result.trace for result in results if result.trace]
+    return {
+        "by_stage_ms": by_stage(traces, tokens),
+        "passes_by_stage": passes(traces, tokens),
+        "layer_by_stage_ms": layers(traces),
+        "rows_by_stage": rows(results),
+    }
 
 
 def by_stage(traces: Sequence[Trace], tokens: int) -> Figures:
@@ -33,11 +46,57 @@ def passes(traces: Sequence[Trace], tokens: int) -> Mapping[str, float]:
     """Mean passes a token that a stage begins, by stage, one at the least; in the same time."""
     counts: dict[str, float] = {}
     for name, process, began_ns, ended_ns in _in_order(traces):
-        layers = [span for span in process.spans if span.kind == Kind.LAYERS]
-        first = min((span.first for span in layers), default=0)
-        begun = sum(span.first == first and began_ns <= span.began_ns < ended_ns for span in layers)
+        spans = _layers(process)
+        first = min((span.first for span in spans), default=0)
+        begun = sum(span.first == first and began_ns <= span.began_ns < ended_ns for span in spans)
         counts[name] = counts.get(name, 0.0) + max(begun, 1) / (tokens - 1) / len(traces)
     return counts
+
+
+def layers(traces: Sequence[Trace]) -> Mapping[str, float]:
+    """Mean milliseconds of one layer in a pass, by stage, between the choices of the first and the last token."""
+    spent: dict[str, list[tuple[float, int]]] = {}
+    for name, process, began_ns, ended_ns in _in_order(traces):
+        spans = [span for span in _layers(process) if began_ns <= span.began_ns < ended_ns]
+        spent.setdefault(name, []).extend(
+            ((span.ended_ns - span.began_ns) / 1e6, span.last - span.first) for span in spans
+        )
+    return {name: sum(ms for ms, _ in of) / max(1, sum(count for _, count in of)) for name, of in spent.items()}
+
+
+def rows(results: Sequence[GenerationResult]) -> Mapping[str, float]:
+    """Mean rows of a pass, by stage, a prompt's pass among them."""
+    rows, passed = dict[str, float](), dict[str, float]()
+    for result in results:
+        if trace := result.trace:
+            for process in trace.processes:
+                name, stats = trace.name(process.rank), result.stats
+                of_stage = stats.sub_layer_passes[process.rank - 1] if process.rank else stats.main_layer_passes
+                rows[name] = rows.get(name, 0) + of_stage
+                passed[name] = passed.get(name, 0) + sum(span.last - span.first for span in _layers(process))
+    return {name: rows[name] / passed[name] for name in rows}
+
+
+def besides_ms(figures: Figures, parts: Sequence[str]) -> float:
+    """What these parts of a stage's time take for a pass, in the mean of all stages."""
+    by_stage, begun = figures["by_stage_ms"], figures["passes_by_stage"]
+    return statistics.fmean(sum(spent[part] for part in parts) / begun[name] for name, spent in by_stage.items())
+
+
+def exit_head_ms(figures: Figures) -> float:
+    """What a boundary's head takes for a pass: in the mean of all stages but the last."""
+    by_stage, begun = figures["by_stage_ms"], figures["passes_by_stage"]
+    return statistics.fmean(by_stage[name]["heads"] / begun[name] for name in list(by_stage)[:-1])
+
+
+def one_row_ms(figures: Figures, row_cost: float) -> float:
+    """What a layer takes for a pass of one row, in the mean of all stages, where a further one adds this share."""
+    spent, rows = figures["layer_by_stage_ms"], figures["rows_by_stage"]
+    return statistics.fmean(ms / (1 + row_cost * max(0.0, rows[name] - 1)) for name, ms in spent.items())
+
+
+def _layers(process: ProcessSpans) -> list[Span]:
+    return [span for span in process.spans if span.kind == Kind.LAYERS]
 
 
 def _in_order(traces: Sequence[Trace]) -> Iterator[tuple[str, ProcessSpans, int, int]]:

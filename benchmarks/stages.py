@@ -8,21 +8,20 @@
 
 Times are for a token after the first; the first round is dropped, and serves the heads' calibration. "Lock-step" is the
 same machines over the same texts on virtual clocks, with hops and heads of no time: the best that they could reach.
-"Simulator" is the same with times: a layer's or the emulated device's, ordinary decoding's head for every head, for a
+"Simulator" is the same with times: an emulated device's for a layer, ordinary decoding's head for every head, for a
 hop what `benchmarks.hop` measures and what --hop-ms adds, and for each pass what a stage does besides, as the stages'
-own records have it (`besides_ms`). On real cores a further row takes what the runtime has measured, a boundary's head
-what its stage's record says, and to send and to take in a message keeps a stage busy, so they are among what it does
-besides. "Planner" is what `ppd plan` says for the same times and the first boundaries that were counted: it has the
-machines run over texts that are drawn by these, and knows no repetitions. An error is the predicted time over the
-measured one, less 1.
-Below the row stands where the time went: by ordinary decoding's and the last stage's ledgers, and by stage in a further
-pass over the texts that records what each does, which costs some time of its own.
+own records have it (`besides_ms`). On real cores a layer, which is slower beside the other core's and behind a pause,
+and a boundary's head take what the stages' records say, a further row what the runtime has measured, and to send and to
+take in a message keeps a stage busy, so they are among what it does besides. "Planner" is what `ppd plan` says for the
+same times and the first boundaries that were counted: it has the machines run over texts that are drawn by these, and
+knows no repetitions. An error is the predicted time over the measured one, less 1.
+Below the row stands where the time went: by ordinary decoding's and the last stage's ledgers, and by stage in further
+runs of three of the texts, in the same turns, that record what each does, which costs some time of its own.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
 device would take it for all rows of a pass. --hop-ms hands every message from worker to worker on so much later.
 --match-rate has heads that are right with this probability, and say so; at 0 no candidate is right.
 --beside runs the paper's layout, with k = 1 and with k = 3 on one sub-process, and two threads in the same turns.
 --contention says what `benchmarks.contention` leaves of the saving on two cores, for boundary 1's share of the tokens.
-The simulator then takes layers to be as much slower as their products are beside the other core's.
 --prompts repeating: prompts of code that repeats itself (repeating_prompts.jsonl), for boundary 0.
 """
 
@@ -42,12 +41,12 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import exit_head, woken_at_once
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from benchmarks.slow_links import found_sockets, slow_links
-from benchmarks.stage_ledgers import by_stage, passes
+from benchmarks.stage_ledgers import besides_ms, exit_head_ms, one_row_ms, recorded
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
 from ppd_runtime.calibration.staged_plans import rank_stages
+from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.cost_model.staged import speedup_bound
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
@@ -56,10 +55,10 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
 
-STAGES, THREADS = "stages", "2 threads"
+STAGES, THREADS, _RECORDED = "stages", "2 threads", "stages, recorded"
 REPEATING = "repeating"
 _REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")
-_TRACED = 3  # texts
+_NUM_RECORDED = 3  # texts
 _HIDDEN_SIZE = 512  # of the messages whose hop is measured; a hop of others takes about as long
 _PAPERS = {"PPD, k=1": {"k": 1}, "PPD, k=3 on 1 sub-process": {"k": 3, "workers": 1}}
 Pair = tuple[GenerationResult, GenerationResult]
@@ -83,18 +82,18 @@ def measure(options: argparse.Namespace) -> Figures:
         ordinary = OrdinaryDecoding(model, **place)
         prompts = [ordinary.tokenizer.encode(text) for text in texts]
         head = exit_head(options, ordinary, prompts)
-        with contextlib.ExitStack() as timed:
-            runtime = timed.enter_context(_opened(options, model, exit_head=head, **place))
-            others = _others(options, model, head, timed) if options.beside else {}
-            pairs = _paired_runs(options.rounds, ordinary, {STAGES: runtime} | others, prompts, params)
-            figures = _figures(options, runtime, pairs)
-            figures["contention"] = _contention(options, model, figures) if options.contention else None
-        traced = stack.enter_context(_opened(options, model, exit_head=head, trace=True, **place))
-        found = [traced.generate(prompt, params) for prompt in prompts[:_TRACED]]
-        traces = [one.trace for one in found if one.trace]
-        figures["by_stage_ms"] = by_stage(traces, options.tokens)
-        figures["passes_by_stage"] = passes(traces, options.tokens)
-        return figures | _predicted(options, traced, head, prompts, params, figures)
+        runtime, traced = (
+            stack.enter_context(_opened(options, model, exit_head=head, trace=trace, **place))
+            for trace in (False, True)
+        )
+        with contextlib.ExitStack() as beside:
+            others = _others(options, model, head, beside) if options.beside else {}
+            ways = {STAGES: runtime, _RECORDED: traced} | others
+            pairs = _paired_runs(options.rounds, ordinary, ways, prompts, params)
+        ledgers = recorded([got for _, got in pairs.pop(_RECORDED)], options.tokens)
+        figures = _figures(options, runtime, pairs) | ledgers
+        figures["contention"] = _contention(options, model, figures) if options.contention else None
+        return figures | _predicted(options, runtime, head, prompts, params, figures)
 
 
 def table(figures: Figures) -> str:
@@ -197,6 +196,8 @@ def _paired_runs(
         with on_core_of(ways[STAGES]):
             expected = ordinary.generate(prompt, params)
         for name, way in ways.items():
+            if name == _RECORDED and prompt not in prompts[:_NUM_RECORDED]:
+                continue
             got = way.generate(prompt, params)
             pairs[name] += [(expected, got)] if turn else []
     return pairs
@@ -227,7 +228,7 @@ def _figures(options: argparse.Namespace, runtime: PPDRuntime, by_way: Mapping[s
         "speedup": statistics.median(ratios),
         "speedup_quartiles": quartiles(ratios),
         "first_boundary": first.tolist(),
-        "bound": speedup_bound((first / first.sum()).tolist()),
+        "bound": staged.speedup_bound((first / first.sum()).tolist()),
         "identical": all(a.token_ids == b.token_ids for a, b in pairs),
         "identical_tokens": "all" if all(same) else f"{np.mean(same):.4f}",
         "texts": len(pairs),
@@ -260,18 +261,16 @@ def _contention(options: argparse.Namespace, model: str, figures: Figures) -> Fi
     match_rate = named[0] / sum(named)
     settings = ["--model", model, "--dtype", options.dtype, "--match-rate", str(match_rate), "--seconds", "0.2"]
     found = contention.measure(contention.parser().parse_args([*settings, "--rounds", "5"]))
-    hit, sub, every = found["rows"]
+    every = found["rows"][2]
     floor_ms = statistics.median(every["alone_ms"])
     step, theorem = max(1.0, figures["autoregressive_ms"] / floor_ms), found["bounds"]["theorem"]
     left = contention.for_step(statistics.median(found["bounds"]["rows"][0]["ratio"]), theorem, step)
-    slowest = [max(pair) for pair in zip(hit["beside_ms"], sub["beside_ms"], strict=True)]
     return {
         "match_rate": match_rate,
         "step_to_floor": step,
         "ratio": left,
         "measured_ratio": 1 / figures["speedup"],
         "realised": (1 - 1 / figures["speedup"]) / (1 - left) if left < 1 else None,
-        "slower_ms": max(0.0, 2 * statistics.median(slowest) - floor_ms),
     }
 
 
@@ -338,35 +337,29 @@ def _shares(counts: Sequence[int]) -> tuple[float, ...]:
 
 def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -> StageTimes:
     """In milliseconds, as this module's docstring says."""
-    spent, info = figures["ordinary_ledger_ms"], runtime.info
-    stages, begun = figures["by_stage_ms"], figures["passes_by_stage"]
+    heads = figures["ordinary_ledger_ms"]["heads"]
     if options.emulate_layer_ms is None:
         assert runtime.layout
-        slower = figures["contention"]["slower_ms"] if figures["contention"] else 0.0
+        row_cost = runtime.layout.row_cost
         return StageTimes(
-            layer=(spent["layers"] + slower) / info.num_layers,
-            head=spent["heads"],
-            exit_head=statistics.fmean(stages[name]["heads"] / begun[name] for name in list(stages)[:-1]),
+            layer=one_row_ms(figures, row_cost),
+            head=heads,
+            exit_head=exit_head_ms(figures),
             hop=options.hop_ms,
-            row_cost=runtime.layout.row_cost,
-            besides=besides_ms(stages, begun, ("python", "hops")),
+            row_cost=row_cost,
+            besides=besides_ms(figures, ("python", "hops")),
         )
     # so many that Linux, which takes a core from real-time programs for 50 ms a second, makes few of them late
     sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 400"
     (row,) = hop.measure(hop.parser().parse_args(sizes.split()))["rows"]
     return StageTimes(
         layer=options.emulate_layer_ms,
-        head=spent["heads"],
-        exit_head=spent["heads"],
+        head=heads,
+        exit_head=heads,
         hop=row["median_us"] / 1000 + options.hop_ms,
         row_cost=options.row_cost,
-        besides=besides_ms(stages, begun, ("python",)),
+        besides=besides_ms(figures, ("python",)),
     )
-
-
-def besides_ms(by_stage: Mapping[str, Mapping[str, float]], passes: Mapping[str, float], parts: Sequence[str]) -> float:
-    """What these parts of a stage's time take for a pass, in the mean of all stages."""
-    return statistics.fmean(sum(spent[part] for part in parts) / passes[name] for name, spent in by_stage.items())
 
 
 def parser() -> argparse.ArgumentParser:

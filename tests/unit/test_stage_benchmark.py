@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import stages
-from benchmarks.stage_ledgers import by_stage, passes
+from benchmarks.stage_ledgers import besides_ms, by_stage, exit_head_ms, layers, one_row_ms, passes
 from ppd_runtime.calibration.simulated_stages import StageTimes
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
@@ -29,9 +29,11 @@ def test_what_stages_do_besides_is_counted_by_pass() -> None:
     """Two passes a token of one, one of the other."""
     first = {"layers": 12.0, "heads": 1.0, "hops": 0.5, "waiting": 3.0, "python": 1.5}
     last = {"layers": 9.0, "heads": 1.0, "hops": 0.25, "waiting": 3.0, "python": 0.75}
-    spent, begun = {"stage 1": first, "stage 2": last}, {"stage 1": 2.0, "stage 2": 1.0}
-    assert stages.besides_ms(spent, begun, ("python",)) == (1.5 / 2 + 0.75) / 2
-    assert stages.besides_ms(spent, begun, ("python", "hops")) == (2.0 / 2 + 1.0) / 2
+    begun = {"stage 1": 2.0, "stage 2": 1.0}
+    figures = {"by_stage_ms": {"stage 1": first, "stage 2": last}, "passes_by_stage": begun}
+    assert besides_ms(figures, ("python",)) == (1.5 / 2 + 0.75) / 2
+    assert besides_ms(figures, ("python", "hops")) == (2.0 / 2 + 1.0) / 2
+    assert exit_head_ms(figures) == 0.5
     times = StageTimes(layer=3.0, besides=0.5)
     assert stages.planned_ms(times, (3, 6, 9), 3, 1, counted(4)) == pytest.approx(4 * 9.5, rel=0.02)
 
@@ -72,6 +74,13 @@ def test_a_pass_is_counted_where_it_begins() -> None:
     spans = ((0, tuple(chosen + of_last)), (1, tuple(of_first)))
     traces = [Trace(4, None, "", tuple(ProcessSpans(rank, 1, 0, 0, some) for rank, some in spans), cuts=(2,))] * 2
     assert passes(traces, tokens=3) == {"stage 1": 1.5, "stage 2": 1.0}
+    assert layers(traces) == {"stage 1": 1.0, "stage 2": 0.5}
+
+
+def test_a_layers_time_is_that_of_one_row() -> None:
+    figures = {"layer_by_stage_ms": {"stage 1": 3.0, "stage 2": 2.2}, "rows_by_stage": {"stage 1": 6.0, "stage 2": 2.0}}
+    assert one_row_ms(figures, row_cost=0.1) == pytest.approx(2.0)
+    assert one_row_ms(figures, row_cost=0.0) == pytest.approx(2.6)
 
 
 def test_prompts_that_repeat_themselves_are_named() -> None:
