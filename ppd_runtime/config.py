@@ -115,7 +115,7 @@ class RuntimeConfig:
     1,048,576; no bound where workers are on other hosts."""
     prefix_cache_tokens: int | None = None
     """With `stages`, tokens of earlier prompts whose entries stages keep, 8192 by default. A prompt that begins alike
-    takes them over, in whole chunks of 192 tokens."""
+    takes them over, in whole chunks."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""

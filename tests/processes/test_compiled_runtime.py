@@ -103,6 +103,14 @@ def test_methods_with_weights_of_few_bits(monkeypatch, method, compiled, weights
     assert sizes[True] > 10 or not compiled
 
 
+def test_stages_whose_layers_are_of_one_kind(model_folder):
+    """The first has no layer without a window, and none of its rotary table."""
+    folder = str(model_folder("gemma3_text", num_layers=4))
+    ordinary = OrdinaryDecoding(folder, dtype="float32", compile=True)
+    check(ordinary, stages=4, k=2, rows=4, transport="local")
+    check(ordinary, k=1, exit_layer=3, transport="local")
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_weights_of_few_bits(model_folder, tmp_path, weights):
     folder, quantised = model_folder("llama", num_layers=5), tmp_path / "quantised"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from families.specimens import SPECIAL, SUPPORTED, Specimen
 from models_for_tests import END_ID, VOCAB_SIZE, build_model, greedy_with_transformers, load_stage
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
@@ -18,11 +19,17 @@ from ppd_runtime.models.checkpoint.config import first_layers_config, weight_fil
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.compiled.export import layer_for, weights_of
 
 ModelFolder = Callable[..., Path]
 Damage = Callable[[Path], object]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUM_LAYERS = 3
+OF_SEVERAL_KINDS = [
+    specimen
+    for specimen in (*map(Specimen, SUPPORTED), *SPECIAL)
+    if len(set(getattr(specimen.config(), "layer_types", None) or ())) > 1
+]
 
 
 def load_everything(model: str) -> ModelInfo:
@@ -241,6 +248,19 @@ def test_models_are_cut_exactly_or_refused(model_folder: ModelFolder, family: st
         assert torch.equal(whole.logits(whole.run(2, 4, hidden, position)), expected)
         position += len(inputs)
         inputs = [token]
+
+
+@pytest.mark.parametrize("specimen", OF_SEVERAL_KINDS, ids=lambda specimen: specimen.name)
+def test_a_layer_has_the_same_tensors_in_every_stage(specimen: Specimen, tmp_path: Path) -> None:
+    """Code that was compiled for it takes them all, those of a rotary table for another kind of layer too."""
+    specimen.build().save_pretrained(tmp_path)
+    info = describe(str(tmp_path))
+    models = [load_layers(info, last, torch.float32, "cpu") for last in range(info.num_layers, 0, -1)]
+    for model in models[1:]:
+        for layer in range(model.config.num_hidden_layers):
+            expected, got = (weights_of(layer_for(of, layer, passes=1)) for of in (models[0], model))
+            assert list(got) == list(expected)
+            assert all(tensor.equal(expected[name]) for name, tensor in got.items())
 
 
 def test_describing_reads_the_config(model_folder: ModelFolder) -> None:

@@ -46,7 +46,8 @@ def load_layers(
     that is kept, so that all processes of a host share them. With `last` below the model's depth this is what a
     sub-process needs: its first layers, and norm and head for the exit.
     """
-    config = first_layers_config(model_config(info.folder), last)
+    whole = model_config(info.folder)
+    config = first_layers_config(whole, last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     packed = packed_tensors(info, first, last) if info.weights else {}
     tensors = _read_tensors(info, last, dtype if device == "cpu" and not packed else None, first, packed)
@@ -68,6 +69,7 @@ def load_layers(
         if names:
             found = f"{names[0]} ({len(names)} tensors in all)"
             raise ValueError(f"model {info.name!r}: its files {complaint} {found}; {AGAIN}")
+    _keep_rotary_tables(model, whole)
     if packed:
         take_packed(model, packed)
         choose_few_bits_attention(model)
@@ -102,6 +104,16 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, hea
         for name, weight in skeleton.named_parameters()
         if name not in absent and not 0 <= layer_number(name) < first and not (head_tokens and name == _HEAD)
     )
+
+
+def _keep_rotary_tables(model: PreTrainedModel, whole: PretrainedConfig) -> None:
+    """Have the tables of all kinds of layers, where the library makes one for each kind that it finds.
+
+    Code that is compiled for a layer takes them all, whatever layers its stage has.
+    """
+    kinds = [set(getattr(config, "layer_types", None) or ()) for config in (model.config, whole)]
+    if kinds[0] != kinds[1] and hasattr(model.model, "rotary_emb"):
+        model.model.rotary_emb = type(model.model.rotary_emb)(whole)
 
 
 @torch.no_grad()

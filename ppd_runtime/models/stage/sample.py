@@ -20,7 +20,7 @@ from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.slicing import some_layers
 from ppd_runtime.models.stage.stage import Stage
 
-_PROMPTS = (3, 40, PROMPT_CHUNKS[0])
+_PROMPTS = (3, 40, sum(PROMPT_CHUNKS))
 _CHAIN = 5
 _PERIOD = 2**16 - 15
 """Of the weights; a prime, so that no two rows of a matrix are alike."""
