@@ -111,6 +111,11 @@ def test_stages_whose_layers_are_of_one_kind(model_folder):
     check(ordinary, k=1, exit_layer=3, transport="local")
 
 
+def test_stages_whose_windows_are_longer_than_what_is_tried(model_folder):
+    folder = str(model_folder("mistral", num_layers=4, sliding_window=2000))
+    check(OrdinaryDecoding(folder, dtype="float32", compile=True), stages=2, k=2, rows=4, transport="local")
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_weights_of_few_bits(model_folder, tmp_path, weights):
     folder, quantised = model_folder("llama", num_layers=5), tmp_path / "quantised"

@@ -256,7 +256,7 @@ class RowStage:
         """Have entries of a text of so many tokens, or one longer than short windows are."""
         first, states = self._stage.first_layer, self._random_states(_PROMPT)
         windows = [layer.sliding_window or 0 for layer in self._stage.cache.layers]
-        text = max(text, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW))
+        text = max([text, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW)])
         self.begin(text + len(_TRIED))
         self.run_prompt(states if first else list(range(_PROMPT)), 0)
         self._cache.fill(torch.Generator().manual_seed(0))
