@@ -34,7 +34,6 @@ _MOST_NOISE = 32  # positions whose noise is kept: drafts and their verification
 _DOUBT = 1e-3  # of all probability: by so much less a sum in single precision may be wrong
 _LEAST_SURE = 1e-30  # of the highest probability: lower ones may be lost where they are divided by a sum
 
-
 Ranking = Callable[[Tensor, int, float], list[list[tuple[int, float]]] | None]
 """From scores `[rows, n]`, k and a scale: of each row the k highest, with the softmax of scaled scores; or None."""
 
@@ -180,9 +179,7 @@ class Sampler:
         `logits` are `[texts, vocab_size]`: what is asked of PyTorch for all of them at once, it is asked for once. A
         `ranking` takes less time than PyTorch, where it knows how.
         """
-        scores = logits
-        if not self.plain:
-            scores = torch.stack([self.noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
+        scores = logits if self.plain else self._noisy_rows(logits, histories)
         if ranking and (found := ranking(scores, k, self._scale)) is not None:
             return found
         best = _best_of_each(scores, k)
@@ -192,15 +189,19 @@ class Sampler:
 
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
-        if self.plain:
-            return logits
+        return logits if self.plain else self._noisy_rows(logits[None], [history])[0]
+
+    def _noisy_rows(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
+        """`[texts, vocab_size]`, like the logits: what would be a call for each text is one for all."""
         logits = _on_the_cpu(logits)
         if not self._by_numpy:
-            return self._noisy_scores(logits, history)
+            return torch.stack([self._noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
         scaled = self._scaled(logits.numpy())
-        noisy = scaled + self._noise_at(len(history), len(scaled))
+        noise = [self._noise_at(len(text), logits.shape[-1]) for text in histories]
+        noisy = scaled + (noise[0] if len(noise) == 1 else np.stack(noise))
         if self._filters:
-            noisy[scaled < self._least_kept(scaled)] -= _FILTERED
+            for of_text, its_scaled in zip(noisy, scaled, strict=True):
+                of_text[its_scaled < self._least_kept(its_scaled)] -= _FILTERED
         return torch.from_numpy(noisy)
 
     @torch.inference_mode()
@@ -386,9 +387,11 @@ def _best_of_each(scores: Tensor, k: int) -> list[list[int]]:
 
 def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:
     """`[size]` float32 standard Gumbel noise, the same in every process for the same seed (u64) and position."""
-    uniform = _generator(seed, position, Stream.NOISE).random(size)
+    noise = _generator(seed, position, Stream.NOISE).random(size)
     with np.errstate(divide="ignore"):  # a uniform of exactly 0 is an impossible choice: -inf
-        return -np.log(-np.log(uniform)).astype(np.float32)
+        for _ in range(2):  # in place: for large vocabularies fresh memory takes most of the time
+            np.negative(np.log(noise, out=noise), out=noise)
+    return noise.astype(np.float32)
 
 
 def _generator(seed: int, position: int, stream: Stream, number: int = 0) -> np.random.Generator:
