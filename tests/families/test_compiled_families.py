@@ -10,16 +10,29 @@ from grids import nightly
 from models_for_tests import build_tokenizer
 
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.compiled.export import _kind
 
-pytestmark = [needs_compiler, nightly]
+EVERY = [*map(Specimen, SUPPORTED), *SPECIAL]
 
 
-@pytest.mark.parametrize("specimen", [*map(Specimen, SUPPORTED), *SPECIAL], ids=lambda specimen: specimen.name)
-def test_layouts(specimen: Specimen, tmp_path: Path) -> None:
+@pytest.mark.parametrize("specimen", [Specimen("qwen3_moe"), Specimen("flint")], ids=lambda specimen: specimen.name)
+def test_layers_are_told_apart(specimen: Specimen) -> None:
+    """Where the configuration has numbers of layers in a list, too."""
+    model = specimen.build()
+    kinds = [str(_kind(model, layer, passes=1)) for layer in range(model.config.num_hidden_layers)]
+    dense = [layer in model.config.mlp_only_layers for layer in range(len(kinds))]
+    assert len(set(kinds)) == len({*zip(kinds, dense, strict=True)}) < len(kinds)
+
+
+@nightly
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("specimen", EVERY, ids=lambda specimen: specimen.name)
+def test_layouts(specimen: Specimen, dtype: str, tmp_path: Path) -> None:
     """Stages of a layer each, stages of several, and the paper's; or one line says why none is."""
     specimen.build().save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
-    settings = {"model": str(tmp_path), "dtype": "float32", "compile": True}
+    settings = {"model": str(tmp_path), "dtype": dtype, "compile": True}
     try:
         ordinary = OrdinaryDecoding(**settings)
     except ValueError as error:

@@ -192,7 +192,7 @@ def _compile(
     what = "the head" if passes == PassKind.HEAD else f"layer {index}, for passes over {tokens},"
     logger.info("compiling %s", what.rstrip(","))
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), _without_tracebacks(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = _export(make, index, window, dtype, device, passes)
             options: dict[str, Any] = dict(_INDUCTOR)  # a copy: it is written to
@@ -206,6 +206,17 @@ def _compile(
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"compile: {what} of this model cannot be: {reason}; run it without") from error
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """PyTorch logs one of each operation that it cannot trace; what is raised says it in a line."""
+    talkative = logging.getLogger("torch._subclasses.fake_tensor")
+    was, talkative.disabled = talkative.disabled, True
+    try:
+        yield
+    finally:
+        talkative.disabled = was
 
 
 @contextlib.contextmanager
@@ -354,7 +365,9 @@ def _kind(model: PreTrainedModel, index: int, passes: int) -> dict[str, Any]:
     """All that tells what a layer computes, apart from the numbers in its weights."""
     piece = layer_for(model, index, passes)
     config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
-    of_layer = {k: v[index] for k, v in config.items() if "layer" in k and isinstance(v, list)}
+    lists = {name: value for name, value in config.items() if "layer" in name and isinstance(value, list)}
+    num_layers = model.config.num_hidden_layers  # other lists are numbers of layers
+    of_layer = {name: of[index] if len(of) == num_layers else (of, index in of) for name, of in lists.items()}
     return {
         "config": config | of_layer,
         "constants": sorted(_constants(piece)),
