@@ -106,9 +106,7 @@ def test_methods_with_weights_of_few_bits(monkeypatch, method, compiled, weights
 def test_stages_whose_layers_are_of_one_kind(model_folder):
     """The first has no layer without a window, and none of its rotary table."""
     folder = str(model_folder("gemma3_text", num_layers=4))
-    ordinary = OrdinaryDecoding(folder, dtype="float32", compile=True)
-    check(ordinary, stages=4, k=2, rows=4, transport="local")
-    check(ordinary, k=1, exit_layer=3, transport="local")
+    check(OrdinaryDecoding(folder, dtype="float32", compile=True), stages=4, k=1, rows=1, transport="local")
 
 
 def test_stages_whose_windows_are_longer_than_what_is_tried(model_folder):
