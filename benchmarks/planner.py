@@ -1,104 +1,138 @@
-"""The planner's predictions beside the runtime's times, for several exit layers of one model, in one run.
+"""The planner's predictions beside the runtime's times, for several exit layers and stages of one model, in one run.
 
     python -m benchmarks.planner --exit-layers 6,7,8,9,10,11 --k 1 --rounds 5 --json figures.json
+    python -m benchmarks.planner --stages 2 --k 1,3 --tokens 64 --rounds 9
 
 Each round calibrates again, then decodes every prompt with every setting, in turn, so that a machine that changes
 changes both alike. Predictions take match rates measured on the same prompts beforehand, not those of the timed runs;
-times are for a token after the first, medians over rounds and prompts. Settings need a core for each worker.
+times are for a token after the first, medians over rounds and prompts. Settings need a core for each worker. Stages run
+without repetitions, which the planner does not know.
 """
 
 import argparse
 import contextlib
+import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 from benchmarks.pipeline import PROMPTS
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
 from ppd_runtime import PPDRuntime
 from ppd_runtime.calibration.calibrate import Calibrator
 from ppd_runtime.calibration.plan_inputs import Measurement
+from ppd_runtime.calibration.staged_plans import rank_stages
+from ppd_runtime.calibration.stages_at_work import with_stages_at_work
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan
-from ppd_runtime.cost_model.tradeoff import Rates
+from ppd_runtime.cost_model.staged import even_cuts
+from ppd_runtime.cost_model.tradeoff import MatchRates
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.quartiles import quartiles
+from ppd_runtime.results import GenerationResult
 from ppd_runtime.sampling_params import SamplingParams
 
 ORDINARY = "ordinary"
-Setting = tuple[int, int]
-"""Exit layer and k."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to decode, and what the planner says of it."""
+
+    label: str
+    layout: Mapping[str, Any]
+    """The runtime's settings; none: ordinary decoding."""
+    predicted_ms: Callable[[Calibration], float]
+    match_rate: float | None = None
+    """Measured beforehand; of stages, the share of tokens that boundary 1 is the first to name."""
 
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
-    settings = [(layer, k) for layer in options.exit_layers for k in options.ks]
     sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
     measurement = Measurement(options.model, PROMPTS, sampling=sampling)
-    rates = measurement.match_rates(options.ks).rates
-    times: defaultdict[Setting | str, list[float]] = defaultdict(list)
-    realised: defaultdict[Setting | str, list[float]] = defaultdict(list)
+    rates = measurement.match_rates(options.ks, most_stages=max(options.stages, default=1))
+    settings = _settings(options, measurement.num_layers, rates)
+    ordinary = Setting(ORDINARY, {}, partial(ordinary_ms, measurement.num_layers))
+    results: defaultdict[str, list[GenerationResult]] = defaultdict(list)
     calibrations: list[Calibration] = []
-    conditions = measurement.conditions(1 + max(options.ks), max(options.ks))
+    devices = max(1 + max(options.ks), *options.stages)
+    conditions = measurement.conditions(devices, max(options.ks))
     with contextlib.ExitStack() as stack:
         runtimes = {
-            (layer, k): stack.enter_context(PPDRuntime(options.model, exit_layer=layer, k=k, launcher="processes"))
-            for layer, k in settings
+            setting.label: stack.enter_context(PPDRuntime(options.model, launcher="processes", **setting.layout))
+            for setting in settings
         }
         calibrator = stack.enter_context(Calibrator(measurement.ordinary, conditions))
         for turn in range(options.rounds + 1):
-            calibrations += [calibrator.measure()] if turn else []
+            if turn:
+                times = calibrator.measure()
+                calibrations.append(with_stages_at_work(times, measurement.ordinary, conditions, options.stages))
             for prompt in measurement.prompts:
-                for setting, runtime in runtimes.items():
-                    result = runtime.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
-                    if turn:
-                        times[setting].append(result.stats.time_per_token_s * 1000)
-                        realised[setting].append(result.stats.match_rate or 0.0)
-                with on_core_of(runtime):
-                    expected = measurement.ordinary.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
-                times[ORDINARY] += [expected.stats.time_per_token_s * 1000] if turn else []
-                if expected.token_ids != result.token_ids:
-                    raise RuntimeError(f"{setting}: other tokens than ordinary decoding's")
+                got = {label: runtime.generate(prompt, sampling) for label, runtime in runtimes.items()}
+                with on_core_of(next(iter(runtimes.values()))):
+                    got[ORDINARY] = measurement.ordinary.generate(prompt, sampling)
+                for label, result in got.items():
+                    if result.token_ids != got[ORDINARY].token_ids:
+                        raise RuntimeError(f"{label}: other tokens than ordinary decoding's")
+                    results[label] += [result] if turn else []
     return {
-        "rows": _rows(measurement.num_layers, settings, calibrations, rates, times, realised),
+        "rows": [_row(setting, calibrations, results[setting.label]) for setting in (*settings, ordinary)],
         "rounds": options.rounds,
         "prompts": len(measurement.prompts),
         "tokens": options.tokens,
-        "pinned": bool(runtime.main_cores),
+        "pinned": all(runtime.main_cores for runtime in runtimes.values()),
         "calibrations": [asdict(calibration) for calibration in calibrations],
     }
 
 
-def _rows(
-    num_layers: int,
-    settings: Sequence[Setting],
-    calibrations: Sequence[Calibration],
-    rates: Rates,
-    times: Mapping[Setting | str, list[float]],
-    realised: Mapping[Setting | str, list[float]],
-) -> list[dict[str, object]]:
-    rows = []
-    for setting in (*settings, ORDINARY):
-        if isinstance(setting, str):
-            predicted = [ordinary_ms(num_layers, calibration) for calibration in calibrations]
-            known: dict[str, object] = {"setting": setting}
-        else:
-            layer, k = setting
-            predicted = [
-                plan(num_layers, layer, k, rates[setting], calibration).ms_per_token for calibration in calibrations
-            ]
-            known = {"setting": f"{layer}, k={k}", "match_rate": rates[setting]}
-            known["match_rate_in_time"] = statistics.fmean(realised[setting])
-        prediction, measured = statistics.median(predicted), statistics.median(times[setting])
-        figures = {"predicted_ms": prediction, "measured_ms": measured, "error": prediction / measured - 1}
-        rows.append(known | figures | {"measured_quartiles_ms": quartiles(times[setting])})
-    return rows
+def _settings(options: argparse.Namespace, num_layers: int, rates: MatchRates) -> list[Setting]:
+    """Every exit layer and every number of stages with every k."""
+
+    def of_paper(layer: int, k: int) -> Setting:
+        rate = rates.rates[layer, k]
+
+        def planned(times: Calibration) -> float:
+            return plan(num_layers, layer, k, rate, times).ms_per_token
+
+        return Setting(f"{layer}, k={k}", {"exit_layer": layer, "k": k}, planned, rate)
+
+    def of_stages(size: int, k: int) -> Setting:
+        cuts = even_cuts(num_layers, size)
+        by_k = {(cuts, other): rates.first_boundary[cuts, other] for other in options.ks}
+
+        def planned(times: Calibration) -> float:
+            return next(row.ms_per_token for row in rank_stages(num_layers, times, by_k, size, [1]) if row.k == k)
+
+        layout = {"stages": size, "cuts": cuts, "k": k, "rows": 1, "repetitions": False}
+        return Setting(f"{size} stages, k={k}", layout, planned, by_k[cuts, k][0])
+
+    layers = options.exit_layers or ([] if options.stages else range(6, 12))
+    ways = itertools.chain(((of_paper, layer) for layer in layers), ((of_stages, size) for size in options.stages))
+    return [way(number, k) for way, number in ways for k in options.ks]
+
+
+def _row(setting: Setting, calibrations: Sequence[Calibration], results: Sequence[GenerationResult]) -> Figures:
+    times = [1000 * result.stats.time_per_token_s for result in results]
+    prediction = statistics.median(map(setting.predicted_ms, calibrations))
+    measured, rates = statistics.median(times), [result.stats.match_rate for result in results]
+    return {
+        "setting": setting.label,
+        "match_rate": setting.match_rate,
+        "match_rate_in_time": statistics.fmean(rate or 0.0 for rate in rates) if setting.layout else None,
+        "predicted_ms": prediction,
+        "measured_ms": measured,
+        "error": prediction / measured - 1,
+        "measured_quartiles_ms": quartiles(times),
+    }
 
 
 def table(figures: Figures) -> str:
     """The rows in Markdown."""
-    columns = ["exit layer, k", "match rate, measured", "hits in the timed runs"]
+    columns = ["exit layer or stages, k", "match rate, measured", "hits in the timed runs"]
     columns += ["predicted, ms a token", "measured", "error"]
     names = ("setting", "match_rate", "match_rate_in_time", "predicted_ms", "measured_ms")
     rows = [[*(row.get(name) for name in names), f"{row['error']:+.1%}"] for row in figures["rows"]]
@@ -109,7 +143,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
     options.add_argument("--model", default="demo")
-    options.add_argument("--exit-layers", type=whole_numbers, default=[6, 7, 8, 9, 10, 11], help="with commas")
+    options.add_argument(
+        "--exit-layers", type=whole_numbers, help="with commas; default: 6 to 11, or none with --stages"
+    )
+    options.add_argument("--stages", type=whole_numbers, default=[], help="numbers of even stages, with commas")
     options.add_argument("--k", dest="ks", type=whole_numbers, default=[1], help="numbers of candidates, with commas")
     options.add_argument("--tokens", type=positive, default=128, help="new tokens for each prompt")
     options.add_argument("--rounds", type=positive, default=5)

@@ -31,6 +31,7 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,6 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import exit_head, woken_at_once
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from benchmarks.slow_links import found_sockets, slow_links
-from benchmarks.stage_ledgers import besides_ms, exit_head_ms, one_row_ms, recorded
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
 from ppd_runtime.calibration.staged_plans import rank_stages
@@ -50,6 +50,7 @@ from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
+from ppd_runtime.measure.stage_ledgers import StageLedgers
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -90,10 +91,11 @@ def measure(options: argparse.Namespace) -> Figures:
             others = _others(options, model, head, beside) if options.beside else {}
             ways = {STAGES: runtime, _RECORDED: traced} | others
             pairs = _paired_runs(options.rounds, ordinary, ways, prompts, params)
-        ledgers = recorded([got for _, got in pairs.pop(_RECORDED)], options.tokens)
-        figures = _figures(options, runtime, pairs) | ledgers
+        ledgers = StageLedgers.of([got for _, got in pairs.pop(_RECORDED)], options.tokens)
+        figures = _figures(options, runtime, pairs) | asdict(ledgers)
         figures["contention"] = _contention(options, model, figures) if options.contention else None
-        return figures | _predicted(options, runtime, head, prompts, params, figures)
+        times = _times(options, runtime, figures, ledgers)
+        return figures | _predicted(options, runtime, head, prompts, params, figures, times)
 
 
 def table(figures: Figures) -> str:
@@ -281,13 +283,14 @@ def _predicted(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     figures: Figures,
+    timed: StageTimes,
 ) -> Figures:
     """What the machines could reach over these texts, and what the simulator and the planner say that they take."""
     oracle = head if isinstance(head, OracleHead) else None
     layout = (runtime.cuts, options.k, options.rows, options.compile, not options.no_repetitions)
     simulated = SimulatedStages(runtime.info, *layout, head=oracle)
     num_layers = runtime.info.num_layers
-    lock_step, timed = StageTimes(row_cost=options.row_cost), _times(options, runtime, figures)
+    lock_step = StageTimes(row_cost=options.row_cost)
     for prompt in prompts:  # for the heads' calibration, as in the round that is dropped
         simulated.decode(prompt, params, timed)
     least, taken = (
@@ -335,19 +338,19 @@ def _shares(counts: Sequence[int]) -> tuple[float, ...]:
     return tuple(count / sum(counts) for count in counts)
 
 
-def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -> StageTimes:
+def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures, ledgers: StageLedgers) -> StageTimes:
     """In milliseconds, as this module's docstring says."""
     heads = figures["ordinary_ledger_ms"]["heads"]
     if options.emulate_layer_ms is None:
         assert runtime.layout
         row_cost = runtime.layout.row_cost
         return StageTimes(
-            layer=one_row_ms(figures, row_cost),
+            layer=ledgers.layer_ms(row_cost),
             head=heads,
-            exit_head=exit_head_ms(figures),
+            exit_head=ledgers.exit_head_ms(),
             hop=options.hop_ms,
             row_cost=row_cost,
-            besides=besides_ms(figures, ("python", "hops")),
+            besides=ledgers.besides_ms(),
         )
     # so many that Linux, which takes a core from real-time programs for 50 ms a second, makes few of them late
     sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 400"
@@ -358,7 +361,7 @@ def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures) -
         exit_head=heads,
         hop=row["median_us"] / 1000 + options.hop_ms,
         row_cost=options.row_cost,
-        besides=besides_ms(figures, ("python",)),
+        besides=ledgers.besides_ms(["python"]),
     )
 
 

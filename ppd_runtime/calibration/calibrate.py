@@ -117,6 +117,7 @@ class Calibrator:
         load.probe()
         return Calibration(
             **times,
+            stages={},  # see `with_stages_at_work`
             contention=contention,
             half_factor=max(0.0, half_ms - times["pass_ms"]) / half,
             parallel_speedups=parallel_speedups,

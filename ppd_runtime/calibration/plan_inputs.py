@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
+from ppd_runtime.calibration.stages_at_work import with_stages_at_work
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.cost_model.tradeoff import MatchRates
@@ -71,11 +72,18 @@ class Measurement:
         return MatchRates(source, table, self.num_layers, boundaries, weights)
 
     def calibrate(
-        self, max_devices: int, k: int, widths: Sequence[int] = (), progress: Progress = lambda line: None
+        self,
+        max_devices: int,
+        k: int,
+        widths: Sequence[int] = (),
+        stages: Sequence[int] = (),
+        progress: Progress = lambda line: None,
     ) -> Calibration:
-        """The times of this machine's parts of a token, and of passes over so many `widths`."""
-        with Calibrator(self.ordinary, self.conditions(max_devices, k, widths), progress) as calibrator:
-            return calibrator.measure()
+        """The times of this machine's parts of a token, of passes over so many `widths`, and of so many `stages`."""
+        conditions = self.conditions(max_devices, k, widths)
+        with Calibrator(self.ordinary, conditions, progress) as calibrator:
+            times = calibrator.measure()
+        return with_stages_at_work(times, self.ordinary, conditions, stages, progress)
 
     def conditions(self, max_devices: int, k: int, widths: Sequence[int] = ()) -> CalibrationConditions:
         """How to calibrate: the same prompts, sampling and text length."""

@@ -156,7 +156,8 @@ def plan_with(
     else:
         notes.append(f"match rates from {rates.source}, which may hold texts' first tokens too")
     if times is None:
-        times = subject.measurement.calibrate(max_devices, max(k for _, k in rates.rates), shares, progress)
+        stages = sorted({len(row) for row in rates.first_boundary.values() if len(row) <= max_devices})
+        times = subject.measurement.calibrate(max_devices, max(k for _, k in rates.rates), shares, stages, progress)
         times = _with_given(times, given)
     weights = subject.weights or rates.weights or times.weights
     rates, times = replace(rates, weights=weights), replace(times, weights=weights)

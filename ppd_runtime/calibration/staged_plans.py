@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs
 from ppd_runtime.calibration.simulated_stages import StageTimes
 from ppd_runtime.cost_model import staged
-from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
 from ppd_runtime.cost_model.planner import ordinary_ms
 from ppd_runtime.cost_model.plans import StagedPlan
 from ppd_runtime.cost_model.tradeoff import BoundaryShares
@@ -88,18 +88,27 @@ def plan_stages(
 
 
 def stage_times(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: Calibration) -> StageTimes:
-    """A stage's times in milliseconds: all stages work at once.
+    """A stage's times in milliseconds, all stages at work: as they were measured, else from those of its parts.
 
     A pass takes a start, a message in and a message out, and for each further row as much as for rows of one position.
     """
+    measured = calibration.at_work(len(cuts) + 1) or _from_parts(num_layers, cuts, calibration)
+    return StageTimes(
+        layer=measured.layer_ms,
+        head=calibration.head_ms,
+        exit_head=measured.exit_head_ms,
+        hop=calibration.hop_ms,
+        row_cost=(calibration.width(rows) - 1) / (rows - 1) if rows > 1 else 0.0,
+        besides=measured.besides_ms,
+    )
+
+
+def _from_parts(num_layers: int, cuts: tuple[int, ...], calibration: Calibration) -> StagesAtWork:
     longest = max(staged.stage_layers(num_layers, cuts))
     # half_factor is for half of the layers; fewer stay in caches no better
     cached = 1 - (1 - calibration.half_factor) * min(1.0, 2 * (num_layers - longest) / num_layers)
-    return StageTimes(
-        layer=calibration.layer_ms * calibration.contention * cached,
-        head=calibration.head_ms,
-        exit_head=calibration.exit_head_ms,
-        hop=calibration.hop_ms,
-        row_cost=(calibration.width(rows) - 1) / (rows - 1) if rows > 1 else 0.0,
-        besides=calibration.pass_ms + 2 * calibration.message_ms,
+    return StagesAtWork(
+        layer_ms=calibration.layer_ms * calibration.contention * cached,
+        exit_head_ms=calibration.exit_head_ms,
+        besides_ms=calibration.pass_ms + 2 * calibration.message_ms,
     )

@@ -13,6 +13,28 @@ from ppd_runtime.cost_model.memory import Memory
 
 
 @dataclass(frozen=True)
+class StagesAtWork:
+    """What stages take that decode real texts, in milliseconds; in the mean of all stages.
+
+    Raises:
+        ValueError: naming the value and the allowed range.
+    """
+
+    layer_ms: float
+    """A layer's pass over one row."""
+    exit_head_ms: float
+    """A boundary's head, for a pass."""
+    besides_ms: float
+    """What a pass takes besides layers and heads, messages among it."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            check_number(f"stages' {entry.name}", getattr(self, entry.name))
+        if not self.layer_ms:
+            raise ValueError("stages' layer_ms=0: a plan needs layers that take time; give a number above 0")
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Times in milliseconds; those left out cost nothing, as in Theorem 4.1.
 
@@ -55,6 +77,8 @@ class Calibration:
     """What the model takes and devices have; None where unknown."""
     weights: str | None = None
     """The format of the model's weights, or floats; None where unknown."""
+    stages: Mapping[int, StagesAtWork] = field(default_factory=dict)
+    """By number of stages, where they were measured."""
 
     def __post_init__(self) -> None:
         for name in time_names():
@@ -71,6 +95,8 @@ class Calibration:
         for candidates, width in self.widths.items():
             check_whole("candidates", candidates, 2)
             check_number(f"width of {candidates} candidates", width, 1.0)
+        for size in self.stages:
+            check_whole("stages", size, 2)
         if self.devices is not None:
             check_whole("devices", self.devices, 1)
         if self.cpu_share is not None:
@@ -90,9 +116,22 @@ class Calibration:
         return max(1.0, from_width + (to_width - from_width) * (candidates - low) / (high - low))
 
     def with_times(self, **given: float | None) -> "Calibration":
-        """The same with the times that are given in place of its own; None leaves one as it is."""
+        """The same with the times that are given in place of its own; None leaves one as it is.
+
+        What was measured of stages at work goes with the layers, and the heads, that it was measured with.
+        """
         times: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if _OF_STAGES & times.keys():
+            times["stages"] = {}
         return replace(self, **times)
+
+    def at_work(self, stages: int) -> StagesAtWork | None:
+        """What so many stages take, or as many of them as were measured; None where none were."""
+        known = [size for size in self.stages if size <= stages]
+        return self.stages[max(known)] if known else None
+
+
+_OF_STAGES = {entry.name for entry in fields(StagesAtWork)}
 
 
 def time_names() -> list[str]:
@@ -111,6 +150,7 @@ def read_calibration(path: Path) -> Calibration:
         row = dict(whole.get("calibration", whole))
         for name in ("parallel_speedups", "widths"):
             row[name] = {int(n): factor for n, factor in row.get(name, {}).items()}
+        row["stages"] = {int(size): StagesAtWork(**times) for size, times in row.get("stages", {}).items()}
         if row.get("memory") is not None:
             row["memory"] = Memory(**row["memory"])
         return Calibration(**row)

@@ -25,7 +25,7 @@ from ppd_runtime.calibration.peer import CalibrationPeer
 from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.calibration.staged_plans import rank_stages
 from ppd_runtime.cli.plan import plan as command
-from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
+from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork, read_calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
 from ppd_runtime.cost_model.plans import Plan, Ranking
 from ppd_runtime.cost_model.report import page_data, write_page
@@ -79,6 +79,11 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
     assert {(tuple(row["cuts"]), row["k"]) for row in data["staged"]} == {((2,), k) for k in range(1, 6)}
     for row in data["staged"]:  # at half depth, a match and a first boundary are one
         assert row["first_boundary"][0] == pytest.approx(rates.rates[2, row["k"]])
+    assert sorted(calibration.stages) == ([2] if available_cores() > 1 else [])
+    for measured in calibration.stages.values():
+        assert 0 < measured.layer_ms < 100 * calibration.layer_ms
+        assert 0 < measured.exit_head_ms < 1000
+        assert 0 < measured.besides_ms < 1000
     assert set(rates.first_boundary) == {((2,), k) for k in range(1, 6)}
 
 
@@ -302,13 +307,17 @@ def test_a_setting_without_a_match_rate_has_no_figures(browser: webdriver.Chrome
 
 def test_the_page_says_what_the_verdict_says(browser: webdriver.Chrome, tmp_path: Path) -> None:
     note = busy_note("Measuring", 0.3)
-    busy_page(browser, tmp_path, replace(CALIBRATION, parallel_speedups={}, cpu_share=0.3), cautions=[note])
+    stages = {2: StagesAtWork(0.45, 0.4, 0.25)}
+    times = replace(CALIBRATION, parallel_speedups={}, cpu_share=0.3, stages=stages)
+    busy_page(browser, tmp_path, times, cautions=[note])
     verdict = browser.find_element(By.ID, "verdict").text
     assert "The plan may have 4 devices, but there are 2" in verdict
     assert verdict.endswith(str(note))
     assert "gpt-fast published" in browser.find_element(By.ID, "footnotes").text
     assert "tensor" not in browser.find_element(By.ID, "ranking").text
-    assert browser.find_elements(By.CSS_SELECTOR, "#times tr")[-1].text.endswith("0.300")
+    measured = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#times tr")]
+    assert measured[-1].endswith("0.300")
+    assert "a layer in 2 stages at work, ms 0.450" in measured
 
 
 def test_an_outlier_lies_at_the_plots_edge(browser: webdriver.Chrome, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from ppd_runtime.calibration.planning import Given, _rows
 from ppd_runtime.calibration.simulated_stages import StageTimes
 from ppd_runtime.calibration.staged_plans import _ranks, plan_stages, rank_stages, stage_times
 from ppd_runtime.cost_model import staged
-from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
 from ppd_runtime.cost_model.planner import plan, rank
 
 LAYERS_ONLY = Calibration(layer_ms=0.4)
@@ -51,6 +51,21 @@ def test_every_overhead_by_hand() -> None:
     least = 4 * a_pass + 4 * 3 + 4
     assert least <= late.ms_per_token < 1.02 * least  # a token may wait for the end of a useless pass
     assert late.speedup == pytest.approx((2 + 12 * 10 + 4) / late.ms_per_token)
+
+
+def test_stages_that_were_measured_at_work_by_hand() -> None:
+    measured = {2: StagesAtWork(11, 6, 1), 4: StagesAtWork(13, 7, 2)}
+    times = Calibration(10, 4, 5, 3, pass_ms=2, contention=1.2, half_factor=0.8, widths={3: 1.5}, stages=measured)
+    assert stage_times(12, (6,), 3, times) == StageTimes(11, 4, 6, 3, row_cost=0.25, besides=1)
+    assert stage_times(12, (4, 8), 1, times) == StageTimes(11, 4, 6, 3, besides=1), "as two: three were not measured"
+    for cuts in ((3, 6, 9), (2, 4, 6, 8, 10)):
+        assert stage_times(12, cuts, 1, times) == StageTimes(13, 4, 7, 3, besides=2)
+    assert stage_times(12, (6,), 1, times.with_times(hop_ms=9)).layer == 11
+    for given in ({"layer_ms": 20}, {"exit_head_ms": 8}):
+        unmeasured = replace(times, stages={})
+        assert stage_times(12, (6,), 1, times.with_times(**given)) == stage_times(
+            12, (6,), 1, unmeasured.with_times(**given)
+        ), "what is given takes the place of all that was measured with it"
 
 
 def test_rows_are_as_many_as_pay() -> None:

@@ -2,8 +2,8 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from benchmarks.recording import Figures
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
@@ -17,18 +17,43 @@ _PARTS = {
 }
 
 
-def recorded(results: Sequence[GenerationResult], tokens: int) -> Figures:
-    """What the traces of texts with so many tokens say, by name."""
-    traces = [result.trace for result in results if result.trace]
-    return {
-        "by_stage_ms": by_stage(traces, tokens),
-        "passes_by_stage": passes(traces, tokens),
-        "layer_by_stage_ms": layers(traces),
-        "rows_by_stage": rows(results),
-    }
+@dataclass(frozen=True)
+class StageLedgers:
+    """Where the time of some texts went, by stage, in milliseconds."""
+
+    by_stage_ms: Mapping[str, Mapping[str, float]]
+    """See `by_stage`."""
+    passes_by_stage: Mapping[str, float]
+    """See `passes`."""
+    layer_by_stage_ms: Mapping[str, float]
+    """See `layers`."""
+    rows_by_stage: Mapping[str, float]
+    """See `rows`."""
+
+    @staticmethod
+    def of(results: Sequence[GenerationResult], tokens: int) -> "StageLedgers":
+        """What the traces of texts with so many tokens say."""
+        traces = [result.trace for result in results if result.trace]
+        return StageLedgers(by_stage(traces, tokens), passes(traces, tokens), layers(traces), rows(results))
+
+    def besides_ms(self, parts: Sequence[str] = ("python", "hops")) -> float:
+        """What these parts of a stage's time take for a pass, in the mean of all stages."""
+        spent = self.by_stage_ms.items()
+        return statistics.fmean(sum(of[part] for part in parts) / self.passes_by_stage[name] for name, of in spent)
+
+    def exit_head_ms(self) -> float:
+        """What a boundary's head takes for a pass: in the mean of all stages but the last."""
+        guessing = list(self.by_stage_ms)[:-1]
+        return statistics.fmean(self.by_stage_ms[name]["heads"] / self.passes_by_stage[name] for name in guessing)
+
+    def layer_ms(self, row_cost: float = 0.0) -> float:
+        """What a layer takes for a pass of one row, in the mean of all stages, where a further one adds this share."""
+        return statistics.fmean(
+            ms / (1 + row_cost * max(0.0, self.rows_by_stage[name] - 1)) for name, ms in self.layer_by_stage_ms.items()
+        )
 
 
-def by_stage(traces: Sequence[Trace], tokens: int) -> Figures:
+def by_stage(traces: Sequence[Trace], tokens: int) -> Mapping[str, Mapping[str, float]]:
     """Mean milliseconds a token after the first of texts with so many, by stage and part; `python` is the rest.
 
     The clock runs from the choice of the first token to that of the last, on the last stage.
@@ -75,24 +100,6 @@ def rows(results: Sequence[GenerationResult]) -> Mapping[str, float]:
                 rows[name] = rows.get(name, 0) + of_stage
                 passed[name] = passed.get(name, 0) + sum(span.last - span.first for span in _layers(process))
     return {name: rows[name] / passed[name] for name in rows}
-
-
-def besides_ms(figures: Figures, parts: Sequence[str]) -> float:
-    """What these parts of a stage's time take for a pass, in the mean of all stages."""
-    by_stage, begun = figures["by_stage_ms"], figures["passes_by_stage"]
-    return statistics.fmean(sum(spent[part] for part in parts) / begun[name] for name, spent in by_stage.items())
-
-
-def exit_head_ms(figures: Figures) -> float:
-    """What a boundary's head takes for a pass: in the mean of all stages but the last."""
-    by_stage, begun = figures["by_stage_ms"], figures["passes_by_stage"]
-    return statistics.fmean(by_stage[name]["heads"] / begun[name] for name in list(by_stage)[:-1])
-
-
-def one_row_ms(figures: Figures, row_cost: float) -> float:
-    """What a layer takes for a pass of one row, in the mean of all stages, where a further one adds this share."""
-    spent, rows = figures["layer_by_stage_ms"], figures["rows_by_stage"]
-    return statistics.fmean(ms / (1 + row_cost * max(0.0, rows[name] - 1)) for name, ms in spent.items())
 
 
 def _layers(process: ProcessSpans) -> list[Span]:

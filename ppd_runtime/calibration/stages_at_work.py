@@ -1,0 +1,88 @@
+"""What stages take that decode real texts on this machine's cores, from their own records.
+
+A layer is slower there than by itself, beside the other cores' and behind a pause, and more comes between passes than
+messages: `calibrate`, which times parts one by one, finds neither.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ppd_runtime.calibration.calibrate import CalibrationConditions
+from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
+from ppd_runtime.cost_model.planner import ordinary_ms
+from ppd_runtime.cost_model.staged import even_cuts
+from ppd_runtime.launch.cpu_affinity import available_cores
+from ppd_runtime.launch.supervisor import Progress
+from ppd_runtime.measure.against_ordinary import on_core_of
+from ppd_runtime.measure.stage_ledgers import StageLedgers
+from ppd_runtime.methods.ordinary import OrdinaryDecoding
+from ppd_runtime.runtime import PPDRuntime
+
+_MOST_STAGES = 4
+_LEAST_TEXTS, _MOST_TEXTS, _BUDGET_S = 3, 12, 8.0
+
+
+def with_stages_at_work(
+    times: Calibration,
+    ordinary: OrdinaryDecoding,
+    conditions: CalibrationConditions,
+    sizes: Iterable[int],
+    progress: Progress = lambda line: None,
+) -> Calibration:
+    """The calibration with what even stages take, for each number of them in `sizes`.
+
+    For numbers that have no cores of their own it is as many as have, two at least; none elsewhere than on the CPU.
+    Stages and ordinary decoding take turns: what counts is the ratio, which a machine that changes leaves as it is.
+
+    Raises:
+        RuntimeError: when a stage fails to start, or ends.
+    """
+    most = min(available_cores() // ordinary.config.threads_per_worker, ordinary.info.num_layers, _MOST_STAGES)
+    if ordinary.stage.device.type != "cpu" or most < 2:
+        return times
+    found, whole_ms = {}, ordinary_ms(ordinary.info.num_layers, times)
+    for size in sorted({min(size, most) for size in sizes}):
+        progress(f"measuring {size} stages at work")
+        if texts := list(_texts(ordinary, conditions, size)):
+            found[size] = StagesAtWork(
+                layer_ms=whole_ms * statistics.median(text.layer_ms() / its_ms for text, its_ms in texts),
+                exit_head_ms=whole_ms * statistics.median(text.exit_head_ms() / its_ms for text, its_ms in texts),
+                besides_ms=whole_ms * statistics.median(text.besides_ms() / its_ms for text, its_ms in texts),
+            )
+    return replace(times, stages=found)
+
+
+def _texts(
+    ordinary: OrdinaryDecoding, conditions: CalibrationConditions, size: int
+) -> Iterator[tuple[StageLedgers, float]]:
+    """Of one text after the other, behind one to warm up, until the budget is spent; in passes of one row.
+
+    With each the milliseconds of a token that ordinary decoding takes for the same text, behind it.
+    """
+    config = replace(
+        ordinary.config,
+        stages=size,
+        cuts=even_cuts(ordinary.info.num_layers, size),
+        k=conditions.k,
+        rows=1,
+        repetitions=False,
+        dtype=ordinary.dtype,
+        device="cpu",
+        launcher="processes",
+        trace=True,
+    )
+    with PPDRuntime(config=config) as runtime:
+        began = time.perf_counter()
+        for number, prompt in zip(range(_MOST_TEXTS + 1), itertools.cycle(conditions.prompts), strict=False):
+            if number > _LEAST_TEXTS and time.perf_counter() - began > _BUDGET_S:
+                break
+            result = runtime.generate(prompt, conditions.sampling)
+            with on_core_of(runtime):
+                expected = ordinary.generate(prompt, conditions.sampling)
+            if number and (tokens := len(result.token_ids)) > 1:
+                ledgers = StageLedgers.of([result], tokens)
+                if all(ledgers.layer_by_stage_ms.values()):  # each stage ran between the first token and the last
+                    yield ledgers, 1000 * expected.stats.time_per_token_s
