@@ -280,16 +280,8 @@ class _TimedDecoder:
 
     def all_steps(self) -> list[_Step]:
         """Every way of running a token."""
-        return [
-            self.whole,
-            self.split,
-            self.exchange,
-            self.round_trip,
-            self.whole,
-            self.split,
-            self.exchange,
-            self.entries,
-        ]
+        usual = [self.whole, self.split, self.exchange]
+        return [*usual, self.round_trip, *usual, self.entries]
 
     def whole(self, token: int, position: int) -> int:
         """All layers in one pass, as ordinary decoding runs them."""
