@@ -212,12 +212,12 @@ def grouped_attention(
     _, heads, tokens, dim = query.shape
     if not isinstance(tokens, int):  # any number of them: such a regrouping cannot be exported
         output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2).contiguous(), None  # as the library's: some models take views of it
     groups = query.reshape(1, key.shape[1], -1, dim)
     if tokens > 1 and attention_mask is not None:
         attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(1, heads, tokens, -1).transpose(1, 2), None
+    return output.reshape(1, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
 def own_attention(
