@@ -47,7 +47,7 @@ class Setting:
     """The runtime's settings; none: ordinary decoding."""
     predicted_ms: Callable[[Calibration], float]
     match_rate: float | None = None
-    """Measured beforehand; of stages, the share of tokens that boundary 1 is the first to name."""
+    """Measured beforehand; of stages, the share of tokens that some boundary names."""
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> Figures:
     ordinary = Setting(ORDINARY, {}, partial(ordinary_ms, measurement.num_layers))
     results: defaultdict[str, list[GenerationResult]] = defaultdict(list)
     calibrations: list[Calibration] = []
-    devices = max(1 + max(options.ks), *options.stages)
+    devices = max(1 + max(options.ks), max(options.stages, default=0))
     conditions = measurement.conditions(devices, max(options.ks))
     with contextlib.ExitStack() as stack:
         runtimes = {
@@ -108,7 +108,7 @@ def _settings(options: argparse.Namespace, num_layers: int, rates: MatchRates) -
             return next(row.ms_per_token for row in rank_stages(num_layers, times, by_k, size, [1]) if row.k == k)
 
         layout = {"stages": size, "cuts": cuts, "k": k, "rows": 1, "repetitions": False}
-        return Setting(f"{size} stages, k={k}", layout, planned, by_k[cuts, k][0])
+        return Setting(f"{size} stages, k={k}", layout, planned, 1 - by_k[cuts, k][-1])
 
     layers = options.exit_layers or ([] if options.stages else range(6, 12))
     ways = itertools.chain(((of_paper, layer) for layer in layers), ((of_stages, size) for size in options.stages))

@@ -14,15 +14,16 @@ from ppd_runtime.calibration.calibrate import CalibrationConditions
 from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
 from ppd_runtime.cost_model.planner import ordinary_ms
 from ppd_runtime.cost_model.staged import even_cuts
-from ppd_runtime.launch.cpu_affinity import available_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.against_ordinary import on_core_of
+from ppd_runtime.measure.machine_load import CpuTime, LoadMeter
 from ppd_runtime.measure.stage_ledgers import StageLedgers
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.runtime import PPDRuntime
 
 _MOST_STAGES = 4
-_LEAST_TEXTS, _MOST_TEXTS, _BUDGET_S = 3, 12, 8.0
+_LEAST_TEXTS, _MOST_TEXTS, _BUDGET_S = 1, 12, 8.0
 
 
 def with_stages_at_work(
@@ -40,23 +41,26 @@ def with_stages_at_work(
     Raises:
         RuntimeError: when a stage fails to start, or ends.
     """
-    most = min(available_cores() // ordinary.config.threads_per_worker, ordinary.info.num_layers, _MOST_STAGES)
+    threads = ordinary.config.threads_per_worker
+    most = min(available_cores() // threads, ordinary.info.num_layers, _MOST_STAGES)
     if ordinary.stage.device.type != "cpu" or most < 2:
         return times
+    load = LoadMeter([core for cores in assign_cores(most, threads) for core in cores], threads)
     found, whole_ms = {}, ordinary_ms(ordinary.info.num_layers, times)
     for size in sorted({min(size, most) for size in sizes}):
         progress(f"measuring {size} stages at work")
-        if texts := list(_texts(ordinary, conditions, size)):
+        if texts := list(_texts(ordinary, conditions, size, load.computing)):
             found[size] = StagesAtWork(
                 layer_ms=whole_ms * statistics.median(text.layer_ms() / its_ms for text, its_ms in texts),
                 exit_head_ms=whole_ms * statistics.median(text.exit_head_ms() / its_ms for text, its_ms in texts),
                 besides_ms=whole_ms * statistics.median(text.besides_ms() / its_ms for text, its_ms in texts),
             )
-    return replace(times, stages=found)
+        load.probe()
+    return replace(times, stages=found, cpu_share=min(load.share, 1.0 if times.cpu_share is None else times.cpu_share))
 
 
 def _texts(
-    ordinary: OrdinaryDecoding, conditions: CalibrationConditions, size: int
+    ordinary: OrdinaryDecoding, conditions: CalibrationConditions, size: int, computing: CpuTime
 ) -> Iterator[tuple[StageLedgers, float]]:
     """Of one text after the other, behind one to warm up, until the budget is spent; in passes of one row.
 
@@ -80,7 +84,7 @@ def _texts(
             if number > _LEAST_TEXTS and time.perf_counter() - began > _BUDGET_S:
                 break
             result = runtime.generate(prompt, conditions.sampling)
-            with on_core_of(runtime):
+            with on_core_of(runtime), computing.running():
                 expected = ordinary.generate(prompt, conditions.sampling)
             if number and (tokens := len(result.token_ids)) > 1:
                 ledgers = StageLedgers.of([result], tokens)

@@ -14,7 +14,7 @@ from ppd_runtime.cost_model.memory import Memory
 
 @dataclass(frozen=True)
 class StagesAtWork:
-    """What stages take that decode real texts, in milliseconds; in the mean of all stages.
+    """What stages take that decode real texts side by side, in milliseconds; in the mean of all stages.
 
     Raises:
         ValueError: naming the value and the allowed range.
@@ -78,7 +78,7 @@ class Calibration:
     weights: str | None = None
     """The format of the model's weights, or floats; None where unknown."""
     stages: Mapping[int, StagesAtWork] = field(default_factory=dict)
-    """By number of stages, where they were measured."""
+    """By number of stages with layers alike, where they were measured."""
 
     def __post_init__(self) -> None:
         for name in time_names():
@@ -118,20 +118,18 @@ class Calibration:
     def with_times(self, **given: float | None) -> "Calibration":
         """The same with the times that are given in place of its own; None leaves one as it is.
 
-        What was measured of stages at work goes with the layers, and the heads, that it was measured with.
+        What was measured of stages at work follows: its layers as the layers do, its heads are the one that is given.
         """
         times: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if _OF_STAGES & times.keys():
-            times["stages"] = {}
-        return replace(self, **times)
+        slower = times.get("layer_ms", self.layer_ms) / self.layer_ms
+        heads = {"exit_head_ms": times["exit_head_ms"]} if "exit_head_ms" in times else {}
+        stages = {n: replace(of, layer_ms=of.layer_ms * slower, **heads) for n, of in self.stages.items()}
+        return replace(self, stages=stages, **times)
 
     def at_work(self, stages: int) -> StagesAtWork | None:
         """What so many stages take, or as many of them as were measured; None where none were."""
         known = [size for size in self.stages if size <= stages]
         return self.stages[max(known)] if known else None
-
-
-_OF_STAGES = {entry.name for entry in fields(StagesAtWork)}
 
 
 def time_names() -> list[str]:

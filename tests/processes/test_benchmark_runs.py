@@ -21,6 +21,7 @@ from benchmarks import (
     pass_ledger,
     passes,
     pipeline,
+    planner,
     recovery,
     siblings,
     stages,
@@ -105,6 +106,14 @@ def test_stages_on_slow_links_that_nobody_foresees():
     assert found["realised_saving"] is None
     assert min(found["staged_ms"], found["simulated_ms"]) >= 4 * 5 + 2 * 20
     assert found["measured_over_simulated"] == found["staged_ms"] / found["simulated_ms"]
+
+
+@nightly
+@pytest.mark.parametrize(("settings", "label"), [("--exit-layers 6", "6, k=1"), ("--stages 2", "2 stages, k=1")])
+def test_planner(settings, label):
+    found = figures(planner, f"{settings} --tokens 9 --rounds 1")
+    assert [row["setting"] for row in found["rows"]] == [label, "ordinary"]
+    assert all(row["predicted_ms"] > 0 and row["measured_ms"] > 0 for row in found["rows"])
 
 
 @nightly

@@ -60,12 +60,14 @@ def test_stages_that_were_measured_at_work_by_hand() -> None:
     assert stage_times(12, (4, 8), 1, times) == StageTimes(11, 4, 6, 3, besides=1), "as two: three were not measured"
     for cuts in ((3, 6, 9), (2, 4, 6, 8, 10)):
         assert stage_times(12, cuts, 1, times) == StageTimes(13, 4, 7, 3, besides=2)
-    assert stage_times(12, (6,), 1, times.with_times(hop_ms=9)).layer == 11
-    for given in ({"layer_ms": 20}, {"exit_head_ms": 8}):
-        unmeasured = replace(times, stages={})
-        assert stage_times(12, (6,), 1, times.with_times(**given)) == stage_times(
-            12, (6,), 1, unmeasured.with_times(**given)
-        ), "what is given takes the place of all that was measured with it"
+    for given, changed in (
+        ({"hop_ms": 9}, {"hop": 9}),
+        ({"layer_ms": 20}, {"layer": 22}),
+        ({"exit_head_ms": 8}, {"exit_head": 8}),
+        ({"head_ms": 3, "exit_head_ms": None}, {"head": 3}),
+    ):
+        known = StageTimes(11, 4, 6, 3, besides=1)
+        assert stage_times(12, (6,), 1, times.with_times(**given)) == replace(known, **changed)
 
 
 def test_rows_are_as_many_as_pay() -> None:
