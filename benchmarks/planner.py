@@ -1,7 +1,7 @@
 """The planner's predictions beside the runtime's times, for several exit layers and stages of one model, in one run.
 
     python -m benchmarks.planner --exit-layers 6,7,8,9,10,11 --k 1 --rounds 5 --json figures.json
-    python -m benchmarks.planner --stages 2 --k 1,3 --tokens 64 --rounds 9
+    python -m benchmarks.planner --stages 2 --k 1,3 --tokens 64 --rounds 7
 
 Each round calibrates again, then decodes every prompt with every setting, in turn, so that a machine that changes
 changes both alike. Predictions take match rates measured on the same prompts beforehand, not those of the timed runs;

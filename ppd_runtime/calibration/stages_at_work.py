@@ -18,7 +18,7 @@ from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.machine_load import CpuTime, LoadMeter
-from ppd_runtime.measure.stage_ledgers import StageLedgers
+from ppd_runtime.measure.stage_ledgers import StageLedgers, is_whole
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.runtime import PPDRuntime
 
@@ -86,7 +86,7 @@ def _texts(
             result = runtime.generate(prompt, conditions.sampling)
             with on_core_of(runtime), computing.running():
                 expected = ordinary.generate(prompt, conditions.sampling)
-            if number and (tokens := len(result.token_ids)) > 1:
-                ledgers = StageLedgers.of([result], tokens)
+            if number and is_whole(result):
+                ledgers = StageLedgers.of([result], len(result.token_ids))
                 if all(ledgers.layer_by_stage_ms.values()):  # each stage ran between the first token and the last
                     yield ledgers, 1000 * expected.stats.time_per_token_s

@@ -53,6 +53,17 @@ class StageLedgers:
         )
 
 
+def is_whole(result: GenerationResult) -> bool:
+    """Whether the records are of the whole text from its prompt on, unlike those of a stage that was lost meanwhile."""
+    trace = result.trace
+    if trace is None or len(trace.processes) != len(trace.cuts) + 1:
+        return False
+    chosen = [span.began_ns for process in trace.processes if process.rank == MAIN for span in _choices(process)]
+    return len(chosen) == len(result.token_ids) > 1 and all(
+        min((span.began_ns for span in _layers(process)), default=chosen[0]) < chosen[0] for process in trace.processes
+    )
+
+
 def by_stage(traces: Sequence[Trace], tokens: int) -> Mapping[str, Mapping[str, float]]:
     """Mean milliseconds a token after the first of texts with so many, by stage and part; `python` is the rest.
 
@@ -106,11 +117,15 @@ def _layers(process: ProcessSpans) -> list[Span]:
     return [span for span in process.spans if span.kind == Kind.LAYERS]
 
 
+def _choices(process: ProcessSpans) -> list[Span]:
+    return [span for span in process.spans if span.kind == Kind.CHOOSE]
+
+
 def _in_order(traces: Sequence[Trace]) -> Iterator[tuple[str, ProcessSpans, int, int]]:
     """Each stage of each text, with the moments of its first and its last choice."""
     for trace in traces:
         (last,) = (process for process in trace.processes if process.rank == MAIN)
-        chosen = [span.ended_ns for span in last.spans if span.kind == Kind.CHOOSE]
+        chosen = [span.ended_ns for span in _choices(last)]
         for process in sorted(trace.processes, key=lambda process: trace.row(process.rank)):
             yield trace.name(process.rank), process, min(chosen), max(chosen)
 

@@ -1,10 +1,11 @@
 """Where each stage's time went, by the arithmetic of `measure.stage_ledgers`."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from ppd_runtime.measure.stage_ledgers import StageLedgers, by_stage, layers, passes
+from ppd_runtime.measure.stage_ledgers import StageLedgers, by_stage, is_whole, layers, passes
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 from ppd_runtime.tracing.trace import Trace
 
@@ -64,3 +65,23 @@ def test_a_pass_is_counted_where_it_begins() -> None:
     traces = [Trace(4, None, "", tuple(ProcessSpans(rank, 1, 0, 0, some) for rank, some in spans), cuts=(2,))] * 2
     assert passes(traces, tokens=3) == {"stage 1": 1.5, "stage 2": 1.0}
     assert layers(traces) == {"stage 1": 1.0, "stage 2": 0.5}
+
+
+def test_records_of_a_lost_stage_are_not_those_of_the_text() -> None:
+    """Two tokens of two stages; a stage is replaced between them, or never heard of again."""
+
+    def recorded(first: tuple[Span, ...], last: tuple[Span, ...], tokens: int = 2) -> SimpleNamespace:
+        found = [ProcessSpans(rank, 1, 0, 0, spans) for rank, spans in ((0, last), (1, first)) if spans]
+        return SimpleNamespace(trace=Trace(4, None, "", tuple(found), cuts=(2,)), token_ids=[7] * tokens)
+
+    prompt, later = (Span(Kind.LAYERS, at * MS, (at + 1) * MS, first=0, last=2) for at in (1, 12))
+    last = (
+        Span(Kind.LAYERS, 3 * MS, 4 * MS, first=2, last=4),
+        *(Span(Kind.CHOOSE, at * MS, (at + 1) * MS) for at in (5, 15)),
+    )
+    assert is_whole(recorded((prompt, later), last))
+    assert not is_whole(recorded((later,), last)), "stage 1 was replaced"
+    assert not is_whole(recorded((), last)), "its records are lost"
+    assert not is_whole(recorded((prompt, later), (later, last[-1]))), "the last stage was replaced"
+    assert not is_whole(recorded((prompt,), last[:2], tokens=1)), "there is no token after the first"
+    assert not is_whole(SimpleNamespace(trace=None, token_ids=[7, 7]))
