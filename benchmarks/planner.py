@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner --exit-layers 6,7,8,9,10,11 --k 1 --rounds 5 --json figures.json
     python -m benchmarks.planner --stages 2 --k 1,3 --tokens 64 --rounds 7
+    python -m benchmarks.planner --stages 2 --k 3 --rows 4 --compile --tokens 64 --rounds 7
 
 Each round calibrates again, then decodes every prompt with every setting, in turn, so that a machine that changes
 changes both alike. Predictions take match rates measured on the same prompts beforehand, not those of the timed runs;
@@ -53,7 +54,7 @@ class Setting:
 def measure(options: argparse.Namespace) -> Figures:
     """Run everything; the figures by name."""
     sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
-    measurement = Measurement(options.model, PROMPTS, sampling=sampling)
+    measurement = Measurement(options.model, PROMPTS, sampling=sampling, compile=options.compile)
     rates = measurement.match_rates(options.ks, most_stages=max(options.stages, default=1))
     settings = _settings(options, measurement.num_layers, rates)
     ordinary = Setting(ORDINARY, {}, partial(ordinary_ms, measurement.num_layers))
@@ -63,7 +64,9 @@ def measure(options: argparse.Namespace) -> Figures:
     conditions = measurement.conditions(devices, max(options.ks))
     with contextlib.ExitStack() as stack:
         runtimes = {
-            setting.label: stack.enter_context(PPDRuntime(options.model, launcher="processes", **setting.layout))
+            setting.label: stack.enter_context(
+                PPDRuntime(options.model, launcher="processes", compile=options.compile, **setting.layout)
+            )
             for setting in settings
         }
         calibrator = stack.enter_context(Calibrator(measurement.ordinary, conditions))
@@ -72,7 +75,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 times = calibrator.measure()
                 calibrations.append(with_stages_at_work(times, measurement.ordinary, conditions, options.stages))
             for prompt in measurement.prompts:
-                got = {label: runtime.generate(prompt, sampling) for label, runtime in runtimes.items()}
+                got = {label: _behind_another(runtime, prompt, sampling) for label, runtime in runtimes.items()}
                 with on_core_of(next(iter(runtimes.values()))):
                     got[ORDINARY] = measurement.ordinary.generate(prompt, sampling)
                 for label, result in got.items():
@@ -80,13 +83,19 @@ def measure(options: argparse.Namespace) -> Figures:
                         raise RuntimeError(f"{label}: other tokens than ordinary decoding's")
                     results[label] += [result] if turn else []
     return {
-        "rows": [_row(setting, calibrations, results[setting.label]) for setting in (*settings, ordinary)],
+        "rows": [_row(setting, ordinary, calibrations, results) for setting in (*settings, ordinary)],
         "rounds": options.rounds,
         "prompts": len(measurement.prompts),
         "tokens": options.tokens,
         "pinned": all(runtime.main_cores for runtime in runtimes.values()),
         "calibrations": [asdict(calibration) for calibration in calibrations],
     }
+
+
+def _behind_another(runtime: PPDRuntime, prompt: list[int], sampling: SamplingParams) -> GenerationResult:
+    """A text behind the same one, as in a service: cores that rested meanwhile are slower."""
+    runtime.generate(prompt, sampling)
+    return runtime.generate(prompt, sampling)
 
 
 def _settings(options: argparse.Namespace, num_layers: int, rates: MatchRates) -> list[Setting]:
@@ -105,9 +114,10 @@ def _settings(options: argparse.Namespace, num_layers: int, rates: MatchRates) -
         by_k = {(cuts, other): rates.first_boundary[cuts, other] for other in options.ks}
 
         def planned(times: Calibration) -> float:
-            return next(row.ms_per_token for row in rank_stages(num_layers, times, by_k, size, [1]) if row.k == k)
+            ranked = rank_stages(num_layers, times, by_k, size, [options.rows])
+            return next(row.ms_per_token for row in ranked if row.k == k)
 
-        layout = {"stages": size, "cuts": cuts, "k": k, "rows": 1, "repetitions": False}
+        layout = {"stages": size, "cuts": cuts, "k": k, "rows": options.rows, "repetitions": False}
         return Setting(f"{size} stages, k={k}", layout, planned, 1 - by_k[cuts, k][-1])
 
     layers = options.exit_layers or ([] if options.stages else range(6, 12))
@@ -115,10 +125,20 @@ def _settings(options: argparse.Namespace, num_layers: int, rates: MatchRates) -
     return [way(number, k) for way, number in ways for k in options.ks]
 
 
-def _row(setting: Setting, calibrations: Sequence[Calibration], results: Sequence[GenerationResult]) -> Figures:
-    times = [1000 * result.stats.time_per_token_s for result in results]
-    prediction = statistics.median(map(setting.predicted_ms, calibrations))
-    measured, rates = statistics.median(times), [result.stats.match_rate for result in results]
+def _row(
+    setting: Setting,
+    ordinary: Setting,
+    calibrations: Sequence[Calibration],
+    results: Mapping[str, Sequence[GenerationResult]],
+) -> Figures:
+    """Times are medians; speed-ups too, of each text's time beside ordinary decoding's and of each calibration's."""
+    times, ordinarys = (
+        [1000 * result.stats.time_per_token_s for result in results[label]] for label in (setting.label, ORDINARY)
+    )
+    predictions = list(map(setting.predicted_ms, calibrations))
+    predicted_speedups = [ordinary.predicted_ms(of) / ms for of, ms in zip(calibrations, predictions, strict=True)]
+    prediction, measured = statistics.median(predictions), statistics.median(times)
+    rates = [result.stats.match_rate for result in results[setting.label]]
     return {
         "setting": setting.label,
         "match_rate": setting.match_rate,
@@ -127,15 +147,18 @@ def _row(setting: Setting, calibrations: Sequence[Calibration], results: Sequenc
         "measured_ms": measured,
         "error": prediction / measured - 1,
         "measured_quartiles_ms": quartiles(times),
+        "predicted_speedup": statistics.median(predicted_speedups),
+        "measured_speedup": statistics.median(its / ms for its, ms in zip(ordinarys, times, strict=True)),
     }
 
 
 def table(figures: Figures) -> str:
     """The rows in Markdown."""
     columns = ["exit layer or stages, k", "match rate, measured", "hits in the timed runs"]
-    columns += ["predicted, ms a token", "measured", "error"]
+    columns += ["predicted, ms a token", "measured", "error", "predicted speed-up", "measured"]
     names = ("setting", "match_rate", "match_rate_in_time", "predicted_ms", "measured_ms")
-    rows = [[*(row.get(name) for name in names), f"{row['error']:+.1%}"] for row in figures["rows"]]
+    speedups = ("predicted_speedup", "measured_speedup")
+    rows = [[*map(row.get, names), f"{row['error']:+.1%}", *map(row.get, speedups)] for row in figures["rows"]]
     return markdown(columns, rows)
 
 
@@ -148,6 +171,8 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--stages", type=whole_numbers, default=[], help="numbers of even stages, with commas")
     options.add_argument("--k", dest="ks", type=whole_numbers, default=[1], help="numbers of candidates, with commas")
+    options.add_argument("--rows", type=positive, default=1, help="of a stage's pass")
+    options.add_argument("--compile", action="store_true", help="compiled passes, in ordinary decoding too")
     options.add_argument("--tokens", type=positive, default=128, help="new tokens for each prompt")
     options.add_argument("--rounds", type=positive, default=5)
     return options

@@ -36,7 +36,7 @@ from ppd_runtime.transport.sockets import open_endpoint
 _MOST_NEIGHBOURS = 3
 _ECHO, _REQUEST = 1, 1
 _ANSWER_DEADLINE_S = 5.0
-_LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_S = 2, 12, 6.0
+_LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_S = 2, 40, 8.0
 _CONTENTION_ROUNDS = 3
 _WIDTH_ROUNDS, _WIDTH_PASSES = 3, 7
 _BEGINNING_S = 0.05
@@ -127,6 +127,7 @@ class Calibrator:
             cpu_share=load.share if self._on_cpu else None,
             memory=measured_memory(self._ordinary),
             weights=self._ordinary.info.weights_name,
+            compiled=self._ordinary.config.compile,
         )
 
     def _load_meter(self) -> LoadMeter:
@@ -151,6 +152,7 @@ class Calibrator:
             weights=self._ordinary.info.weights,
             dtype=self._ordinary.dtype,
             device=str(self._ordinary.stage.device),
+            compile=self._ordinary.config.compile,
             threads=self._threads,
             cores=cores,
             folder=folder,
@@ -173,7 +175,10 @@ class Calibrator:
         texts: list[_Times] = []
         prompts = itertools.cycle(self._conditions.prompts)
         while len(texts) <= _LEAST_ROUNDS or (len(texts) <= _MOST_ROUNDS and time.perf_counter() - began < _BUDGET_S):
-            texts.append(self._decoder.text(next(prompts), self._decoder.all_steps()))
+            prompt = next(prompts)
+            ordinary = self._decoder.text(prompt, [self._decoder.whole])
+            parts = self._decoder.text(prompt, self._decoder.all_steps())
+            texts.append(parts | {f"ordinary {name}": times for name, times in ordinary.items()})
         return texts[1:]
 
     def _half_pass(self, load: LoadMeter) -> tuple[float, float]:
@@ -192,6 +197,7 @@ class Calibrator:
 
     def _widths(self) -> dict[int, float]:
         """What passes over several candidates at one position take, in passes over one, by their number."""
+        self._ordinary.stage.compile_for(*self._conditions.widths)
         texts = itertools.islice(itertools.cycle(self._conditions.prompts), _WIDTH_ROUNDS + 1)
         rounds = [self._decoder.widths(prompt) for prompt in texts] if self._conditions.widths else []
         return {n: max(1.0, statistics.median(one[n] for one in rounds[1:])) for n in self._conditions.widths}
@@ -245,8 +251,9 @@ class _TimedDecoder:
         self._stop = StopRule(self._conditions.sampling, frozenset(), None)
         self._stage.begin(len(prompt) + num_new)
         token = self._finish(self._stage.run(0, self._num_layers, self._history, 0))
-        for _, step in zip(range(num_new - 1), itertools.cycle(steps), strict=False):
-            token = step(token, len(self._history) - 1)
+        run = (num_new - 1) // len(steps)  # tokens one after the other by each step, whose code stays in caches
+        for number in range(num_new - 1):
+            token = steps[number // run % len(steps)](token, len(self._history) - 1)
         return self._times
 
     @property
@@ -333,17 +340,19 @@ class _TimedDecoder:
     def times(self, texts: Sequence[_Times]) -> dict[str, float]:
         """The times of a calibration, in milliseconds: medians over texts.
 
-        Layers and head are a text's mean, as its time per token is; what is short or a small difference is its
-        median, which a passing disturbance does not move.
+        Layers and head are the mean of a text that nothing but ordinary decoding ran, as its time per token is; what is
+        short or a small difference is a median, which a passing disturbance does not move.
         """
         mean = _over_texts(texts, statistics.fmean)
         usual = _over_texts(texts, statistics.median)
         one_pass = usual["split"] - usual["whole"] - usual["head"]
-        one_pass = min(max(one_pass, 0.0), mean["whole"] / 2)  # whatever a disturbed machine makes of the difference
+        one_pass = min(
+            max(one_pass, 0.0), mean["ordinary whole"] / 2
+        )  # whatever a disturbed machine makes of the difference
         return {
-            "layer_ms": (mean["whole"] - one_pass) / self._num_layers,
+            "layer_ms": (mean["ordinary whole"] - one_pass) / self._num_layers,
             "pass_ms": one_pass,
-            "head_ms": mean["head"],
+            "head_ms": mean["ordinary head"],
             "exit_head_ms": usual["exit head"],
             "hop_ms": usual["round trip"] / 2,
             "message_ms": max(0.0, usual["exchange"] - usual["split"]) / 3,

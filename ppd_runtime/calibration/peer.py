@@ -20,7 +20,7 @@ import torch
 
 from ppd_runtime.launch.base import import_environment
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.pipeline.messages import MAIN, ExitState, HeadStart, Shutdown
 from ppd_runtime.transport.network import Network
@@ -38,6 +38,7 @@ class CalibrationPeerSpec:
     weights: str | None
     dtype: str
     device: str
+    compile: bool
     threads: int
     cores: Sequence[int]
     """CPU cores to stay on; empty: wherever the system likes."""
@@ -64,8 +65,11 @@ class CalibrationPeer:
 
     @cached_property
     def _stage(self) -> Stage:
-        info = describe(self._spec.model, self._spec.weights)
-        return Stage(load_layers(info, info.num_layers, getattr(torch, self._spec.dtype), self._spec.device))
+        info, place = (
+            describe(self._spec.model, self._spec.weights),
+            (getattr(torch, self._spec.dtype), self._spec.device),
+        )
+        return load_stage(info, info.num_layers, *place, compile_ahead(info, *place) if self._spec.compile else None)
 
     def echo(self) -> None:
         """Send every hidden state back at once, until told to stop."""

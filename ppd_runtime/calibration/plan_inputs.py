@@ -34,10 +34,12 @@ class Measurement:
         device: str = "auto",
         threads: int = 1,
         weights: str | None = None,
+        compile: bool = False,
     ) -> None:
         texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts
         self.sampling = sampling or SamplingParams()
-        self.ordinary = OrdinaryDecoding(model, dtype=dtype, device=device, threads=threads, weights=weights)
+        place = {"dtype": dtype, "device": device, "threads": threads, "weights": weights, "compile": compile}
+        self.ordinary = OrdinaryDecoding(model, **place)
         self.prompts = self._validator(texts)
 
     @property

@@ -97,13 +97,14 @@ class Subject:
     device: str
     threads: int
     weights: str | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         in_process_config("a plan", {"model": self.model, **self._place})
 
     @property
     def _place(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("dtype", "device", "threads", "weights")}
+        return {name: getattr(self, name) for name in ("dtype", "device", "threads", "weights", "compile")}
 
     @cached_property
     def weights_name(self) -> str:
@@ -142,6 +143,8 @@ def plan_with(
     known = None if given.match_rates is None else read_match_rates(given.match_rates)
     times = None if given.calibration is None else read_calibration(given.calibration)
     _check_weights(given, known, times, subject)
+    if times is not None and times.compiled is False and subject.compile:
+        raise ValueError(f"--compile: {given.calibration} was measured without; leave out one of the two")
     if times is None and given.all_times:
         times = Calibration(layer_ms=1.0)
     num_layers = _num_layers(known, given, subject, measures=times is None)
@@ -194,9 +197,10 @@ def _rows(given: Given, times: Calibration) -> Sequence[int]:
     """Rows of a stage's pass to plan with."""
     if given.rows:
         return given.rows
-    if times.widths and not given.widths:
-        return [1]  # they were measured in the library's code, where a stage runs each row as a pass of its own
-    return sorted({1, chosen_rows(StageCosts.rounded(0.0, 0.0, times.width(2) - 1))})
+    if not times.stages and times.widths and not given.widths:
+        return [1]  # their candidates have one position, which says nothing of a stage's rows
+    costs = {of.row_cost for of in times.stages.values()} or {times.width(2) - 1}
+    return sorted({1, *(chosen_rows(StageCosts.rounded(0.0, 0.0, cost)) for cost in costs)})
 
 
 def _check_weights(given: Given, known: MatchRates | None, times: Calibration | None, subject: Subject) -> None:
@@ -220,6 +224,10 @@ def _check_weights(given: Given, known: MatchRates | None, times: Calibration | 
 def _with_given(times: Calibration, given: Given) -> Calibration:
     """A calibration with what is given in place of its own."""
     times = times.with_times(**given.times_ms)
+    if given.widths:
+        rows, width = max(given.widths.items())
+        cost = min((width - 1) / (rows - 1), 1.0)
+        times = replace(times, stages={size: replace(of, row_cost=cost) for size, of in times.stages.items()})
     return replace(times, widths={**times.widths, **given.widths}, memory=given.memory.over(times.memory))
 
 

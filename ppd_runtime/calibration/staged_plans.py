@@ -90,20 +90,23 @@ def plan_stages(
 def stage_times(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: Calibration) -> StageTimes:
     """A stage's times in milliseconds, all stages at work: as they were measured, else from those of its parts.
 
-    A pass takes a start, a message in and a message out, and for each further row as much as for rows of one position.
+    What processes spend on a message is part of their passes, and no longer of its hop.
     """
-    measured = calibration.at_work(len(cuts) + 1) or _from_parts(num_layers, cuts, calibration)
+    measured = calibration.at_work(len(cuts) + 1) or _from_parts(num_layers, cuts, rows, calibration)
     return StageTimes(
         layer=measured.layer_ms,
         head=calibration.head_ms,
         exit_head=measured.exit_head_ms,
-        hop=calibration.hop_ms,
-        row_cost=(calibration.width(rows) - 1) / (rows - 1) if rows > 1 else 0.0,
+        hop=max(0.0, calibration.hop_ms - 2 * calibration.message_ms),
+        row_cost=measured.row_cost,
         besides=measured.besides_ms,
     )
 
 
-def _from_parts(num_layers: int, cuts: tuple[int, ...], calibration: Calibration) -> StagesAtWork:
+def _from_parts(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: Calibration) -> StagesAtWork:
+    """A pass takes a start, a message in and a message out, and for each further row as much as for rows of one
+    position.
+    """
     longest = max(staged.stage_layers(num_layers, cuts))
     # half_factor is for half of the layers; fewer stay in caches no better
     cached = 1 - (1 - calibration.half_factor) * min(1.0, 2 * (num_layers - longest) / num_layers)
@@ -111,4 +114,5 @@ def _from_parts(num_layers: int, cuts: tuple[int, ...], calibration: Calibration
         layer_ms=calibration.layer_ms * calibration.contention * cached,
         exit_head_ms=calibration.exit_head_ms,
         besides_ms=calibration.pass_ms + 2 * calibration.message_ms,
+        row_cost=(calibration.width(rows) - 1) / (rows - 1) if rows > 1 else 0.0,
     )

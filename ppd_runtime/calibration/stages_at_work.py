@@ -5,10 +5,11 @@ messages: `calibrate`, which times parts one by one, finds neither.
 """
 
 import itertools
-import statistics
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from statistics import median as _median
+from typing import NamedTuple
 
 from ppd_runtime.calibration.calibrate import CalibrationConditions
 from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
@@ -23,7 +24,17 @@ from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.runtime import PPDRuntime
 
 _MOST_STAGES = 4
-_LEAST_TEXTS, _MOST_TEXTS, _BUDGET_S = 1, 12, 8.0
+_LEAST_TEXTS, _MOST_TEXTS, _BUDGET_S = 1, 40, 8.0
+
+
+class _Text(NamedTuple):
+    """What a text took."""
+
+    ledgers: StageLedgers
+    row_cost: float
+    """What a further row of a pass adds, as the runtime chose its rows by."""
+    ordinary_ms: float
+    """A token of the same text in ordinary decoding, behind it."""
 
 
 def with_stages_at_work(
@@ -51,9 +62,10 @@ def with_stages_at_work(
         progress(f"measuring {size} stages at work")
         if texts := list(_texts(ordinary, conditions, size, load.computing)):
             found[size] = StagesAtWork(
-                layer_ms=whole_ms * statistics.median(text.layer_ms() / its_ms for text, its_ms in texts),
-                exit_head_ms=whole_ms * statistics.median(text.exit_head_ms() / its_ms for text, its_ms in texts),
-                besides_ms=whole_ms * statistics.median(text.besides_ms() / its_ms for text, its_ms in texts),
+                layer_ms=whole_ms * _median(of.ledgers.layer_ms(of.row_cost) / of.ordinary_ms for of in texts),
+                exit_head_ms=whole_ms * _median(of.ledgers.exit_head_ms() / of.ordinary_ms for of in texts),
+                besides_ms=whole_ms * _median(of.ledgers.besides_ms() / of.ordinary_ms for of in texts),
+                row_cost=_median(of.row_cost for of in texts),
             )
         load.probe()
     return replace(times, stages=found, cpu_share=min(load.share, 1.0 if times.cpu_share is None else times.cpu_share))
@@ -61,17 +73,15 @@ def with_stages_at_work(
 
 def _texts(
     ordinary: OrdinaryDecoding, conditions: CalibrationConditions, size: int, computing: CpuTime
-) -> Iterator[tuple[StageLedgers, float]]:
-    """Of one text after the other, behind one to warm up, until the budget is spent; in passes of one row.
-
-    With each the milliseconds of a token that ordinary decoding takes for the same text, behind it.
+) -> Iterator[_Text]:
+    """One text after the other, behind one to warm up, until the budget is spent; in passes of as many rows as the
+    runtime chooses.
     """
     config = replace(
         ordinary.config,
         stages=size,
         cuts=even_cuts(ordinary.info.num_layers, size),
         k=conditions.k,
-        rows=1,
         repetitions=False,
         dtype=ordinary.dtype,
         device="cpu",
@@ -83,10 +93,11 @@ def _texts(
         for number, prompt in zip(range(_MOST_TEXTS + 1), itertools.cycle(conditions.prompts), strict=False):
             if number > _LEAST_TEXTS and time.perf_counter() - began > _BUDGET_S:
                 break
-            result = runtime.generate(prompt, conditions.sampling)
+            for _ in range(2):  # the first one's time is not counted: cores that rested meanwhile are slower
+                result = runtime.generate(prompt, conditions.sampling)
             with on_core_of(runtime), computing.running():
                 expected = ordinary.generate(prompt, conditions.sampling)
             if number and is_whole(result):
                 ledgers = StageLedgers.of([result], len(result.token_ids))
                 if all(ledgers.layer_by_stage_ms.values()):  # each stage ran between the first token and the last
-                    yield ledgers, 1000 * expected.stats.time_per_token_s
+                    yield _Text(ledgers, runtime.layout.row_cost, 1000 * expected.stats.time_per_token_s)

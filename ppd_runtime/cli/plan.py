@@ -62,7 +62,7 @@ class PlanInputs:
     times=options.group(options.LayerTimes, make=options.LayerTimes),
     memory=options.group(GivenMemory),
     sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64),
-    place=options.IN_PROCESS,
+    place=options.COMPILED,
 )
 def plan(
     model: options.Model = "demo",
@@ -145,7 +145,8 @@ def _print(planned: "Planned", model: str) -> None:
         table.add_row(*_cells(ranking, row))
     devices = f"{ranking.max_devices} device{'s' * (ranking.max_devices > 1)}"
     few_bits = f", {planned.rates.weights} weights" * (planned.rates.weights in FORMATS)
-    summary = f"{model}{few_bits}, {ranking.num_layers} layers, at most {devices}"
+    compiled = ", compiled" * bool(planned.calibration.compiled)
+    summary = f"{model}{few_bits}{compiled}, {ranking.num_layers} layers, at most {devices}"
     console.print(f"{summary}: predicted for a token after the first", highlight=False, markup=False)
     console.print(table, highlight=False)
     for note in (*planned.notes, *ranking.footnotes):

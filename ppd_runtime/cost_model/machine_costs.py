@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.checks import check_choice, check_number, check_share, check_whole
+from ppd_runtime.checks import check_bool, check_choice, check_number, check_share, check_whole
 from ppd_runtime.config import FLOATS, FORMATS
 from ppd_runtime.cost_model.memory import Memory
 
@@ -26,12 +26,15 @@ class StagesAtWork:
     """A boundary's head, for a pass."""
     besides_ms: float
     """What a pass takes besides layers and heads, messages among it."""
+    row_cost: float = 1.0
+    """What a further row adds to a pass' layers, as a share of the first one's; 1: it is a pass of its own."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             check_number(f"stages' {entry.name}", getattr(self, entry.name))
         if not self.layer_ms:
             raise ValueError("stages' layer_ms=0: a plan needs layers that take time; give a number above 0")
+        check_share("stages' row_cost", self.row_cost)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Calibration:
     """The format of the model's weights, or floats; None where unknown."""
     stages: Mapping[int, StagesAtWork] = field(default_factory=dict)
     """By number of stages with layers alike, where they were measured."""
+    compiled: bool | None = None
+    """Whether passes over few tokens were in compiled code; None where unknown."""
 
     def __post_init__(self) -> None:
         for name in time_names():
@@ -101,6 +106,8 @@ class Calibration:
             check_whole("devices", self.devices, 1)
         if self.cpu_share is not None:
             check_share("cpu_share", self.cpu_share)
+        if self.compiled is not None:
+            check_bool("compiled", self.compiled)
         if self.weights is not None:
             check_choice("weights", self.weights, (FLOATS, *FORMATS))
 

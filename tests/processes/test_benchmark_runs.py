@@ -109,7 +109,14 @@ def test_stages_on_slow_links_that_nobody_foresees():
 
 
 @nightly
-@pytest.mark.parametrize(("settings", "label"), [("--exit-layers 6", "6, k=1"), ("--stages 2", "2 stages, k=1")])
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ("--exit-layers 6", "6, k=1"),
+        ("--stages 2", "2 stages, k=1"),
+        ("--stages 2 --rows 2 --compile", "2 stages, k=1"),
+    ],
+)
 def test_planner(settings, label):
     found = figures(planner, f"{settings} --tokens 9 --rounds 1")
     assert [row["setting"] for row in found["rows"]] == [label, "ordinary"]

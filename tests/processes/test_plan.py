@@ -102,6 +102,22 @@ def test_measured_are_layers_with_the_weights(model_folder: Callable[..., Path])
         assert len(linears) == 4 * 7 + 1
 
 
+def test_measured_are_compiled_passes(model_folder: Callable[..., Path]) -> None:
+    """In this process, in those that work beside it, over candidates, and in stages, whose rows run together there."""
+    settings = {"sampling": SamplingParams(max_new_tokens=9), "dtype": "float32", "compile": True}
+    measurement = Measurement(str(model_folder("llama")), PROMPTS, **settings)
+    assert not measurement.ordinary.stage.compiles_chains(2)
+    times = measurement.calibrate(2, 3, widths=[2], stages=[2])
+    assert times.compiled
+    assert measurement.ordinary.stage.compiles_chains(2)
+    assert [of.row_cost < 1 for of in times.stages.values()] == [True] * (available_cores() > 1)
+    calibrator = Calibrator(measurement.ordinary, measurement.conditions(2, 1))
+    with tempfile.TemporaryDirectory(prefix="ppd-") as folder:
+        peer = CalibrationPeer(calibrator._spec(1, (), folder))
+        peer.close()
+    assert peer._stage.layers_at_once == 2, "of four layers, as in a compiled stage"
+
+
 @nightly
 def test_other_programs_are_noticed_while_times_are_measured(model_folder: Callable[..., Path]) -> None:
     """On the core of the other process alone."""
@@ -307,8 +323,8 @@ def test_a_setting_without_a_match_rate_has_no_figures(browser: webdriver.Chrome
 
 def test_the_page_says_what_the_verdict_says(browser: webdriver.Chrome, tmp_path: Path) -> None:
     note = busy_note("Measuring", 0.3)
-    stages = {2: StagesAtWork(0.45, 0.4, 0.25)}
-    times = replace(CALIBRATION, parallel_speedups={}, cpu_share=0.3, stages=stages)
+    stages = {2: StagesAtWork(0.45, 0.4, 0.25, 0.2)}
+    times = replace(CALIBRATION, parallel_speedups={}, cpu_share=0.3, stages=stages, compiled=True)
     busy_page(browser, tmp_path, times, cautions=[note])
     verdict = browser.find_element(By.ID, "verdict").text
     assert "The plan may have 4 devices, but there are 2" in verdict
@@ -318,6 +334,8 @@ def test_the_page_says_what_the_verdict_says(browser: webdriver.Chrome, tmp_path
     measured = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#times tr")]
     assert measured[-1].endswith("0.300")
     assert "a layer in 2 stages at work, ms 0.450" in measured
+    assert "a further row in 2 stages at work, in passes over one 0.200" in measured
+    assert browser.find_element(By.ID, "source").text.startswith("compiled, 12 layers")
 
 
 def test_an_outlier_lies_at_the_plots_edge(browser: webdriver.Chrome, tmp_path: Path) -> None:

@@ -194,6 +194,10 @@ def test_a_model_name_cannot_end_the_script(rates: Path, tmp_path: Path) -> None
         ),
         ("--match-rates FOLDER/three.json TIMES", "three.json: weights='int3': choose one of floats, int8, int4"),
         ("--calibration FOLDER/three.json", "three.json: weights='int3': choose one of floats, int8, int4"),
+        (
+            "--calibration FOLDER/eager.json --compile",
+            "--compile: FOLDER/eager.json was measured without; leave out one",
+        ),
     ],
 )
 def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: str, named: str) -> None:
@@ -209,6 +213,7 @@ def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: 
         "floats.json": '{"match_rates": {"4": {"1": 0.5}}, "num_layers": 8, "weights": "floats"}',
         "three.json": '{"match_rates": {"4": {"1": 0.5}}, "num_layers": 8, "weights": "int3", '
         '"calibration": {"layer_ms": 1, "weights": "int3"}}',
+        "eager.json": '{"layer_ms": 1, "compiled": false}',
         "broken.jsonl": '{"prompt": "a"}\n{"prompt": \n',
     }
     for name, text in files.items():

@@ -320,6 +320,7 @@ def test_mistakes(arguments: tuple[object, ...], named: str) -> None:
         ({"layer_ms": 1, "devices": 0}, "devices=0"),
         ({"layer_ms": 1, "cpu_share": 1.5}, "cpu_share=1.5"),
         ({"layer_ms": 1, "stages": {1: StagesAtWork(1, 1, 1)}}, "stages=1"),
+        ({"layer_ms": 1, "compiled": 1}, "compiled=1"),
     ],
 )
 def test_impossible_times(values: dict[str, object], named: str) -> None:
@@ -329,14 +330,16 @@ def test_impossible_times(values: dict[str, object], named: str) -> None:
 
 def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     calibration = Calibration(1, 2, 3, 4, 5, 6, 7, 8, 1.5, 0.9, {2: 1.5, 4: 2.5}, "here", {3: 1.2}, 4, 0.8)
-    calibration = replace(calibration, stages={2: StagesAtWork(1.2, 3.1, 0.4)})
+    calibration = replace(calibration, stages={2: StagesAtWork(1.2, 3.1, 0.4, 0.3)}, compiled=True)
     (tmp_path / "a.json").write_text(json.dumps(asdict(calibration)))
     assert read_calibration(tmp_path / "a.json") == calibration
     (tmp_path / "b.json").write_text(json.dumps({"layer_ms": 1, "hops": 2}))
     with pytest.raises(ValueError, match=r"b\.json: not a calibration"):
         read_calibration(tmp_path / "b.json")
     bad = {"2": {"layer_ms": 0, "exit_head_ms": 1, "besides_ms": 1}}
-    for stages, words in (([], "not a calibration"), ({"2": {"layer_ms": 1}}, "not a calibration"), (bad, "above 0")):
+    dear = {"2": {"layer_ms": 1, "exit_head_ms": 1, "besides_ms": 1, "row_cost": 1.5}}
+    none = ([], {"2": {"layer_ms": 1}})
+    for stages, words in (*((row, "not a calibration") for row in none), (bad, "above 0"), (dear, "row_cost=1.5")):
         (tmp_path / "c.json").write_text(json.dumps({"layer_ms": 1, "stages": stages}))
         with pytest.raises(ValueError, match=rf"c\.json: .*{words}"):
             read_calibration(tmp_path / "c.json")

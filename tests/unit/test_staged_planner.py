@@ -42,9 +42,9 @@ def test_two_stages_are_the_papers_layout_where_nothing_else_takes_time() -> Non
 
 
 def test_every_overhead_by_hand() -> None:
-    times = Calibration(10, 4, 5, 3, pass_ms=2, message_ms=0.5, contention=1.2, half_factor=0.8, widths={3: 1.5})
+    times = Calibration(10, 4, 5, 4, pass_ms=2, message_ms=0.5, contention=1.2, half_factor=0.8, widths={3: 1.5})
     found = stage_times(12, (3, 6, 9), 3, times)
-    assert found == StageTimes(pytest.approx(10 * 1.2 * 0.8), 4, 5, 3, row_cost=0.25, besides=2 + 2 * 0.5)
+    assert found == StageTimes(pytest.approx(10 * 1.2 * 0.8), 4, 5, 4 - 2 * 0.5, row_cost=0.25, besides=2 + 2 * 0.5)
     assert stage_times(12, (9,), 1, Calibration(10, half_factor=0.8)).layer == pytest.approx(9)  # a quarter fewer: half
     late = plan_stages(12, (3, 6, 9), 1, (0.0, 0.0, 0.0, 1.0), times, rows=1)
     a_pass = 3 * found.layer + found.besides
@@ -54,19 +54,19 @@ def test_every_overhead_by_hand() -> None:
 
 
 def test_stages_that_were_measured_at_work_by_hand() -> None:
-    measured = {2: StagesAtWork(11, 6, 1), 4: StagesAtWork(13, 7, 2)}
+    measured = {2: StagesAtWork(11, 6, 1, 0.2), 4: StagesAtWork(13, 7, 2)}
     times = Calibration(10, 4, 5, 3, pass_ms=2, contention=1.2, half_factor=0.8, widths={3: 1.5}, stages=measured)
-    assert stage_times(12, (6,), 3, times) == StageTimes(11, 4, 6, 3, row_cost=0.25, besides=1)
-    assert stage_times(12, (4, 8), 1, times) == StageTimes(11, 4, 6, 3, besides=1), "as two: three were not measured"
+    assert stage_times(12, (6,), 3, times) == StageTimes(11, 4, 6, 3, row_cost=0.2, besides=1)
+    assert stage_times(12, (4, 8), 1, times) == stage_times(12, (6,), 1, times), "as two: three were not measured"
     for cuts in ((3, 6, 9), (2, 4, 6, 8, 10)):
-        assert stage_times(12, cuts, 1, times) == StageTimes(13, 4, 7, 3, besides=2)
+        assert stage_times(12, cuts, 1, times) == StageTimes(13, 4, 7, 3, row_cost=1.0, besides=2)
     for given, changed in (
         ({"hop_ms": 9}, {"hop": 9}),
         ({"layer_ms": 20}, {"layer": 22}),
         ({"exit_head_ms": 8}, {"exit_head": 8}),
         ({"head_ms": 3, "exit_head_ms": None}, {"head": 3}),
     ):
-        known = StageTimes(11, 4, 6, 3, besides=1)
+        known = StageTimes(11, 4, 6, 3, row_cost=0.2, besides=1)
         assert stage_times(12, (6,), 1, times.with_times(**given)) == replace(known, **changed)
 
 

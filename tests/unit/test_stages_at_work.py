@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppd_runtime.calibration import stages_at_work
-from ppd_runtime.calibration.stages_at_work import with_stages_at_work
+from ppd_runtime.calibration.stages_at_work import _Text, with_stages_at_work
 from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
 from ppd_runtime.measure.stage_ledgers import StageLedgers
 
@@ -26,9 +26,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of stages that texts are asked of: three each, on a machine whose speed changes."""
     sizes = list[int]()
 
-    def texts(ordinary: object, conditions: object, size: int, computing: object) -> list[tuple[StageLedgers, float]]:
+    def texts(ordinary: object, conditions: object, size: int, computing: object) -> list[_Text]:
         sizes.append(size)
-        return [(ledgers(0.5 * size, 0.25, 0.125), 10.0), (ledgers(size, 0.5, 0.25), 20.0), (ledgers(9, 9, 9), 20.0)]
+        found = [(ledgers(0.5 * size, 0.25, 0.125), 10.0), (ledgers(size, 0.5, 0.25), 20.0), (ledgers(9, 9, 9), 20.0)]
+        return [_Text(one, 0.25, ordinary_ms) for one, ordinary_ms in found]
 
     monkeypatch.setattr(stages_at_work, "_texts", texts)
     monkeypatch.setattr(stages_at_work.LoadMeter, "probe", lambda self: None)
@@ -47,9 +48,9 @@ def test_times_are_those_beside_ordinary_decodings(asked: list[int], monkeypatch
     monkeypatch.setattr(stages_at_work, "available_cores", lambda: 3)
     found = with_stages_at_work(TIMES, ordinary(), None, [6, 2, 3, 4])
     assert asked == [2, 3], "as many as there are cores for"
-    assert found.stages == {2: StagesAtWork(2.0, 0.5, 0.25), 3: StagesAtWork(3.0, 0.5, 0.25)}
+    assert found.stages == {2: StagesAtWork(2.0, 0.5, 0.25, 0.25), 3: StagesAtWork(3.0, 0.5, 0.25, 0.25)}
     assert found.cpu_share == 0.95
-    assert found.with_times(layer_ms=3.0).stages[2] == StagesAtWork(4.0, 0.5, 0.25)
+    assert found.with_times(layer_ms=3.0).stages[2] == StagesAtWork(4.0, 0.5, 0.25, 0.25)
 
 
 @pytest.mark.parametrize(
