@@ -1,7 +1,7 @@
 """Measures on this machine what the parts of a token cost, the way the runtime runs them.
 
 This process decodes as a main process does, on a core of its own; a second one echoes its messages over the real
-transport. The parts are timed inside that decoding, in turn, so that caches are as cold as they are in a runtime.
+transport. The parts are timed inside that decoding, in turn, some tokens each, so that caches are as warm as they are in a runtime.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from ppd_runtime.transport.sockets import open_endpoint
 _MOST_NEIGHBOURS = 3
 _ECHO, _REQUEST = 1, 1
 _ANSWER_DEADLINE_S = 5.0
-_LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_S = 2, 40, 8.0
+_LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_S = 1, 40, 8.0
 _CONTENTION_ROUNDS = 3
 _WIDTH_ROUNDS, _WIDTH_PASSES = 3, 7
 _BEGINNING_S = 0.05
@@ -346,9 +346,7 @@ class _TimedDecoder:
         mean = _over_texts(texts, statistics.fmean)
         usual = _over_texts(texts, statistics.median)
         one_pass = usual["split"] - usual["whole"] - usual["head"]
-        one_pass = min(
-            max(one_pass, 0.0), mean["ordinary whole"] / 2
-        )  # whatever a disturbed machine makes of the difference
+        one_pass = min(max(one_pass, 0.0), mean["ordinary whole"] / 2)  # a disturbed machine makes anything of it
         return {
             "layer_ms": (mean["ordinary whole"] - one_pass) / self._num_layers,
             "pass_ms": one_pass,

@@ -38,8 +38,9 @@ class Measurement:
     ) -> None:
         texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts
         self.sampling = sampling or SamplingParams()
-        place = {"dtype": dtype, "device": device, "threads": threads, "weights": weights, "compile": compile}
-        self.ordinary = OrdinaryDecoding(model, **place)
+        self.ordinary = OrdinaryDecoding(
+            model, dtype=dtype, device=device, threads=threads, weights=weights, compile=compile
+        )
         self.prompts = self._validator(texts)
 
     @property

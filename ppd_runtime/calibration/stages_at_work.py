@@ -74,9 +74,7 @@ def with_stages_at_work(
 def _texts(
     ordinary: OrdinaryDecoding, conditions: CalibrationConditions, size: int, computing: CpuTime
 ) -> Iterator[_Text]:
-    """One text after the other, behind one to warm up, until the budget is spent; in passes of as many rows as the
-    runtime chooses.
-    """
+    """One text after the other until the budget is spent, in passes of as many rows as the runtime chooses."""
     config = replace(
         ordinary.config,
         stages=size,
@@ -89,15 +87,16 @@ def _texts(
         trace=True,
     )
     with PPDRuntime(config=config) as runtime:
+        row_cost = runtime.layout.row_cost if runtime.layout else 1.0
         began = time.perf_counter()
-        for number, prompt in zip(range(_MOST_TEXTS + 1), itertools.cycle(conditions.prompts), strict=False):
-            if number > _LEAST_TEXTS and time.perf_counter() - began > _BUDGET_S:
+        for number, prompt in zip(range(_MOST_TEXTS), itertools.cycle(conditions.prompts), strict=False):
+            if number >= _LEAST_TEXTS and time.perf_counter() - began > _BUDGET_S:
                 break
-            for _ in range(2):  # the first one's time is not counted: cores that rested meanwhile are slower
+            for _ in range(2):  # the first one is not counted: cores that rested are slower
                 result = runtime.generate(prompt, conditions.sampling)
             with on_core_of(runtime), computing.running():
                 expected = ordinary.generate(prompt, conditions.sampling)
-            if number and is_whole(result):
+            if is_whole(result):
                 ledgers = StageLedgers.of([result], len(result.token_ids))
                 if all(ledgers.layer_by_stage_ms.values()):  # each stage ran between the first token and the last
-                    yield _Text(ledgers, runtime.layout.row_cost, 1000 * expected.stats.time_per_token_s)
+                    yield _Text(ledgers, row_cost, 1000 * expected.stats.time_per_token_s)
