@@ -1,7 +1,7 @@
 """Measures on this machine what the parts of a token cost, the way the runtime runs them.
 
 This process decodes as a main process does, on a core of its own; a second one echoes its messages over the real
-transport. The parts are timed inside that decoding, in turn, some tokens each, so that caches are as warm as they are in a runtime.
+transport. The parts are timed inside that decoding, some tokens each in turn, with caches as warm as in a runtime.
 """
 
 import contextlib

@@ -69,7 +69,8 @@ def plan_stages(
 ) -> StagedPlan:
     """What is predicted for one setting; see `stage_times`, and for `ranks` `StagedSetting`."""
     times = stage_times(num_layers, cuts, rows, calibration)
-    setting = StagedSetting(num_layers, cuts, k, rows, _TOKENS, times, ranks=ranks)
+    jitter = _stages(num_layers, cuts, rows, calibration).jitter
+    setting = StagedSetting(num_layers, cuts, k, rows, _TOKENS, times, jitter, ranks=ranks)
     runs = simulate_staged_runs(setting, shares, _TEXTS)[1:]
     ms = statistics.fmean(run.time_per_token for run in runs)
     dropped = statistics.fmean(run.rows_per_token for run in runs) - 1
@@ -92,7 +93,7 @@ def stage_times(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: 
 
     What processes spend on a message is part of their passes, and no longer of its hop.
     """
-    measured = calibration.at_work(len(cuts) + 1) or _from_parts(num_layers, cuts, rows, calibration)
+    measured = _stages(num_layers, cuts, rows, calibration)
     return StageTimes(
         layer=measured.layer_ms,
         head=calibration.head_ms,
@@ -101,6 +102,10 @@ def stage_times(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: 
         row_cost=measured.row_cost,
         besides=measured.besides_ms,
     )
+
+
+def _stages(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: Calibration) -> StagesAtWork:
+    return calibration.at_work(len(cuts) + 1) or _from_parts(num_layers, cuts, rows, calibration)
 
 
 def _from_parts(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: Calibration) -> StagesAtWork:

@@ -66,6 +66,7 @@ def with_stages_at_work(
                 exit_head_ms=whole_ms * _median(of.ledgers.exit_head_ms() / of.ordinary_ms for of in texts),
                 besides_ms=whole_ms * _median(of.ledgers.besides_ms() / of.ordinary_ms for of in texts),
                 row_cost=_median(of.row_cost for of in texts),
+                jitter=_median(of.ledgers.jitter() for of in texts),
             )
         load.probe()
     return replace(times, stages=found, cpu_share=min(load.share, 1.0 if times.cpu_share is None else times.cpu_share))

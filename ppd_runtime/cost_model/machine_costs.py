@@ -28,6 +28,8 @@ class StagesAtWork:
     """What a pass takes besides layers and heads, messages among it."""
     row_cost: float = 1.0
     """What a further row adds to a pass' layers, as a share of the first one's; 1: it is a pass of its own."""
+    jitter: float = 0.0
+    """Standard deviation of a layer's time from pass to pass, as a share of it."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):

@@ -15,6 +15,7 @@ _PARTS = {
     "hops": (Kind.SEND, Kind.RECEIVE, Kind.ENTRIES),
     "waiting": (Kind.WAIT,),
 }
+_QUARTILES_APART = 1.349  # standard deviations, of a normal distribution
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,15 @@ class StageLedgers:
     """See `layers`."""
     rows_by_stage: Mapping[str, float]
     """See `rows`."""
+    jitter_by_stage: Mapping[str, float]
+    """See `jitters`."""
 
     @staticmethod
     def of(results: Sequence[GenerationResult], tokens: int) -> "StageLedgers":
         """What the traces of texts with so many tokens say."""
         traces = [result.trace for result in results if result.trace]
-        return StageLedgers(by_stage(traces, tokens), passes(traces, tokens), layers(traces), rows(results))
+        spent = by_stage(traces, tokens), passes(traces, tokens), layers(traces)
+        return StageLedgers(*spent, rows(results), jitters(traces))
 
     def besides_ms(self, parts: Sequence[str] = ("python", "hops")) -> float:
         """What these parts of a stage's time take for a pass, in the mean of all stages."""
@@ -51,6 +55,10 @@ class StageLedgers:
         return statistics.fmean(
             ms / (1 + row_cost * max(0.0, self.rows_by_stage[name] - 1)) for name, ms in self.layer_by_stage_ms.items()
         )
+
+    def jitter(self) -> float:
+        """How much a layer's time differs from pass to pass, in the mean of all stages; see `jitters`."""
+        return statistics.fmean(self.jitter_by_stage.values())
 
 
 def is_whole(result: GenerationResult) -> bool:
@@ -92,12 +100,24 @@ def passes(traces: Sequence[Trace], tokens: int) -> Mapping[str, float]:
 def layers(traces: Sequence[Trace]) -> Mapping[str, float]:
     """Mean milliseconds of one layer in a pass, by stage, between the choices of the first and the last token."""
     spent: dict[str, list[tuple[float, int]]] = {}
-    for name, process, began_ns, ended_ns in _in_order(traces):
-        spans = [span for span in _layers(process) if began_ns <= span.began_ns < ended_ns]
-        spent.setdefault(name, []).extend(
-            ((span.ended_ns - span.began_ns) / 1e6, span.last - span.first) for span in spans
-        )
+    for name, of_text in _calls(traces):
+        spent.setdefault(name, []).extend(of_text)
     return {name: sum(ms for ms, _ in of) / max(1, sum(count for _, count in of)) for name, of in spent.items()}
+
+
+def jitters(traces: Sequence[Trace]) -> Mapping[str, float]:
+    """Standard deviation of a layer's time within a text, as a share of its median, by stage; the median of all texts.
+
+    By their quartiles, so that a stall, which `layers` has in its mean, does not count. Layers of one call are taken to
+    differ independently.
+    """
+    found: dict[str, list[float]] = {}
+    for name, of_text in _calls(traces):
+        if len(of_text) > 1:
+            low, middle, high = statistics.quantiles([ms / count for ms, count in of_text], n=4)
+            deviation = (high - low) / _QUARTILES_APART / middle
+            found.setdefault(name, []).append(deviation * statistics.fmean(count for _, count in of_text) ** 0.5)
+    return {name: statistics.median(found.get(name, [0.0])) for name, _ in _calls(traces)}
 
 
 def rows(results: Sequence[GenerationResult]) -> Mapping[str, float]:
@@ -115,6 +135,15 @@ def rows(results: Sequence[GenerationResult]) -> Mapping[str, float]:
 
 def _layers(process: ProcessSpans) -> list[Span]:
     return [span for span in process.spans if span.kind == Kind.LAYERS]
+
+
+def _calls(traces: Sequence[Trace]) -> Iterator[tuple[str, list[tuple[float, int]]]]:
+    """Each stage of each text, with what calls took between the choices of the first and the last token, in
+    milliseconds, and how many layers they ran.
+    """
+    for name, process, began_ns, ended_ns in _in_order(traces):
+        spans = [span for span in _layers(process) if began_ns <= span.began_ns < ended_ns]
+        yield name, [((span.ended_ns - span.began_ns) / 1e6, span.last - span.first) for span in spans]
 
 
 def _choices(process: ProcessSpans) -> list[Span]:

@@ -12,6 +12,8 @@ from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 MOST_SPANS = 65_536  # some 20 MB; a token of the main process takes about twelve
 MOST_WATCHED = 4096  # that were not taken
 _SHOWN = (Kind.LAYERS, Kind.HEAD, Kind.CHOOSE)
+_Note = tuple[int, float, float, int, int, int, int, int, str]
+"""A span as it is kept, its times in seconds: to make a `Span` of it takes longer than to note it."""
 
 
 class Recorder:
@@ -30,8 +32,8 @@ class Recorder:
 
         `traced` keeps the newest spans too, `watched` those of passes and choices until `take_watched`.
         """
-        self._watched: deque[Span] | None = deque(maxlen=MOST_WATCHED) if watched else None
-        self._spans: deque[Span] | None = deque(maxlen=self._most_spans) if traced else None
+        self._watched: deque[_Note] | None = deque(maxlen=MOST_WATCHED) if watched else None
+        self._spans: deque[_Note] | None = deque(maxlen=self._most_spans) if traced else None
         self._num_spans = 0
         self._spent = [0.0] * len(Kind)
         self._between = 0.0
@@ -75,7 +77,7 @@ class Recorder:
         self._between += began - self._last
         self._last = ended
         if self._spans is not None or self._watched is not None:
-            self._keep(Span(kind, _ns(began), _ns(ended), position, token, first, last))
+            self._keep((kind, began, ended, position, token, first, last, -1, ""))
 
     def note_message(self, kind: Kind, began: float, ended: float, peer: int, message: Any) -> None:
         """A span of sending or taking in `message`, or of looking for one that had not come (None)."""
@@ -87,14 +89,13 @@ class Recorder:
             named: Sequence[int] = getattr(message, "token_ids", ())
             token = getattr(message, "token_id", named[0] if len(named) == 1 else -1)
             position = getattr(message, "position", -1)
-            self._keep(Span(kind, _ns(began), _ns(ended), position, token, peer=peer, message=name))
+            self._keep((kind, began, ended, position, token, -1, -1, peer, name))
 
     def note_verdict(self, position: int, token: int, winner: int) -> None:
         """Whether sub-process `winner` (0: none) was right and in time about the token at `position`."""
         if self._spans is not None:
-            now = time.perf_counter_ns()
-            kind = Kind.HIT if winner else Kind.MISS
-            self._keep(Span(kind, now, now, position, token, peer=winner))
+            now = time.perf_counter()
+            self._keep((Kind.HIT if winner else Kind.MISS, now, now, position, token, -1, -1, winner, ""))
 
     def ledger(self) -> LatencyBreakdown:
         """Where the time went since `begin`, up to this moment or the last `pause`."""
@@ -118,12 +119,12 @@ class Recorder:
         taken, self._watched = self._watched, deque(maxlen=MOST_WATCHED)
         return _of_process(rank, taken, 0)
 
-    def _keep(self, span: Span) -> None:
+    def _keep(self, note: _Note) -> None:
         if self._spans is not None:
-            self._spans.append(span)
+            self._spans.append(note)
             self._num_spans += 1
-        if self._watched is not None and span.kind in _SHOWN:
-            self._watched.append(span)
+        if self._watched is not None and note[0] in _SHOWN:
+            self._watched.append(note)
 
 
 class JointRecorder(Recorder):
@@ -148,9 +149,10 @@ class JointRecorder(Recorder):
             recorder.note(kind, began, ended, position, token, first, last)
 
 
-def _of_process(rank: int, spans: "deque[Span]", dropped: int) -> ProcessSpans:
+def _of_process(rank: int, notes: "deque[_Note]", dropped: int) -> ProcessSpans:
     offset_ns = time.time_ns() - time.perf_counter_ns()
-    return ProcessSpans(rank, os.getpid(), offset_ns, dropped, tuple(spans))
+    spans = tuple(Span(note[0], _ns(note[1]), _ns(note[2]), *note[3:]) for note in notes)
+    return ProcessSpans(rank, os.getpid(), offset_ns, dropped, spans)
 
 
 def _ns(seconds: float) -> int:

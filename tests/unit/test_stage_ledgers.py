@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppd_runtime.measure.stage_ledgers import StageLedgers, by_stage, is_whole, layers, passes
+from ppd_runtime.measure.stage_ledgers import StageLedgers, by_stage, is_whole, jitters, layers, passes
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 from ppd_runtime.tracing.trace import Trace
 
@@ -18,6 +18,7 @@ LEDGERS = StageLedgers(
     passes_by_stage={"stage 1": 2.0, "stage 2": 1.0},
     layer_by_stage_ms={"stage 1": 3.0, "stage 2": 2.2},
     rows_by_stage={"stage 1": 6.0, "stage 2": 2.0},
+    jitter_by_stage={"stage 1": 0.1, "stage 2": 0.3},
 )
 
 
@@ -65,6 +66,24 @@ def test_a_pass_is_counted_where_it_begins() -> None:
     traces = [Trace(4, None, "", tuple(ProcessSpans(rank, 1, 0, 0, some) for rank, some in spans), cuts=(2,))] * 2
     assert passes(traces, tokens=3) == {"stage 1": 1.5, "stage 2": 1.0}
     assert layers(traces) == {"stage 1": 1.0, "stage 2": 0.5}
+
+
+def test_jitter_is_that_of_a_layer_without_stalls() -> None:
+    """Calls of four layers take 1, 2 and 3 ms a layer, in one text with stalls; the other stage has a call alone."""
+
+    def text(*milliseconds: int) -> Trace:
+        choices = tuple(Span(Kind.CHOOSE, at * MS, at * MS) for at in (0, 100))
+        last = (Span(Kind.LAYERS, 50 * MS, 51 * MS, first=4, last=5), *choices)
+        ends = [at + ms for at, ms in zip(range(len(milliseconds)), milliseconds, strict=True)]
+        calls = zip(range(len(ends)), ends, strict=True)
+        first = tuple(Span(Kind.LAYERS, at * MS, end * MS, first=0, last=4) for at, end in calls)
+        return Trace(5, None, "", (ProcessSpans(0, 1, 0, 0, last), ProcessSpans(1, 1, 0, 0, first)), cuts=(4,))
+
+    expected = 2 * (3 - 1) / 1.349 / 2
+    assert jitters([text(4, 8, 12)]) == {"stage 1": pytest.approx(expected), "stage 2": 0.0}
+    assert jitters([text(4, 8, 12), text(4, 8, 12), text(4, 8, 400)])["stage 1"] == pytest.approx(expected)
+    assert jitters([text(8, 8, 8, 8, 8, 8, 8, 400)])["stage 1"] == 0.0
+    assert LEDGERS.jitter() == pytest.approx(0.2)
 
 
 def test_records_of_a_lost_stage_are_not_those_of_the_text() -> None:

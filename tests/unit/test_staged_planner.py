@@ -70,6 +70,16 @@ def test_stages_that_were_measured_at_work_by_hand() -> None:
         assert stage_times(12, (6,), 1, times.with_times(**given)) == replace(known, **changed)
 
 
+def test_stages_that_are_not_regular_wait_for_each_other() -> None:
+    """A quarter of a pass of six layers, of which a layer has its share by itself."""
+    regular, jittery = (
+        Calibration(10, 4, stages={2: StagesAtWork(11, 4, 1, jitter=jitter)}) for jitter in (0.0, 0.25 * 6**0.5)
+    )
+    even, uneven = (plan_stages(12, (6,), 1, (1.0, 0.0), times, rows=1).ms_per_token for times in (regular, jittery))
+    assert even == pytest.approx(6 * 11 + 4 + 1, rel=1e-3)
+    assert 1.05 * even < uneven < 1.25 * even
+
+
 def test_rows_are_as_many_as_pay() -> None:
     dear, cheap = (replace(LAYERS_ONLY, widths={3: width}) for width in (3.0, 1.05))
     for calibration, most in ((dear, 1), (cheap, 8), (LAYERS_ONLY, 8)):

@@ -18,7 +18,7 @@ def ledgers(layer: float, head: float, besides: float) -> StageLedgers:
     of_last = {**of_first, "heads": 100.0}
     alike = {"stage 1": layer, "stage 2": layer}
     ones = dict.fromkeys(alike, 1.0)
-    return StageLedgers({"stage 1": of_first, "stage 2": of_last}, ones, alike, ones)
+    return StageLedgers({"stage 1": of_first, "stage 2": of_last}, ones, alike, ones, {"stage 1": 0.1, "stage 2": 0.3})
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def test_times_are_those_beside_ordinary_decodings(asked: list[int], monkeypatch
     monkeypatch.setattr(stages_at_work, "available_cores", lambda: 3)
     found = with_stages_at_work(TIMES, ordinary(), None, [6, 2, 3, 4])
     assert asked == [2, 3], "as many as there are cores for"
-    assert found.stages == {2: StagesAtWork(2.0, 0.5, 0.25, 0.25), 3: StagesAtWork(3.0, 0.5, 0.25, 0.25)}
+    assert found.stages == {2: StagesAtWork(2.0, 0.5, 0.25, 0.25, 0.2), 3: StagesAtWork(3.0, 0.5, 0.25, 0.25, 0.2)}
     assert found.cpu_share == 0.95
-    assert found.with_times(layer_ms=3.0).stages[2] == StagesAtWork(4.0, 0.5, 0.25, 0.25)
+    assert found.with_times(layer_ms=3.0).stages[2] == StagesAtWork(4.0, 0.5, 0.25, 0.25, 0.2)
 
 
 @pytest.mark.parametrize(
