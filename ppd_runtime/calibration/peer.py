@@ -65,11 +65,10 @@ class CalibrationPeer:
 
     @cached_property
     def _stage(self) -> Stage:
-        info, place = (
-            describe(self._spec.model, self._spec.weights),
-            (getattr(torch, self._spec.dtype), self._spec.device),
-        )
-        return load_stage(info, info.num_layers, *place, compile_ahead(info, *place) if self._spec.compile else None)
+        spec, info = self._spec, describe(self._spec.model, self._spec.weights)
+        dtype = getattr(torch, spec.dtype)
+        code = compile_ahead(info, dtype, spec.device) if spec.compile else None
+        return load_stage(info, info.num_layers, dtype, spec.device, code)
 
     def echo(self) -> None:
         """Send every hidden state back at once, until told to stop."""

@@ -224,7 +224,7 @@ def _check_weights(given: Given, known: MatchRates | None, times: Calibration | 
 def _with_given(times: Calibration, given: Given) -> Calibration:
     """A calibration with what is given in place of its own."""
     times = times.with_times(**given.times_ms)
-    if given.widths:
+    if given.widths:  # they are for a stage's rows, too
         rows, width = max(given.widths.items())
         cost = min((width - 1) / (rows - 1), 1.0)
         times = replace(times, stages={size: replace(of, row_cost=cost) for size, of in times.stages.items()})

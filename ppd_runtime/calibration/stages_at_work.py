@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from statistics import median as _median
+from statistics import median
 from typing import NamedTuple
 
 from ppd_runtime.calibration.calibrate import CalibrationConditions
@@ -62,11 +62,11 @@ def with_stages_at_work(
         progress(f"measuring {size} stages at work")
         if texts := list(_texts(ordinary, conditions, size, load.computing)):
             found[size] = StagesAtWork(
-                layer_ms=whole_ms * _median(of.ledgers.layer_ms(of.row_cost) / of.ordinary_ms for of in texts),
-                exit_head_ms=whole_ms * _median(of.ledgers.exit_head_ms() / of.ordinary_ms for of in texts),
-                besides_ms=whole_ms * _median(of.ledgers.besides_ms() / of.ordinary_ms for of in texts),
-                row_cost=_median(of.row_cost for of in texts),
-                jitter=_median(of.ledgers.jitter() for of in texts),
+                layer_ms=whole_ms * median(of.ledgers.layer_ms(of.row_cost) / of.ordinary_ms for of in texts),
+                exit_head_ms=whole_ms * median(of.ledgers.exit_head_ms() / of.ordinary_ms for of in texts),
+                besides_ms=whole_ms * median(of.ledgers.besides_ms() / of.ordinary_ms for of in texts),
+                row_cost=median(of.row_cost for of in texts),
+                jitter=median(of.ledgers.jitter() for of in texts),
             )
         load.probe()
     return replace(times, stages=found, cpu_share=min(load.share, 1.0 if times.cpu_share is None else times.cpu_share))
@@ -88,7 +88,8 @@ def _texts(
         trace=True,
     )
     with PPDRuntime(config=config) as runtime:
-        row_cost = runtime.layout.row_cost if runtime.layout else 1.0
+        layout = runtime.layout
+        row_cost = layout.row_cost if layout and layout.rows > 1 else 1.0  # of one row it may not be known
         began = time.perf_counter()
         for number, prompt in zip(range(_MOST_TEXTS), itertools.cycle(conditions.prompts), strict=False):
             if number >= _LEAST_TEXTS and time.perf_counter() - began > _BUDGET_S:

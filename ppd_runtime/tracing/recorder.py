@@ -9,7 +9,7 @@ from typing import Any
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
-MOST_SPANS = 65_536  # some 20 MB; a token of the main process takes about twelve
+MOST_SPANS = 65_536  # some 10 MB; a token of the main process takes about twelve
 MOST_WATCHED = 4096  # that were not taken
 _SHOWN = (Kind.LAYERS, Kind.HEAD, Kind.CHOOSE)
 _Note = tuple[int, float, float, int, int, int, int, int, str]

@@ -84,6 +84,7 @@ def test_measured_on_a_small_model(model_folder: Callable[..., Path], tmp_path: 
         assert calibration.layer_ms / 10 < measured.layer_ms < 10 * calibration.layer_ms
         assert calibration.exit_head_ms / 10 < measured.exit_head_ms < 10 * calibration.exit_head_ms
         assert 0 < measured.besides_ms < 10 * ordinary_ms(4, calibration)
+        assert measured.row_cost == 1, "a row is a pass of its own in uncompiled code"
     assert set(rates.first_boundary) == {((2,), k) for k in range(1, 6)}
 
 
