@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.pipeline import PROMPTS
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
-from ppd_runtime import PPDRuntime
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.calibration.calibrate import Calibrator
 from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.calibration.staged_plans import rank_stages
@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Figures:
             for prompt in measurement.prompts:
                 got = {label: _behind_another(runtime, prompt, sampling) for label, runtime in runtimes.items()}
                 with on_core_of(next(iter(runtimes.values()))):
-                    got[ORDINARY] = measurement.ordinary.generate(prompt, sampling)
+                    got[ORDINARY] = _behind_another(measurement.ordinary, prompt, sampling)
                 for label, result in got.items():
                     if result.token_ids != got[ORDINARY].token_ids:
                         raise RuntimeError(f"{label}: other tokens than ordinary decoding's")
@@ -92,10 +92,12 @@ def measure(options: argparse.Namespace) -> Figures:
     }
 
 
-def _behind_another(runtime: PPDRuntime, prompt: list[int], sampling: SamplingParams) -> GenerationResult:
-    """A text behind the same one, as in a service: cores that rested meanwhile are slower."""
-    runtime.generate(prompt, sampling)
-    return runtime.generate(prompt, sampling)
+def _behind_another(
+    generator: PPDRuntime | OrdinaryDecoding, prompt: list[int], sampling: SamplingParams
+) -> GenerationResult:
+    """A text behind the same one, as in a service: cores that rested or ran another program are slower."""
+    generator.generate(prompt, sampling)
+    return generator.generate(prompt, sampling)
 
 
 def _settings(options: argparse.Namespace, num_layers: int, rates: MatchRates) -> list[Setting]:
