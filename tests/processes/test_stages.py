@@ -12,7 +12,7 @@ from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 
 pytestmark = pytest.mark.processes
 PROMPT = "def read_lines(path):"
-LONG_PROMPT = list(range(1, sum(PROMPT_CHUNKS) + 2))
+LONG_PROMPT = list(range(1, sum(PROMPT_CHUNKS[:2]) + 2))
 SAMPLED = {"temperature": 1.0, "seed": 7}
 
 

@@ -74,7 +74,7 @@ def test_compiled_stages_too():
 def test_a_prompts_whole_chunk_and_what_stands_behind_it_are_hashed():
     """A kernel may be another one from so many rows on."""
     hashes = output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))
-    most = sum(PROMPT_CHUNKS)
+    most = sum(PROMPT_CHUNKS[:2]) + PROMPT_CHUNKS[-1]
     assert {f"a layer over {most} tokens", f"a layer over one token behind {most}"} < hashes.keys()
 
 

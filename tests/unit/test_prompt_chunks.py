@@ -31,15 +31,17 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_borders_lie_where_they_do_whatever_the_length():
     assert prompt_chunks(0) == []
     assert prompt_chunks(1) == [range(1)]
-    first, further = PROMPT_CHUNKS
+    first, second, *_, last = PROMPT_CHUNKS
     assert prompt_chunks(first) == [range(first)]
-    assert prompt_chunks(first + further + 1) == [
+    assert prompt_chunks(first + second + 1) == [
         range(first),
-        range(first, first + further),
-        range(first + further, first + further + 1),
+        range(first, first + second),
+        range(first + second, first + second + 1),
     ]
     assert prompt_chunks(2 * first, longest=2 * first - 1) == [range(2 * first)]
-    assert list(map(is_whole, prompt_chunks(first + 2 * further - 1))) == [True, True, False]
+    many = prompt_chunks(sum(PROMPT_CHUNKS) + 3 * last - 1)
+    assert list(map(len, many)) == [*PROMPT_CHUNKS, last, last, last - 1]
+    assert list(map(is_whole, many)) == [True] * (len(many) - 1) + [False]
 
 
 @pytest.mark.usefixtures("short_chunks")

@@ -58,18 +58,19 @@ def test_it_is_the_librarys_attention_to_the_bit(
 
 
 class _Watched:
-    """Counts copies of keys and values, and calls that leave the grouping to PyTorch."""
+    """Counts copies of keys and values, calls that leave the grouping to PyTorch, and masks that it would convert."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.copies = self.grouped = 0
+        self.copies = self.grouped = self.converted = 0
 
         def repeat_kv(hidden: Tensor, times: int) -> Tensor:
             self.copies += times > 1
             return original(hidden, times)
 
-        def attend(*args: object, **kwargs: object) -> Tensor:
+        def attend(*args: object, attn_mask: Tensor | None, **kwargs: object) -> Tensor:
             self.grouped += bool(kwargs.get("enable_gqa"))
-            return scaled_dot_product_attention(*args, **kwargs)
+            self.converted += attn_mask is not None and attn_mask.dtype == torch.bool
+            return scaled_dot_product_attention(*args, attn_mask=attn_mask, **kwargs)
 
         original = sdpa_attention.repeat_kv
         monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat_kv)
@@ -77,7 +78,7 @@ class _Watched:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_stage_copies_no_keys_for_several_tokens(
+def test_a_stage_copies_no_keys_and_converts_no_masks_for_several_tokens(
     model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = load_stage(model_folder(family))
@@ -87,7 +88,7 @@ def test_a_stage_copies_no_keys_for_several_tokens(
     for inputs in ([5, 6, 7], [8, 9]):
         stage.run(0, 4, inputs, stage.length(0))
     stage.run_tree([3, 4, 5], [-1, 0, 0], stage.length(0))
-    assert watched.copies == 0
+    assert watched.copies == watched.converted == 0
     assert watched.grouped >= 3 * 4
 
 

@@ -1,6 +1,7 @@
 """Prompts in chunks: every layout and method reads a prompt in the same passes, so its entries have the same bits."""
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import accumulate, chain, pairwise, repeat, takewhile
 
 import torch
 from torch import Tensor
@@ -11,9 +12,9 @@ from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.trees import chain_of
 
-PROMPT_CHUNKS = 256, 160
-"""Tokens of a prompt's first chunk and of each further one. What an entry's bits are depends on them, so they are the
-same everywhere and no setting."""
+PROMPT_CHUNKS = 256, 208, 192, 176, 160, 144, 128
+"""Tokens of a prompt's chunks in their order; further ones are as long as the last of these. What an entry's bits are
+depends on them, so they are the same everywhere and no setting."""
 SEVERAL_ROWS = 3
 """Stand for any number of rows, where the library is asked what it does for several."""
 
@@ -21,17 +22,21 @@ SEVERAL_ROWS = 3
 def prompt_chunks(tokens: int, longest: int | None = None) -> list[range]:
     """The positions of each chunk of a prompt; one of more than `longest` tokens stays whole, see `longest_in_chunks`.
 
-    Later chunks attend to more. They have fewer tokens than the first one, for all to take about as long: stages that
-    work at once wait for the slowest.
+    Later chunks attend to more. They have fewer tokens, for all to take about as long: stages that work at once wait
+    for the slowest.
     """
-    first, further = PROMPT_CHUNKS if longest is None or tokens <= longest else (tokens, 1)
-    borders = range(first, tokens, further)
+    borders = takewhile(lambda end: end < tokens, _ends() if longest is None or tokens <= longest else ())
     return [range(*ends) for ends in pairwise([0, *borders, tokens])] if tokens else []
+
+
+def _ends() -> Iterator[int]:
+    """Of the chunks of a prompt without end."""
+    return accumulate(chain(PROMPT_CHUNKS, repeat(PROMPT_CHUNKS[-1])))
 
 
 def is_whole(chunk: range) -> bool:
     """Whether a longer prompt has this chunk, too: it is not cut short by the prompt's end."""
-    return len(chunk) == PROMPT_CHUNKS[chunk.start > 0]
+    return next(end for end in _ends() if end > chunk.start) == chunk.stop
 
 
 def num_tokens(inputs: list[int] | Tensor) -> int:

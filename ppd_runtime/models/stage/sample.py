@@ -20,7 +20,8 @@ from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.slicing import some_layers
 from ppd_runtime.models.stage.stage import Stage
 
-_PROMPTS = (3, 40, sum(PROMPT_CHUNKS))
+_PROMPTS = (3, 40, sum(PROMPT_CHUNKS[:2]) + PROMPT_CHUNKS[-1])
+"""The longest has three chunks, the last as short as a whole one can be: kernels may depend on the number of rows."""
 _CHAIN = 5
 _PERIOD = 2**16 - 15
 """Of the weights; a prime, so that no two rows of a matrix are alike."""

@@ -1,5 +1,5 @@
 """Which attention a model's stage runs: on CPUs the library's for several tokens, without copies of keys and values
-that heads share; on GPUs any of PyTorch's but cuDNN's.
+that heads share, and with masks that are made once a pass; on GPUs any of PyTorch's but cuDNN's.
 
 The library leaves grouped heads to PyTorch where there is no mask and repeats keys and values where there is one, since
 a mask makes them slow on GPUs. On CPUs it does not: a verification of four tokens takes a tenth less time.
@@ -31,7 +31,7 @@ def choose_attention(model: PreTrainedModel) -> None:
         return
     if keeps_the_bits(model.dtype) and not asks_for_its_name(type(model).__module__):
         AttentionInterface.register(SHARED_HEADS, shared_heads_attention)
-        AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
+        AttentionMaskInterface.register(SHARED_HEADS, additive_mask)
         config._attn_implementation = SHARED_HEADS
 
 
@@ -51,7 +51,7 @@ def keeps_the_bits(dtype: torch.dtype) -> bool:
         for heads, rows, end in ((4, 3, 2), (2, 70, 3), (2, 70, 50))
     )
     mask = torch.ones(3, 70, dtype=torch.bool, device="cpu").tril(67)
-    shared = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    shared = scaled_dot_product_attention(query, key, value, attn_mask=_added(mask, dtype), enable_gqa=True)
     keys, values = (part.repeat_interleave(2, dim=1) for part in (key, value))
     return torch.equal(shared, scaled_dot_product_attention(query, keys, values, attn_mask=mask))
 
@@ -60,6 +60,16 @@ def keeps_the_bits(dtype: torch.dtype) -> bool:
 def asks_for_its_name(module: str) -> bool:
     """Whether a model's code does something else for an attention that it does not know."""
     return bool(re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", inspect.getsource(sys.modules[module])))
+
+
+def additive_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
+    """The library's mask, as PyTorch makes of it in each layer: once for all layers of a pass."""
+    mask = sdpa_mask(*args, dtype=dtype, **kwargs)
+    return None if mask is None else _added(mask, dtype)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def shared_heads_attention(
