@@ -81,6 +81,7 @@ def test_several_requests_cross_the_border_in_stages(folder: str, stages: int) -
 
 def test_a_long_text_takes_nothing_from_a_short_one(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its beginning has other entries where the whole is longer than the border; short ones share theirs."""
+    monkeypatch.setattr(chunks, "ONE_PASS", CHUNK)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
     (longest,) = prompts([BORDER + CHUNK])
     ordinary = OrdinaryDecoding(folder, dtype="float32")

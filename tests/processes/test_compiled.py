@@ -268,6 +268,7 @@ def test_a_prompts_last_chunk_has_the_librarys_bits(
     model_folder: ModelFolder, kept: Path, monkeypatch: pytest.MonkeyPatch, tail: int
 ) -> None:
     """However short it is, and whatever there is code for: that differs from layout to layout."""
+    monkeypatch.setattr(chunks, "ONE_PASS", 4)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (4, 4))
     info, prompt = describe(str(model_folder("llama"))), list(range(2, 10 + tail))
     code = compile_ahead(info, torch.float32, "cpu", [PassKind.ONE, PassKind.SEVERAL])

@@ -24,6 +24,7 @@ SAMPLED = {"max_new_tokens": 6, "temperature": 0.9, "seed": 4, "ignore_eos": Tru
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "ONE_PASS", CHUNK)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
 
 
@@ -78,6 +79,7 @@ def test_whole_chunks_are_known_by_all_before_them() -> None:
 
 
 def test_chunks_of_two_sizes_are_counted_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "ONE_PASS", 8)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (8, 4))
     kept, parts = KeptPrefixes(16), prompt_chunks(21)
     keys = [kept.key(TEXT, part) for part in parts]

@@ -11,7 +11,7 @@ from pipeline_runs import PROMPTS, SAMPLED, Bench, same
 
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage import chunks
-from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS, is_whole, prompt_chunks
+from ppd_runtime.models.stage.chunks import ONE_PASS, PROMPT_CHUNKS, is_whole, prompt_chunks
 
 CHUNK = 5
 OVERLOOKED = list(overlooked_windows(SUPPORTED))
@@ -25,6 +25,7 @@ LENGTHS = [4 * CHUNK + 1, BORDER + 1]
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if prompts were cut far shorter."""
+    monkeypatch.setattr(chunks, "ONE_PASS", CHUNK)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
 
 
@@ -33,6 +34,9 @@ def test_borders_lie_where_they_do_whatever_the_length():
     assert prompt_chunks(1) == [range(1)]
     first, second, *_, last = PROMPT_CHUNKS
     assert prompt_chunks(first) == [range(first)]
+    assert prompt_chunks(ONE_PASS) == [range(ONE_PASS)]
+    assert [*map(is_whole, prompt_chunks(first)), *map(is_whole, prompt_chunks(ONE_PASS))] == [True, False]
+    assert prompt_chunks(ONE_PASS + 1) == [range(first), range(first, ONE_PASS + 1)]
     assert prompt_chunks(first + second + 1) == [
         range(first),
         range(first, first + second),
@@ -63,6 +67,7 @@ def test_the_chunk_is_part_of_what_the_bits_are(model_folder, monkeypatch):
     bench = Bench.of(model_folder("llama"))
     prompt = bench.prompt_ids(PROMPTS[-1])
     whole = bench.ordinary(prompt, SAMPLED)
+    monkeypatch.setattr(chunks, "ONE_PASS", CHUNK)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
     cut = bench.ordinary(prompt, SAMPLED)
     assert cut.tokens == whole.tokens

@@ -23,6 +23,7 @@ def bench(model_folder):
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "ONE_PASS", CHUNK)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (CHUNK, CHUNK))
 
 

@@ -12,9 +12,11 @@ from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.trees import chain_of
 
-PROMPT_CHUNKS = 256, 208, 192, 176, 160, 144, 128
-"""Tokens of a prompt's chunks in their order; further ones are as long as the last of these. What an entry's bits are
-depends on them, so they are the same everywhere and no setting."""
+ONE_PASS = 256
+"""Tokens of the longest prompt that is one chunk, as the library's `generate` has it."""
+PROMPT_CHUNKS = 224, 208, 192, 176, 160, 144, 144, 128
+"""Tokens of a longer prompt's chunks in their order; further ones are as long as the last of these. What an entry's
+bits are depends on them, so they are the same everywhere and no setting."""
 SEVERAL_ROWS = 3
 """Stand for any number of rows, where the library is asked what it does for several."""
 
@@ -25,7 +27,8 @@ def prompt_chunks(tokens: int, longest: int | None = None) -> list[range]:
     Later chunks attend to more. They have fewer tokens, for all to take about as long: stages that work at once wait
     for the slowest.
     """
-    borders = takewhile(lambda end: end < tokens, _ends() if longest is None or tokens <= longest else ())
+    is_cut = tokens > ONE_PASS and (longest is None or tokens <= longest)
+    borders = takewhile(lambda end: end < tokens, _ends() if is_cut else ())
     return [range(*ends) for ends in pairwise([0, *borders, tokens])] if tokens else []
 
 
