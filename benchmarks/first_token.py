@@ -2,22 +2,31 @@
 
     python -m benchmarks.first_token --tokens 1500 --stages 2 --rounds 9
 
-The prompt's tokens are drawn at random, others in each round; the first round is dropped. Stages work on different
-chunks of a prompt at once: of N stages' C chunks each, C + N − 1 follow one another. With --emulate-layer-ms a chunk
-takes that time in each layer, or longer where computing it does.
+The prompts' tokens are drawn at random, others each time; the first round is dropped. Stages work on different chunks
+of a prompt at once: of N stages' C chunks each, C + N − 1 follow one another. With --emulate-layer-ms a chunk takes
+that time in each layer, or longer where computing it does.
+
+In a round ordinary decoding has two prompts in a row, and then the stages have both of them. The first finds caches
+that are full of the other's weights, and cores that have idled beside it, which are slow for a while; the second is
+what a program sees that decodes in one way only. Each has a row of its own. The last column is how many times as long
+the stages' cores take at once as alone, for nothing but hashes: above 1 they are at times not cores of their own.
 """
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
-from ppd_runtime.measure.against_ordinary import on_core_of
+from ppd_runtime.measure.against_ordinary import cores_of, on_core_of
+from ppd_runtime.measure.machine_load import slowdown_at_once
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.stage.chunks import prompt_chunks
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+
+_BEFORE = "a prompt of the other's", "one of its own"
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -25,19 +34,23 @@ def measure(options: argparse.Namespace) -> Figures:
     params, generator = SamplingParams(max_new_tokens=2, ignore_eos=True), torch.Generator().manual_seed(0)
     device = None if options.emulate_layer_ms is None else EmulatedDevice(options.emulate_layer_ms)
     place = {"dtype": options.dtype, "compile": options.compile, "emulate": device}
-    times: list[tuple[float, float]] = []
+    rows: list[list[tuple[float, float]]] = [[], []]
+    at_once: list[float] = []
     same = True
     with model_folder(options.model) as model:
         ordinary = OrdinaryDecoding(model, **place)
         with PPDRuntime(model, stages=options.stages, launcher=options.launcher, **place) as runtime:
             for turn in range(options.rounds + 1):
-                prompt = torch.randint(ordinary.info.vocab_size, (options.tokens,), generator=generator).tolist()
+                at_once.append(slowdown_at_once(cores_of(runtime)))
+                drawn = torch.randint(ordinary.info.vocab_size, (len(rows), options.tokens), generator=generator)
+                prompts = drawn.tolist()
                 with on_core_of(runtime):
-                    expected = ordinary.generate(prompt, params)
-                got = runtime.generate(prompt, params)
-                both = expected.stats.time_to_first_token_s, got.stats.time_to_first_token_s
-                times += [both] if turn else []
-                same = same and got.token_ids == expected.token_ids
+                    expected = [ordinary.generate(prompt, params) for prompt in prompts]
+                got = [runtime.generate(prompt, params) for prompt in prompts]
+                for times, ours, theirs in zip(rows, expected, got, strict=True):
+                    if turn:
+                        times.append((ours.stats.time_to_first_token_s, theirs.stats.time_to_first_token_s))
+                    same = same and ours.token_ids == theirs.token_ids
     num_chunks = len(prompt_chunks(options.tokens, ordinary.info.longest_in_chunks))
     return {
         "model": options.model,
@@ -46,40 +59,47 @@ def measure(options: argparse.Namespace) -> Figures:
         "stages": options.stages,
         "compiled": options.compile,
         "emulated_layer_ms": options.emulate_layer_ms,
-        "ordinary_ms": [1000 * ours for ours, _ in times],
-        "staged_ms": [1000 * theirs for _, theirs in times],
-        "ratio": quartiles([theirs / ours for ours, theirs in times])[1],
-        "ratios": [theirs / ours for ours, theirs in times],
+        "rows": [_row(before, times) for before, times in zip(_BEFORE, rows, strict=True)],
         "least_ratio": (num_chunks + options.stages - 1) / (num_chunks * options.stages),
         "identical": same,
+        "slowdown_at_once": at_once,
+    }
+
+
+def _row(before: str, times: Sequence[tuple[float, float]]) -> Figures:
+    """Of prompts that followed the same: seconds of ordinary decoding and of the stages, by round."""
+    ratios = [theirs / ours for ours, theirs in times]
+    return {
+        "before": before,
+        "ordinary_ms": [1000 * ours for ours, _ in times],
+        "staged_ms": [1000 * theirs for _, theirs in times],
+        "ratio": quartiles(ratios)[1],
+        "ratios": ratios,
     }
 
 
 def table(figures: Figures) -> str:
     """The figures in Markdown."""
-    columns = [
-        "prompt",
-        "chunks",
-        "ordinary, ms to the first token",
-        "stages",
-        "theirs",
-        "ratio",
-        "chunks allow",
-        "same tokens",
-    ]
+    columns = ["prompt", "after", "ordinary, ms to the first token", "stages", "theirs", "ratio"]
+    columns += ["chunks", "they allow", "same tokens", "cores at once, × alone"]
     emulated = figures["emulated_layer_ms"]
-    row = [
-        f"{figures['tokens']} tokens"
-        + (f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""),
-        figures["chunks"],
-        spread(figures["ordinary_ms"]),
-        figures["stages"],
-        spread(figures["staged_ms"]),
-        spread(figures["ratios"]),
-        figures["least_ratio"],
-        figures["identical"],
+    devices = "" if emulated is None else f", EMULATED devices of {emulated:g} ms a layer"
+    rows = [
+        [
+            f"{figures['tokens']} tokens{devices}",
+            row["before"],
+            spread(row["ordinary_ms"]),
+            figures["stages"],
+            spread(row["staged_ms"]),
+            spread(row["ratios"]),
+            figures["chunks"],
+            figures["least_ratio"],
+            figures["identical"],
+            spread(figures["slowdown_at_once"]),
+        ]
+        for row in figures["rows"]
     ]
-    return markdown(columns, [row])
+    return markdown(columns, rows)
 
 
 def parser() -> argparse.ArgumentParser:

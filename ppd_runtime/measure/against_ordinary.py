@@ -59,7 +59,7 @@ def compare(
     threads = ordinary.config.threads_per_worker
     for prompt in prompts:
         _pair(runtime, ordinary, prompt, max_new_tokens, LoadMeter((), threads))
-    load = LoadMeter(_cores(runtime), threads)
+    load = LoadMeter(cores_of(runtime), threads)
     pairs = [_pair(runtime, ordinary, prompt, max_new_tokens, load) for _ in range(rounds) for prompt in prompts]
     return replace(summarise(runtime, pairs, max_new_tokens), cpu_share=load.share)
 
@@ -73,7 +73,7 @@ def _pair(
     return expected, runtime.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
 
 
-def _cores(runtime: PPDRuntime) -> list[int]:
+def cores_of(runtime: PPDRuntime) -> list[int]:
     """The cores of the runtime's workers; where they share what there is, all of that."""
     needed = (1 + runtime.config.num_subs) * runtime.config.threads_per_worker
     return [core for cores in assign_cores(min(needed, available_cores()), 1) for core in cores]

@@ -64,7 +64,9 @@ def test_first_token():
     found = figures(first_token, "--model random:64x4 --tokens 700 --rounds 1")
     assert found["identical"]
     assert (found["chunks"], found["least_ratio"]) == (4, 5 / 8)
-    assert found["ratio"] > 0
+    assert len({row["before"] for row in found["rows"]}) == 2
+    assert all(row["ratio"] > 0 and len(row["ordinary_ms"]) == 1 for row in found["rows"])
+    assert len(found["slowdown_at_once"]) == 2
 
 
 @nightly

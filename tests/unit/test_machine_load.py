@@ -6,7 +6,7 @@ import pytest
 from busy_cores import busy, cores
 
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.measure.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note
+from ppd_runtime.measure.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note, slowdown_at_once
 
 
 def test_computing_beside_others_is_noticed() -> None:
@@ -28,6 +28,12 @@ def test_a_probe_notices_a_core_that_this_thread_does_not_use() -> None:
             load.probe()
     assert load.computing.share == 1
     assert 0 < load.share < UNDISTURBED
+
+
+def test_two_threads_on_one_core_take_twice_as_long_at_once() -> None:
+    core = cores()[0]
+    assert 1.3 < slowdown_at_once([core, core]) < 3
+    assert slowdown_at_once([]) == 1
 
 
 def test_nothing_counted_is_nothing_noticed() -> None:
