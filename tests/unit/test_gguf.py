@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf_files import Stored, model_parts, numbers_of, stored, write_gguf, write_model
+from gguf_files import Stored, model_parts, numbers_of, stored, tokenizer_parts, write_gguf, write_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from typer.testing import CliRunner
 
@@ -392,6 +392,63 @@ def test_a_tokenizer_beside_the_file_serves_one_without(model_folder: ModelFolde
     assert texts(OrdinaryDecoding(file)) == texts(OrdinaryDecoding(folder))
 
 
+def doubled(folder: Path, of: int, to: int) -> dict[str, object]:
+    """Metadata of a folder's tokenizer as makers ship it, in whose file one token has another one's text."""
+    tokens = list(tokenizer_parts(folder)["tokenizer.ggml.tokens"])
+    tokens[to] = tokens[of]
+    return {"tokenizer__ggml__tokens": tokens}
+
+
+UNMERGED = 190
+"""A token that no merge is of: as a byte, it is in none of the tests' texts."""
+
+
+def test_two_equal_tokens_are_odd_and_no_damage(model_folder: ModelFolder, tokenizer, tmp_path: Path, caplog) -> None:
+    """The last of them stands for the text, as llama.cpp and transformers read it, unless the file says otherwise."""
+    folder, text = model_folder("llama"), tokenizer.convert_ids_to_tokens(290)
+    file = write_model(tmp_path / "model.gguf", folder, "F32", **doubled(folder, 290, UNMERGED))
+    ours = load_tokenizer(describe(str(file)))
+    assert "has 2 tokens whose texts are not theirs alone, such as" in caplog.text
+    assert ours.convert_tokens_to_ids(text) == 290
+    for words in TEXTS:
+        assert ours(words)["input_ids"] == tokenizer(words)["input_ids"]
+        assert ours.decode(ours(words)["input_ids"]) == words
+    assert ours.decode([UNMERGED, 290]) == 2 * tokenizer.decode([290]), "both are that text"
+    assert len(ours) == len(tokenizer)
+    early = write_model(file, folder, "F32", **doubled(folder, UNMERGED, 290) | {"tokenizer__ggml__merges": ["Ġ t"]})
+    byte = tokenizer.convert_ids_to_tokens(UNMERGED)
+    assert load_tokenizer(describe(str(early))).convert_tokens_to_ids(byte) == 290
+    named = {"tokenizer__ggml__eos_token_id": UNMERGED, "tokenizer__ggml__merges": ["Ġ t"]}
+    write_model(file, folder, "F32", **doubled(folder, UNMERGED, 290) | named)
+    info = describe(str(file))
+    assert (info.eos_token_ids, load_tokenizer(info).eos_token_id) == ({UNMERGED}, UNMERGED)
+    kinds = [3 if number in (0, UNMERGED) else 1 for number in range(300)]
+    of_kinds = {"tokenizer__ggml__token_type": kinds, "tokenizer__ggml__merges": ["Ġ t"]}
+    write_model(file, folder, "F32", **doubled(folder, UNMERGED, 290) | of_kinds)
+    assert load_tokenizer(describe(str(file))).convert_tokens_to_ids(byte) == UNMERGED, "a special one"
+
+
+def test_two_equal_pieces_are_odd_and_no_damage(model_folder: ModelFolder, tmp_path: Path) -> None:
+    metadata, theirs = sentence_piece()
+    tokens = metadata["tokenizer__ggml__tokens"]
+    metadata["tokenizer__ggml__tokens"] = [*tokens[:258], "the", *tokens[259:]]
+    file = write_model(tmp_path / "model.gguf", model_folder("llama"), "F32", **metadata)
+    ours = load_tokenizer(describe(str(file)))
+    for text in ("the fox", " a  fox the"):
+        assert ours(text)["input_ids"] == theirs.encode(text).ids
+    assert ours.decode([258, 272]) == "thethe"
+
+
+def test_the_tokenizer_beside_a_file_with_equal_tokens_serves_it(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """It has the text that the file has lost."""
+    folder = model_folder("llama")
+    file = write_model(tmp_path / "model.gguf", folder, "F32", **doubled(folder, 290, UNMERGED))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    ours, theirs = load_tokenizer(describe(str(file))), load_tokenizer(describe(str(folder)))
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert texts(OrdinaryDecoding(file)) == texts(OrdinaryDecoding(folder))
+
+
 def test_a_tokenizer_beside_the_file_of_another_model_is_left(model_folder, tmp_path, caplog) -> None:
     folder = model_folder("llama")
     file = write_model(tmp_path / "model.gguf", folder, "F32")
@@ -435,7 +492,7 @@ REFUSED = {
     "odd alignment": ({"general__alignment": 48}, "general.alignment is 48"),
     "another tokenizer": ({"tokenizer__ggml__model": "t5"}, "tokenizer of the kind 't5', gpt2 and llama are read; put"),
     "strange merges": ({"tokenizer__ggml__merges": ["q zz"]}, "the merge 'q zz' is not of its tokens"),
-    "two tokens alike": ({"tokenizer__ggml__tokens": ["a"] * 300}, "two of its tokens are the same"),
+    "tokens all alike": ({"tokenizer__ggml__tokens": ["a"] * 300}, "the merge 'Ġ t' is not of its tokens"),
     "few kinds": ({"tokenizer__ggml__token_type": [1, 1]}, "token_type holds no number for each token"),
     "an end beyond": ({"tokenizer__ggml__eos_token_id": 300}, "eos_token_id is 300, of 300 tokens"),
     "long positions": ({"llama__context_length": 2**30}, "says that llama.context_length is 1073741824"),

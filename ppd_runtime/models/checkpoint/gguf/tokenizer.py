@@ -5,6 +5,7 @@ model's own tokenizer makes of it.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ BESIDE = "tokenizer.json"
 _WAY_OUT = f"put the model's {BESIDE} beside the file"
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens
+_NOT_MERGED = _UNKNOWN, _CONTROL, _USER_DEFINED
 _MOST_CHARACTERS = 2**10  # of a token
+_TWIN = "\ufdd0"
+"""No character: parts the text of a token from its number, where another token is known by the text alone."""
 _SPACE = "▁"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -64,6 +68,11 @@ def write_tokenizer(gguf: GGUF, vocab_size: int, folder: Path) -> list[int]:
         ValueError: for a tokenizer that is not read, or contradicts itself.
     """
     tokens = _Tokens(gguf.metadata, vocab_size)
+    if tokens.doubled:
+        odd = shown(tokens.texts[min(tokens.doubled)])
+        logger.warning(
+            "%s has %d tokens whose texts are not theirs alone, such as %s", gguf.path, len(tokens.doubled), odd
+        )
     tokenizer = _beside(gguf.path, tokens) or tokens.tokenizer()
     known, template = tokenizer.get_vocab(), gguf.metadata.get("tokenizer.chat_template")
     special = {name: text for name, key in _SPECIAL.items() if (text := tokens.text(key)) in known}
@@ -108,10 +117,21 @@ class _Tokens:
             raise ValueError(f"is damaged: {len(self.texts)} tokens, and logits for {vocab_size}")
         if any(len(text) > _MOST_CHARACTERS for text in self.texts):
             raise ValueError(f"has a token of more than {_MOST_CHARACTERS} characters; {_WAY_OUT}")
-        self._numbers = {text: number for number, text in enumerate(self.texts)}
-        if len(self._numbers) < len(self.texts):
-            raise ValueError("is damaged: two of its tokens are the same")
         self._kinds = self._per_token("token_type", 1)
+        often = Counter(self.texts)
+        self.doubled = {number for number, text in enumerate(self.texts) if often[text] > 1}
+        """Tokens whose texts others have too, as some makers' files have them: odd, and no damage."""
+        self._names = self._told_apart()
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+
+    def _told_apart(self) -> list[str]:
+        """The texts; where several tokens have one, it stays that of the one that it becomes: one that the file names,
+        such as its end, else a special one, else the last."""
+        named = {self._number(key) for key in _SPECIAL.values()}
+        ranked = sorted(self.doubled, key=lambda n: (n in named, self._kinds[n] in _NOT_MERGED, n))
+        chosen = {self.texts[number]: number for number in ranked}
+        of_twin = "{}" + _TWIN + "{}"
+        return [of_twin.format(t, n) if chosen.get(t, n) != n else t for n, t in enumerate(self.texts)]
 
     @property
     def _model(self) -> str:
@@ -128,7 +148,9 @@ class _Tokens:
 
     def may_be(self, number: int, text: str) -> bool:
         """Whether a token has this number in the file, or could have it where the file names no tokens."""
-        return self._numbers.get(text) == number if self.texts else number < self._vocab_size
+        if not self.texts:
+            return number < self._vocab_size
+        return number < len(self.texts) and (self.texts[number] == text or number in self.doubled)
 
     def ends(self) -> list[int]:
         """Tokens that end a text."""
@@ -152,7 +174,10 @@ class _Tokens:
             raise
         except Exception as error:  # the tokenizers library raises plain ones
             raise ValueError(f"has a tokenizer that cannot be built: {one_line(error)}; {_WAY_OUT}") from error
-        pairs = list(zip(self.texts, self._kinds, strict=True))
+        if self.doubled:
+            without_number = decoders.Replace(Regex(_TWIN + "[0-9]+$"), "")
+            tokenizer.decoder = decoders.Sequence([without_number, tokenizer.decoder])
+        pairs = list(zip(self._names, self._kinds, strict=True))
         special = [text for text, kind in pairs if kind in (_UNKNOWN, _CONTROL)]
         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
         others = [text for text, kind in pairs if kind == _USER_DEFINED]
@@ -184,7 +209,7 @@ class _Tokens:
         """As the library has Llama's: a piece's score says how early two others become it."""
         scores = self._per_token("scores", 0.0)
         found = []
-        for text, score in zip(self.texts, scores, strict=True):
+        for text, score in zip(self._names, scores, strict=True):
             for at in range(1, len(text)):
                 first, second = text[:at], text[at:]
                 if first in self._numbers and second in self._numbers:
