@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppd_runtime.models.checkpoint.config import model_config, weight_files
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.gguf.tensors import NAMES
+from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.native.formats import quantise
 
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -75,10 +77,10 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
 
 
 def _tensors(model: Path) -> dict[str, Tensor]:
-    found = {}
+    found, name_in_model = {}, names_in_model(describe(str(model)))
     for file in weight_files(model):
         with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+            found |= {name_in_model(name): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ppd_runtime.models.checkpoint.config import (
 )
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.checkpoint.quantised import packed_tensors
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 from ppd_runtime.models.native.few_bits_attention import choose_few_bits_attention
@@ -179,7 +180,7 @@ def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
 def weight_copies(info: ModelInfo, dtype: torch.dtype) -> dict[Path, Path]:
     """Of the model's files in another dtype than they have."""
     may_round = partial(_rounds_everything, info, dtype)
-    return kept_copies(weight_files(info.folder), dtype, partial(_names, info), may_round=may_round)
+    return kept_copies(weight_files(info.folder), dtype, partial(_in_order, info), may_round=may_round)
 
 
 def _rounds_everything(info: ModelInfo, dtype: torch.dtype) -> bool:
@@ -191,15 +192,16 @@ def _rounds_everything(info: ModelInfo, dtype: torch.dtype) -> bool:
 
 def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:
     """Of files that are in bfloat16, in the order in which compiled code reads them."""
-    return kept_copies(weight_files(info.folder), torch.bfloat16, partial(_names, info), tiled=True)
+    return kept_copies(weight_files(info.folder), torch.bfloat16, partial(_in_order, info), tiled=True)
 
 
 def bfloat16_weights(info: ModelInfo, last: int) -> dict[str, Tensor]:
     """The first layers' tensors in bfloat16 as all processes share them, matrices as `in_tiles` gives them; none where
     no copies are kept."""
-    copies = bfloat16_copies(info)
-    tensors = [pair for path, copy in copies.items() for pair in _some_layers(path, copy, 0, last)]
-    return {name: tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
+    copies, name_in_model = bfloat16_copies(info), names_in_model(info)
+    wanted = _wanted(name_in_model, 0, last)
+    tensors = [pair for path, copy in copies.items() for pair in _some_tensors(path, copy, wanted)]
+    return {name_in_model(name): tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
 
 
 def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
@@ -219,30 +221,37 @@ def _read_tensors(
     """The tensors of layers `first` to `last` but those that are packed; in `dtype` where copies are kept, else as they
     are stored."""
     tensors = dict[str, Tensor]()
-    copies = weight_copies(info, dtype) if dtype else {}
+    copies, wanted = weight_copies(info, dtype) if dtype else {}, _wanted(names_in_model(info), first, last, packed)
     for path in weight_files(info.folder):
         try:
-            tensors |= _some_layers(path, copies.get(path), first, last, packed)
+            tensors |= _some_tensors(path, copies.get(path), wanted)
         except (SafetensorError, OSError) as error:
             reason = f"{path.name} cannot be read: {one_line(error)}"
             raise ValueError(f"model {info.name!r}: {reason}; {AGAIN}") from error
     return tensors
 
 
-def _names(info: ModelInfo) -> list[str]:
-    """The model's tensors in the order in which a pass reads them."""
-    return list(skeleton_of(model_config(info.folder), info.num_layers).state_dict())
+def _in_order(info: ModelInfo, names: Iterable[str]) -> list[str]:
+    """A file's tensors in the order in which a pass reads them; those that it does not read are the last."""
+    name_in_model, model = names_in_model(info), skeleton_of(model_config(info.folder), info.num_layers)
+    places = {name: place for place, name in enumerate(model.state_dict())}
+    return sorted(names, key=lambda name: places.get(name_in_model(name), len(places)))
 
 
-def _some_layers(
-    path: Path, copy: Path | None, first: int, last: int, packed: Container[str] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors but those of other layers and packed ones, mapped into memory: the copy's where there is one."""
-    absent = {*range(first)}
+def _wanted(
+    name_in_model: Callable[[str], str], first: int, last: int, packed: Container[str] = ()
+) -> Callable[[str], bool]:
+    """Whether a file's tensor, by its name there, is one of these layers' or of none, and not packed."""
 
     def is_wanted(name: str) -> bool:
-        return (number := layer_number(name)) < last and number not in absent and name not in packed
+        number = layer_number(found := name_in_model(name))
+        return number < last and not 0 <= number < first and found not in packed
 
+    return is_wanted
+
+
+def _some_tensors(path: Path, copy: Path | None, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """A file's wanted tensors by their names there, mapped into memory: the copy's where there is one."""
     if copy:
         try:
             mapped = dict(map_tensors(copy))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,7 @@ from ppd_runtime.models.checkpoint.config import (
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.gguf.kept import is_kept
 from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import DTYPES, bytes_of, header_of, map_tensors, version_of
 from ppd_runtime.models.checkpoint.weights_card import card_of
@@ -97,13 +98,23 @@ def _keep(info: ModelInfo, path: Path) -> None:
         packed.write(path)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a tensor comes from, and what it becomes."""
+class _Place(NamedTuple):
+    """A tensor of an open file."""
 
     file: Any
     name: str
     """In that file."""
+
+    def about(self) -> Any:
+        """Its dtype and shape, without its numbers."""
+        return self.file.get_slice(self.name)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor comes from, and what it becomes."""
+
+    place: _Place
     dtype: torch.dtype
     shape: tuple[int, ...]
     weights: str | None
@@ -159,38 +170,38 @@ class PackedModel(contextlib.ExitStack):
 
     def _tensor(self, name: str, of: _Source) -> Tensor:
         try:
-            tensor: Tensor = of.file.get_tensor(of.name)
+            tensor: Tensor = of.place.file.get_tensor(of.place.name)
         except SafetensorError as error:
             raise self._unusable(f"{name} cannot be read: {one_line(error)}") from error
         return pack(*quantise(tensor, of.weights), of.weights) if of.weights else tensor
 
-    def _places(self, opened: contextlib.ExitStack) -> dict[str, Any]:
-        """The open file that holds each tensor, by name."""
-        places = dict[str, Any]()
+    def _places(self, opened: contextlib.ExitStack) -> dict[str, _Place]:
+        """Where each of the model's tensors is, by its name there."""
+        places, name_in_model = dict[str, _Place](), names_in_model(self._info)
         for path in weight_files(self._info.folder):
             try:
                 file = opened.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
                 raise self._unusable(f"{path.name} cannot be read: {one_line(error)}") from error
-            places |= dict.fromkeys(file.keys(), file)
+            places |= {name_in_model(name): _Place(file, name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         return places
 
-    def _matrix(self, places: dict[str, Any], name: str, at: str, shape: Iterable[int]) -> _Source:
-        if at not in places:
+    def _matrix(self, places: dict[str, _Place], name: str, at: str, shape: Iterable[int]) -> _Source:
+        if (place := places.get(at)) is None:
             raise self._unusable(f"its files lack {name}")
-        if (found := places[at].get_slice(at).get_shape()) != list(shape):
+        if (found := place.about().get_shape()) != list(shape):
             raise self._unusable(f"{name} has another shape than config.json says: {found}")
         weights = FORMAT_OF_HEAD if name == HEAD else self._info.weights
         assert weights
         outputs, inputs = shape
-        return _Source(places[at], at, torch.uint8, (outputs, row_bytes(inputs, weights)), weights)
+        return _Source(place, torch.uint8, (outputs, row_bytes(inputs, weights)), weights)
 
     def _unusable(self, reason: str) -> ValueError:
         return ValueError(f"model {self._info.name!r}: {reason}; {AGAIN}")
 
-    def _other(self, file: Any, name: str) -> _Source:
-        about = file.get_slice(name)
+    def _other(self, place: _Place, name: str) -> _Source:
+        about = place.about()
         dtype = DTYPES.get(about.get_dtype())
         if dtype is None or dtype == torch.uint8:
             raise ValueError(f"model {self._info.name!r}: {name} is stored in {about.get_dtype()}, not in floats")
-        return _Source(file, name, dtype, tuple(about.get_shape()), None)
+        return _Source(place, dtype, tuple(about.get_shape()), None)

@@ -56,12 +56,13 @@ _LENGTH, _LINE = 8, 64
 _MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
 _Stored = dict[str, tuple[torch.dtype | None, list[int]]]
 """Dtype and shape by name; None is any other than a floating-point number."""
+Order = Callable[[Iterable[str]], Sequence[str]]
 
 
 def kept_copies(
     files: Sequence[Path],
     dtype: torch.dtype,
-    order: Callable[[], Iterable[str]] = tuple,
+    order: Order = list,
     tiled: bool = False,
     may_round: Callable[[], bool] = lambda: False,
 ) -> dict[Path, Path]:
@@ -72,7 +73,7 @@ def kept_copies(
     made again.
 
     Args:
-        order: gives the tensors' names in the order in which they are read: one after the other they come faster.
+        order: gives a file's tensors' names in the order in which they are read: one after the other they come faster.
         tiled: matrices are as `in_tiles` gives them, and the files have that dtype themselves.
         may_round: whether numbers that `dtype` cannot hold may be rounded to it, whichever tensor they are in.
     """
@@ -190,7 +191,7 @@ def _made(
     path: Path,
     version: list[int],
     dtype: torch.dtype,
-    order: Callable[[], Iterable[str]],
+    order: Order,
     tiled: bool,
     folder: Path,
     name: str,
@@ -200,9 +201,7 @@ def _made(
         return find_alone(folder, name, _SUFFIX) or _make(path, version, dtype, order, tiled, folder / name)
 
 
-def _make(
-    path: Path, version: list[int], dtype: torch.dtype, order: Callable[[], Iterable[str]], tiled: bool, stem: Path
-) -> Path:
+def _make(path: Path, version: list[int], dtype: torch.dtype, order: Order, tiled: bool, stem: Path) -> Path:
     logger.info("keeping a copy of %s in %s", path, dtype)
     with unfinished(stem.with_name(f"{stem.name}{_SUFFIX}")) as new:
         with safe_open(path, "pt") as file, new.open("wb") as out:
@@ -221,10 +220,10 @@ def _make(
 
 
 def _content(
-    file: Any, dtype: torch.dtype, order: Callable[[], Iterable[str]], tiled: bool, path: Path, version: list[int]
+    file: Any, dtype: torch.dtype, order: Order, tiled: bool, path: Path, version: list[int]
 ) -> Iterator[bytes | memoryview]:
     shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    shapes = {name: shapes[name] for name in order() if name in shapes} | shapes
+    shapes = {name: shapes[name] for name in order(shapes)}
     about = {"made_of": str(path.resolve()), "version": str(version), "host": platform.node()}
     yield header_of({name: (dtype, shape) for name, shape in shapes.items()}, about)
     for name in shapes:

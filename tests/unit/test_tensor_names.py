@@ -1,0 +1,134 @@
+"""Files whose tensors have other names than the model's, as a base model's have: floats and packed open alike."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_for_tests import build_model, build_tokenizer
+from safetensors.torch import load_file, save_file
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.checkpoint import loading, weight_cache
+from ppd_runtime.models.checkpoint.config import weight_files
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.loading import bfloat16_weights, load_layers, weight_bytes, weight_copies
+from ppd_runtime.models.checkpoint.names import names_in_model
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.checkpoint.weight_cache import map_tensors
+
+NUM_LAYERS = 4
+FORMS: dict[str, Callable[[str], str]] = {
+    "the base model alone": lambda name: name.removeprefix("model."),
+    "a model around the model": lambda name: f"model.{name}",
+}
+Saved = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    """A model in a folder, and again in one whose files have other names."""
+
+    def save(form: str = "the base model alone", sharded: bool = False, **settings: Any) -> tuple[Path, Path]:
+        model, folders = build_model("llama", num_layers=NUM_LAYERS, tied=True, **settings), []
+        for kind in ("plain", "odd"):
+            folder = tmp_path / kind
+            alone = kind == "odd" and form == "the base model alone"
+            size = "40KB" if sharded and kind == "odd" else "5GB"
+            (model.model if alone else model).save_pretrained(folder, max_shard_size=size)
+            build_tokenizer().save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+            folders.append(folder)
+        if form != "the base model alone":
+            tensors = load_file(folders[1] / "model.safetensors")
+            odd = {FORMS[form](name): tensor for name, tensor in tensors.items()}
+            save_file(odd, folders[1] / "model.safetensors", {"format": "pt"})
+        return folders[0], folders[1]
+
+    return save
+
+
+def texts(decoding) -> list[tuple[int, ...]]:
+    """What a prompt gives, greedy and sampled."""
+    settings = {"max_new_tokens": 10, "ignore_eos": True}
+    samplings = ({}, {"temperature": 0.9, "seed": 5})
+    return [tuple(decoding.generate("a fox", **settings, **sampling).token_ids) for sampling in samplings]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_a_base_models_files_open_in_every_format(saved: Saved, weights: str | None, sharded: bool) -> None:
+    plain, odd = saved(sharded=sharded)
+    assert not any(name.startswith("model.") for path in weight_files(odd) for name in load_file(path))
+    info, other = describe(str(odd), weights), describe(str(plain), weights)
+    for first, last in ((0, NUM_LAYERS), (1, 3)):
+        ours, theirs = (load_layers(one, last, torch.float32, "cpu", first).state_dict() for one in (info, other))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert weight_bytes(info, first, last, torch.float32) == weight_bytes(other, first, last, torch.float32)
+    expected = texts(OrdinaryDecoding(plain, weights=weights))
+    assert texts(OrdinaryDecoding(odd, weights=weights)) == expected
+    for layout in ({"k": 1}, {"stages": 2}):
+        with PPDRuntime(odd, weights=weights, transport="local", **layout) as runtime:
+            assert texts(runtime) == expected, layout
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_names_that_only_float_layouts_took_are_taken_packed(saved: Saved, weights: str | None) -> None:
+    plain, odd = saved("a model around the model")
+    assert "model.model.layers.0.mlp.up_proj.weight" in load_file(odd / "model.safetensors")
+    assert texts(OrdinaryDecoding(odd, weights=weights)) == texts(OrdinaryDecoding(plain, weights=weights))
+
+
+def test_a_folder_is_quantised_from_a_base_models_files(saved: Saved, tmp_path: Path) -> None:
+    plain, odd = saved(sharded=True)
+    quantise_model(str(odd), tmp_path / "out", "int4")
+    assert texts(OrdinaryDecoding(tmp_path / "out")) == texts(OrdinaryDecoding(plain, weights="int4"))
+
+
+def test_only_the_layers_asked_for_are_read(saved: Saved) -> None:
+    """As of files with the model's names."""
+    read = [sorted(loading._read_tensors(describe(str(folder)), 3, None, 1)) for folder in saved()]
+    assert len(read[0]) == 2 + 2 * 9, "the embedding, the norm and two layers"
+    assert read[1] == [name.removeprefix("model.") for name in read[0]]
+
+
+def test_copies_have_the_order_of_a_pass_and_the_models_names(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(weight_cache, "SETTLED_S", -1.0)
+    plain, odd = (describe(str(folder)) for folder in saved(dtype="bfloat16"))
+    orders = []
+    for info in (plain, odd):
+        (copy,) = weight_copies(info, torch.float32).values()
+        orders.append([names_in_model(info)(name) for name, _ in map_tensors(copy)])
+    assert orders[0] == orders[1] == list(load_layers(plain, NUM_LAYERS, torch.float32, "cpu").state_dict())[:-1]
+    ours, theirs = bfloat16_weights(odd, 2), bfloat16_weights(plain, 2)
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "model.layers.1.mlp.up_proj.weight" in ours
+    assert "model.layers.2.mlp.up_proj.weight" not in ours
+
+
+def test_fingerprints_tell_a_base_models_files_apart(saved: Saved, tmp_path: Path) -> None:
+    _, odd = saved()
+    before = model_fingerprint(describe(str(odd)))
+    file = odd / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors, file, {"format": "pt"})
+    assert model_fingerprint(describe(str(odd))) == before
+    tensors["layers.1.mlp.up_proj.weight"] += 1
+    save_file(tensors, file, {"format": "pt"})
+    assert model_fingerprint(describe(str(odd))) != before
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_what_a_base_models_files_lack_is_one_line(saved: Saved, weights: str | None) -> None:
+    _, odd = saved()
+    tensors = load_file(odd / "model.safetensors")
+    del tensors["layers.1.mlp.up_proj.weight"]
+    save_file(tensors, odd / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"its files lack model\.layers\.1\.mlp\.up_proj\.weight") as caught:
+        OrdinaryDecoding(odd, weights=weights)
+    assert "\n" not in str(caught.value)
