@@ -5,12 +5,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import torch
+from real_files.hub_cache import NEW, OLD, fill, of_folder
+from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 
-OLD, NEW = "0" * 39 + "1", "f" * 40
 NAME = "somebody/small"
 
 
@@ -133,3 +136,116 @@ def test_a_tokenizer_that_needs_its_own_code_is_refused(hub: Path, monkeypatch: 
     with pytest.raises(ValueError, match="no usable tokenizer"):
         load_tokenizer(describe(NAME))
     assert not told.exists()
+
+
+BY_PRODUCTS = ("README.md", ".gitattributes", "onnx/config.json", "onnx/model.onnx", "runs/results.json", "eval.json")
+"""What repositories have beside a model, and other programs leave there."""
+SHARDS = "40KB"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache."""
+    place = tmp_path / "hub"
+    place.mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place))
+    return place
+
+
+def whole(cache: Path) -> bool:
+    """Whether huggingface_hub itself finds the cache in order."""
+    return not huggingface_hub.scan_cache_dir(cache).warnings
+
+
+def as_from_pretrained(cache: Path, asked: str) -> None:
+    """The tokens are those that transformers gives, out of the same cache and just as far from the hub."""
+    name, _, revision = asked.partition("@")
+    model = AutoModelForCausalLM.from_pretrained(name, revision=revision or None, cache_dir=cache).eval()
+    with torch.inference_mode():
+        text = model.generate(torch.tensor([[3, 4, 5]]), do_sample=False, max_new_tokens=8)
+    ours = OrdinaryDecoding(asked, dtype="float32")
+    assert list(ours.generate([3, 4, 5], max_new_tokens=8).token_ids) == text[0, 3:].tolist()
+    assert ours.generate("a fox", max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize("shards", ["5GB", SHARDS])
+@pytest.mark.parametrize("others", [BY_PRODUCTS, None], ids=["listed", "not listed"])
+def test_what_another_program_fetched_opens(cache: Path, model_folder, others, shards: str, caplog) -> None:
+    """It has no use for by-products, and neither has this one."""
+    folder = model_folder(num_layers=2, max_shard_size=shards)
+    snapshot = fill(cache, NAME, of_folder(folder), others=others)
+    assert whole(cache)
+    assert len(list(snapshot.glob("*.safetensors"))) == (1 if shards == "5GB" else 4)
+    info = describe(NAME)
+    assert (info.name, info.folder) == (f"{NAME}@{NEW}", snapshot)
+    assert not caplog.text
+    as_from_pretrained(cache, NAME)
+
+
+@pytest.mark.parametrize("asked", [f"{NAME}@main", f"{NAME}@v1", f"{NAME}@refs/pr/3", f"{NAME}@{OLD}", f"{NAME}@{NEW}"])
+def test_so_does_a_revision(cache: Path, model_folder, asked: str) -> None:
+    fill(cache, NAME, of_folder(model_folder(num_layers=2)), others=BY_PRODUCTS)
+    old = of_folder(model_folder(num_layers=2, seed=1))
+    fill(cache, NAME, old, OLD, ["v1", "refs/pr/3"], BY_PRODUCTS)
+    assert whole(cache)
+    commit = NEW if asked.endswith(("main", NEW)) else OLD
+    assert describe(asked).name == f"{NAME}@{commit}"
+    as_from_pretrained(cache, asked)
+
+
+@pytest.mark.parametrize("asked", [NAME, f"{NAME}@v1", f"{NAME}@{NEW}"])
+@pytest.mark.parametrize("others", [BY_PRODUCTS, None], ids=["listed", "not listed"])
+@pytest.mark.parametrize("blob", ["never there", "deleted"])
+def test_a_missing_shard_is_one_line(cache: Path, model_folder, asked: str, others, blob: str) -> None:
+    folder, shard = model_folder(num_layers=2, max_shard_size=SHARDS), "model-00002-of-00004.safetensors"
+    listed = others and (*others, shard)
+    without = [shard] if blob == "never there" else []
+    snapshot = fill(cache, NAME, of_folder(folder, *without), refs=["main", "v1"], others=listed)
+    if blob == "deleted":
+        (snapshot / shard).resolve().unlink()
+    with pytest.raises(ValueError) as caught:
+        OrdinaryDecoding(asked)
+    fetch = f"fetch it where the hub can be reached, with `hf download {NAME} --revision {NEW}`"
+    lacks = f"{snapshot} lacks {shard} (1 of 4 files of weights)"
+    assert str(caught.value) == f"model {asked!r}: {lacks}; {fetch}"
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ("config.json", "no usable config.json in"),
+        ("model.safetensors", "holds no safetensors weights"),
+        ("tokenizer.json", "no usable tokenizer in"),
+    ],
+)
+def test_what_else_is_missing_is_one_line(cache: Path, model_folder, missing: str, reason: str) -> None:
+    folder = model_folder(num_layers=2)
+    fill(cache, NAME, of_folder(folder, missing), others=[*BY_PRODUCTS, missing])
+    with pytest.raises(ValueError, match=reason) as caught:
+        OrdinaryDecoding(NAME)
+    assert NAME in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_the_cache_lacks_are_named(cache: Path, model_folder, caplog: pytest.LogCaptureFixture) -> None:
+    """As `from_pretrained`, it runs without; the ends of texts may be others."""
+    folder = model_folder(num_layers=2)
+    settings = ["generation_config.json", "chat_template.jinja"]
+    fill(cache, NAME, of_folder(folder, *settings), others=[*BY_PRODUCTS, *settings])
+    as_from_pretrained(cache, NAME)
+    assert "lacks generation_config.json, chat_template.jinja, and the hub cannot be reached; fetch it" in caplog.text
+
+
+def test_a_hub_that_cannot_be_reached_is_as_none(cache: Path, model_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody said beforehand that there is no network."""
+    fill(cache, NAME, of_folder(model_folder(num_layers=2)), others=BY_PRODUCTS)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert describe(NAME).name == f"{NAME}@{NEW}"
+
+
+def test_the_single_file_comes_first_here_too(cache: Path, model_folder) -> None:
+    """Though the repository has shards of an earlier day."""
+    files = of_folder(model_folder(num_layers=2, seed=1, max_shard_size=SHARDS)) | of_folder(model_folder(num_layers=2))
+    fill(cache, NAME, files, others=BY_PRODUCTS)
+    as_from_pretrained(cache, NAME)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,16 @@ from models_for_tests import END_ID, VOCAB_SIZE, build_model, greedy_with_transf
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.checkpoint import architecture
 from ppd_runtime.models.checkpoint.architecture import check_architecture
 from ppd_runtime.models.checkpoint.config import first_layers_config, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.checkpoint.quantised import packed_file
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.compiled.export import layer_for, weights_of
 
 ModelFolder = Callable[..., Path]
@@ -83,6 +88,11 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
     return lambda folder: save_file(load_file(folder / WEIGHTS) | {name: tensor}, folder / WEIGHTS, {"format": "pt"})
 
 
+def with_index(content: str) -> Damage:
+    """An index and no single file."""
+    return lambda folder: (write(INDEX, content)(folder), (folder / WEIGHTS).unlink())
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "no config": (remove("config.json"), "no usable config.json"),
     "config is no JSON": (write("config.json", "{"), "no usable config.json"),
@@ -112,9 +122,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a tensor of the wrong shape": (with_tensor("model.norm.weight", torch.ones(5)), "model.norm.weight"),
     "another width than the config's": (configure(hidden_size=64, head_dim=16), "weight"),
     "another vocabulary than the config's": (configure(vocab_size=VOCAB_SIZE + 1), "weight"),
-    "index is no JSON": (write(INDEX, "{"), INDEX),
-    "index without a map": (write(INDEX, "{}"), INDEX),
-    "index names a missing file": (write(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors"),
+    "index is no JSON": (with_index("{"), INDEX),
+    "index without a map": (with_index("{}"), INDEX),
+    "index names a missing file": (
+        with_index(f'{{"weight_map": {{"a": "gone.safetensors", "b": "{WEIGHTS}"}}}}'),
+        "lacks gone.safetensors (2 of 2 files of weights)",
+    ),
+    "named weights are missing": (configure(transformers_weights="other.safetensors"), "lacks other.safetensors (1"),
+    "named weights elsewhere": (configure(transformers_weights="../other.safetensors"), "'../other.safetensors' as"),
     "generation config is no JSON": (write("generation_config.json", "{"), "generation_config.json"),
     "generation config is a list": (write("generation_config.json", "[]"), "generation_config.json"),
     "no tokenizer": (remove("tokenizer*"), "no usable tokenizer"),
@@ -337,6 +352,53 @@ def test_weight_files_are_listed_once_and_in_order(model_folder: ModelFolder, tm
     assert [path.name for path in weight_files(model_folder("llama"))] == [WEIGHTS]
     sharded = model_folder("llama", max_shard_size="40KB")
     assert weight_files(sharded) == sorted(sharded.glob("*.safetensors"))
+
+
+@pytest.fixture
+def saved_again(model_folder: ModelFolder, tmp_path: Path) -> Path:
+    """A model in one file, with the index of another one that was saved there before, in shards, and these."""
+    folder = shutil.copytree(
+        model_folder("llama", num_layers=NUM_LAYERS, seed=1, max_shard_size="40KB"), tmp_path / "m"
+    )
+    shutil.copytree(model_folder("llama", num_layers=NUM_LAYERS), folder, dirs_exist_ok=True)
+    assert (folder / INDEX).exists()
+    return folder
+
+
+@pytest.mark.parametrize("old_shards", ["there", "gone", "no JSON"])
+def test_the_single_file_comes_first(model_folder: ModelFolder, saved_again: Path, tmp_path: Path, old_shards) -> None:
+    """Loaded, packed, quantised for good, fingerprinted, copied and counted."""
+    new = describe(str(model_folder("llama", num_layers=NUM_LAYERS)))
+    if old_shards == "gone":
+        remove("model-*.safetensors")(saved_again)
+    elif old_shards == "no JSON":
+        write(INDEX, "{")(saved_again)
+    info = describe(str(saved_again))
+    assert weight_files(saved_again) == [saved_again / WEIGHTS]
+    assert model_fingerprint(info) == model_fingerprint(new)
+    assert (
+        packed_file(replace(info, weights="int8")).read_bytes()
+        == packed_file(replace(new, weights="int8")).read_bytes()
+    )
+    quantise_model(str(saved_again), tmp_path / "out", "int8")
+    assert not list((tmp_path / "out").glob("model*"))
+    expected, _ = greedy_with_transformers(saved_again, [5, 6, 7], 8)
+    for folder, weights in ((saved_again, None), (tmp_path / "out", "int8")):
+        with PPDRuntime(folder, stages=2, transport="local", weights=weights, dtype="float32") as runtime:
+            same = OrdinaryDecoding(new.folder, weights=weights, dtype="float32").generate([5, 6, 7], max_new_tokens=8)
+            assert runtime.generate([5, 6, 7], max_new_tokens=8).token_ids == same.token_ids
+            assert weights or same.token_ids == tuple(expected)
+
+
+def test_the_file_that_the_config_names_comes_first(model_folder: ModelFolder, copy: Path) -> None:
+    """As `from_pretrained` has it."""
+    other = model_folder("llama", num_layers=NUM_LAYERS, seed=1)
+    shutil.copy(other / WEIGHTS, copy / "other.safetensors")
+    configure(transformers_weights="other.safetensors")(copy)
+    assert weight_files(copy) == [copy / "other.safetensors"]
+    expected, _ = greedy_with_transformers(copy, [5, 6, 7], 8)
+    assert expected == greedy_with_transformers(other, [5, 6, 7], 8)[0]
+    assert OrdinaryDecoding(copy).generate([5, 6, 7], max_new_tokens=8).token_ids == tuple(expected)
 
 
 def test_devices_and_dtypes(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:

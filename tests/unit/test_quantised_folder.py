@@ -184,7 +184,7 @@ def test_a_damaged_folder_is_one_line(int8_folder: Path, damage: str) -> None:
     reason = {
         "a bit": "is not what ppd_weights.json describes; quantise the model again",
         "cut": "is not what ppd_weights.json describes; quantise the model again",
-        "gone": "holds no safetensors weights",
+        "gone": "lacks ppd-weights.safetensors",
         "no card": "ppd_weights.json holds no JSON object",
         "format": "another version wrote it",
         "field": "another version wrote it",

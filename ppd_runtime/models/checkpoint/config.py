@@ -30,16 +30,33 @@ def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, in a fixed order; empty where there are none."""
-    index, single = folder / _INDEX, folder / SINGLE
+    """The safetensors files of a model, in a fixed order; empty where there are none.
+
+    Chosen as transformers chooses them: what config.json names itself, else the single file, and an index with its
+    shards only without that, for it may be left from an earlier save.
+    """
     if (folder / QUANTISED_CARD).exists():
-        single = folder / QUANTISED
-    elif index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"model {str(folder)!r}: {index.name} has no weight_map; {AGAIN}")
-        return [folder / name for name in sorted(set(weight_map.values()))]
-    return [single] if single.exists() else []
+        return [folder / QUANTISED]
+    there = (name for name in (SINGLE, _INDEX) if (folder / name).is_file())
+    chosen = _named_weights(folder) or next(there, None)
+    if chosen is None or not chosen.endswith(".index.json"):
+        return [folder / chosen] if chosen else []
+    weight_map = read_json(folder / chosen).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"model {str(folder)!r}: {chosen} has no weight_map; {AGAIN}")
+    return [folder / name for name in sorted(set(weight_map.values()))]
+
+
+def _named_weights(folder: Path) -> str | None:
+    """The file of weights, or the index, that config.json names."""
+    config = folder / "config.json"
+    named = read_json(config).get("transformers_weights") if config.is_file() else None
+    if named is None:
+        return None
+    if not isinstance(named, str) or Path(named).is_absolute() or ".." in Path(named).parts:
+        reason = f"config.json names {str(named)[:40]!r} as transformers_weights, which is no file in it"
+        raise ValueError(f"model {str(folder)!r}: {reason}; {AGAIN}")
+    return named
 
 
 def layer_number(tensor_name: str) -> int:

@@ -9,6 +9,7 @@ from ppd_runtime.checks import check_choice
 from ppd_runtime.config import FLOATS, FORMATS
 from ppd_runtime.models.checkpoint.architecture import architecture_of, depth_of_all_kinds
 from ppd_runtime.models.checkpoint.config import (
+    AGAIN,
     checked_config,
     eos_token_ids_of,
     model_config,
@@ -16,7 +17,7 @@ from ppd_runtime.models.checkpoint.config import (
     weight_files,
 )
 from ppd_runtime.models.checkpoint.gguf.kept import is_gguf, is_kept, kept_folder
-from ppd_runtime.models.checkpoint.hub import find_model, one_line
+from ppd_runtime.models.checkpoint.hub import fetched_with, find_model, one_line
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.behaviour import cache_windows
@@ -65,8 +66,8 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)
     found = architecture_of(model, config)
-    if needs_weights and not weight_files(folder):
-        raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
+    if needs_weights:
+        _check_weights(model, name, folder)
     if weights:
         check_quantisable(model, weights, found.skeleton)
     return ModelInfo(
@@ -80,6 +81,16 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
         eos_token_ids=eos_token_ids_of(folder, config),
         weights=weights,
     )
+
+
+def _check_weights(model: str, name: str, folder: Path) -> None:
+    """Raise ValueError where a model's files of weights are not there."""
+    if not (files := weight_files(folder)):
+        raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
+    if missing := [path.name for path in files if not path.is_file()]:
+        way_out = AGAIN if Path(model) == folder else fetched_with(name)
+        found = f"{folder} lacks {missing[0]} ({len(missing)} of {len(files)} files of weights)"
+        raise ValueError(f"model {model!r}: {found}; {way_out}")
 
 
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:

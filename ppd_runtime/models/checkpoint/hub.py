@@ -1,14 +1,18 @@
 """Where a model's files are: the demo's, a local folder, or a hub's at one revision; code among them is not fetched."""
 
 import contextlib
+import logging
 import os
 import re
 from importlib import resources
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 DEMO = "demo"
 _FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What is fetched: no other format of weights, and no code."""
+_SETTINGS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+"""Files that a model runs without, to other texts."""
 
 
 def find_model(model: str) -> tuple[str, Path]:
@@ -50,10 +54,42 @@ def _download(model: str, name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
     except Exception as error:  # the hub client raises many kinds, network errors of three libraries among them
+        if here := _without_the_hub(name, revision, error):
+            return here
         raise ValueError(
             f"model {model!r} is neither a folder here nor a model that the hub gave: {one_line(error)}; "
             "check the name or give a local folder"
         ) from error
+
+
+def _without_the_hub(name: str, revision: str | None, error: Exception) -> Path | None:
+    """What the cache has of a model, where it is by `error` that the hub cannot be reached.
+
+    Other programs fetch just the files that they read, and these are enough. Whether the weights are among them is told
+    by who reads them.
+    """
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+
+    if not isinstance(error, LocalEntryNotFoundError):
+        return None
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except IncompleteSnapshotError as incomplete:
+        folder = Path(incomplete.snapshot_path)
+    except LocalEntryNotFoundError:
+        return None
+    listed = {file.path for file in get_cached_repo_tree(name, revision=folder.name)}
+    if lacking := [file for file in _SETTINGS if file in listed and not (folder / file).is_file()]:
+        files = ", ".join(lacking)
+        logger.warning("%s lacks %s, and the hub cannot be reached; %s", folder, files, fetched_with(name, folder.name))
+    return folder
+
+
+def fetched_with(name: str, revision: str = "") -> str:
+    """The way out where files of a hub's model, perhaps `name@commit`, are not here."""
+    name, _, commit = name.partition("@")
+    return f"fetch it where the hub can be reached, with `hf download {name} --revision {revision or commit}`"
 
 
 def one_line(error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""Files and requests as other programs write them, made by those programs."""
