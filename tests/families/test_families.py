@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from families.__main__ import page, refusal, without
-from families.attack import LAYOUTS, METHODS, NEW_TOKENS, Attack, prompts
+from families.attack import LAYOUTS, METHODS, Attack, prompts
 from families.specimens import (
     BORDER,
-    MOST_POSITIONS,
     NUM_LAYERS,
     SPECIAL,
     SUPPORTED,
@@ -51,13 +50,12 @@ def attack_or_skip(specimen: Specimen, folder: Path, dtype: str = "float32") -> 
 def test_a_layout_and_a_method(number: int, tmp_path: Path) -> None:
     """Each with one of each, in turn, on a text that outgrows windows, and crosses a border if there is one.
 
-    Where the positions end at the border, so does the text. Families without windows have one in their configuration
-    that their code overlooks.
+    Families without windows have one in their configuration that their code overlooks.
     """
     attack = Attack.on(QUICK[number], tmp_path, new_tokens=10)
     layout, method = _PAIRS[number % len(_PAIRS)]
     border = QUICK[number].border
-    length = min(border - 6, MOST_POSITIONS - NEW_TOKENS) if border else 17
+    length = border - 6 if border else 17
     attack.against_transformers(prompts([1, length]))
     attack.against_ordinary(prompts([length]), [layout], [method])
     assert attack.runs >= 4

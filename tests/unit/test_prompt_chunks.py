@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from families.attack import LAYOUTS, METHODS, Attack, prompts
-from families.specimens import BORDER, SPECIAL, SUPPORTED, Specimen, overlooked_windows
+from families.specimens import BORDER, MOST_POSITIONS, SPECIAL, SUPPORTED, Specimen, overlooked_windows
 from grids import nightly
 from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, SAMPLED, Bench, same
@@ -95,7 +95,7 @@ def test_layouts_agree_on_what_stays_whole(specimen: Specimen, tmp_path: Path) -
 @pytest.mark.parametrize("specimen", [*WHOLE, *CUT], ids=lambda specimen: specimen.name)
 def test_what_stays_whole_is_found_without_weights(specimen: Specimen, tmp_path: Path) -> None:
     specimen.config().save_pretrained(tmp_path)
-    longest = {"longrope": BORDER, "overlooked": 0}
+    longest = {"longrope": BORDER, "overlooked": 0, "dynamic": MOST_POSITIONS}
     expected = next((tokens for word, tokens in longest.items() if word in specimen.kind), None)
     assert describe(str(tmp_path), needs_weights=False).longest_in_chunks == expected
 

@@ -19,6 +19,7 @@ from ppd_runtime.models.stage.behaviour import (
 )
 from ppd_runtime.models.stage.caches import PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.chunks import longest_in_chunks
+from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, some_layers
 
 
@@ -43,7 +44,7 @@ def architecture_of(model: str, config: PretrainedConfig) -> Architecture:
     key = (type(config), config.to_json_string(use_diff=False))
     if (found := _known.get(key)) is None:
         skeleton = check_architecture(model, config)
-        most = getattr(config, "max_position_embeddings", None)
+        most = most_positions(config)
         recomputed_at = tokens_until_recomputed(model, skeleton, most) if most else None
         found = Architecture(skeleton, recomputed_at, longest_in_chunks(skeleton, most))
         if len(_known) >= _MOST_KNOWN:

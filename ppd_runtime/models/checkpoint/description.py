@@ -21,6 +21,7 @@ from ppd_runtime.models.checkpoint.hub import fetched_with, find_model, one_line
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.behaviour import cache_windows
+from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import check_sub_layers
 
 
@@ -34,6 +35,7 @@ class ModelInfo:
     num_layers: int
     vocab_size: int
     max_positions: int | None
+    """As `most_positions` has it."""
     eos_token_ids: frozenset[int]
     recomputed_at: int | None = None
     """Tokens of a text at which transformers' `generate` drops its cache and reads the text again; None: never."""
@@ -75,7 +77,7 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
         folder=folder,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=most_positions(config),
         recomputed_at=found.recomputed_at,
         longest_in_chunks=found.longest_in_chunks,
         eos_token_ids=eos_token_ids_of(folder, config),

@@ -1,25 +1,56 @@
 """Rotary embeddings from a table, so that a pass over few tokens computes no sines."""
 
 import contextlib
+import math
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from ppd_runtime.models.stage.behaviour import table_borders
+from ppd_runtime.models.stage.behaviour import shallow_copy, table_borders
 
 _POSITIONS_AT_ONCE = 256
 _FEW_TOKENS = 16
-_CHANGING = {"dynamic", "longrope"}  # kinds whose frequencies depend on the length of the text
+_DYNAMIC = "dynamic"
+_CHANGING = {_DYNAMIC, "longrope"}  # kinds whose frequencies depend on the length of the text
+_EXTENDING = {_DYNAMIC, "linear", "yarn"}  # kinds that make a model's length a multiple of the one it had
+_ORIGINAL = "original_max_position_embeddings"
 _Embedded = tuple[Tensor, Tensor]
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """Positions that a model has; None where its configuration names no end.
+
+    Where a scaled rotary embedding extends the length that the model had, and the configuration names that one, as
+    model cards tell people to write it, these are the scale's multiple of it. A configuration that names the extended
+    length already says so: by the original one beside it, or by other kinds of layers that reach it unscaled.
+    """
+    named = getattr(config, "max_position_embeddings", None)
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in rotary.values() if isinstance(kind, Mapping)] or [rotary]
+    scaled = [kind for kind in kinds if kind.get("rope_type") in _EXTENDING]
+    if not named or not scaled:
+        return named
+    unnamed = named if len(scaled) == len(kinds) else 0
+    beside = getattr(config, _ORIGINAL, None)  # the library takes this one first, too
+    extended = [_scale(kind) * (beside or kind.get(_ORIGINAL) or unnamed) for kind in scaled]
+    return max(named, int(min(extended)))
+
+
+def _scale(kind: Mapping[str, Any]) -> float:
+    factor = kind.get("factor")
+    return factor if isinstance(factor, int | float) and math.isfinite(factor) else 1.0
 
 
 class RotaryTable(nn.Module):
     """A decoder's own rotary embedding, asked once for many positions; passes over few tokens get parts of its answer.
 
     Where it takes another table for long texts, as long-RoPE does, the longest position of a pass decides for all of
-    its tokens: `borders` are where that changes. On GPUs every pass asks the embedding itself.
+    its tokens: `borders` are where that changes. Dynamic scaling makes a table for each length beyond the original one:
+    `changes_from` is where that begins. On GPUs every pass asks the embedding itself.
 
     Args:
         rotary: the decoder's.
@@ -29,7 +60,8 @@ class RotaryTable(nn.Module):
     def __init__(self, rotary: nn.Module, most_positions: int | None = None) -> None:
         super().__init__()
         self._rotary = [rotary]  # in a list: it is the model's, not a part of this module
-        borders = _borders(rotary, most_positions)
+        self.changes_from = cast("int", rotary.original_max_seq_len) if _DYNAMIC in _kinds(rotary) else None
+        borders = _borders(rotary, self.changes_from or most_positions)
         self.borders = borders or ()
         self.knows_borders = borders is not None
         self._tables = self.knows_borders
@@ -39,27 +71,44 @@ class RotaryTable(nn.Module):
     def most_together(self, position: int) -> int | None:
         """How many tokens from `position` on a pass may have that are embedded as passes of their own would embed them;
         None: any number."""
-        ahead = [border for border in self.borders if border > position]
-        return ahead[0] - position if ahead else None
+        border = self._border_behind(position)
+        return None if border is None else border - position
+
+    def _border_behind(self, position: int) -> int | None:
+        """The first position behind this one whose passes take another table; None: there is none."""
+        if self.changes_from is not None and position >= self.changes_from:
+            return position + 1
+        ahead = bisect_right(self.borders, position)
+        return self.borders[ahead] if ahead < len(self.borders) else self.changes_from
 
     def forward(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> _Embedded:
         """Cosines and sines, `[1, tokens, head_dim]` each, for `position_ids`, `[1, tokens]`."""
         found = None
         if self._tables and position_ids.is_cpu and position_ids.dim() == 2 and position_ids.shape[0] == 1:
             found = self._looked_up(hidden, position_ids, *kind, **named)
-        return self._rotary[0](hidden, position_ids, *kind, **named) if found is None else found
+        return self._asked(hidden, position_ids, *kind, **named) if found is None else found
+
+    def _asked(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> Any:
+        """What the embedding gives; a dynamic one as if it had seen no text before, which it would remember."""
+        rotary = self._rotary[0]
+        if self.changes_from is not None:
+            rotary = shallow_copy(rotary)
+            rotary._buffers = dict(rotary._buffers)
+        return rotary(hidden, position_ids, *kind, **named)
 
     def _looked_up(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> _Embedded | None:
         """From a block of the table, where all positions are in one; else None."""
         if position_ids.shape[1] > _FEW_TOKENS:
             return None
         positions = position_ids[0].tolist()
+        if self.changes_from is not None and max(positions) >= self.changes_from:
+            return None  # nobody else asks for it
         first, end = self._block(positions[0])
         if not all(first <= position < end for position in positions):
             return None
         key = (first, hidden.dtype, *kind, *named.values())
         if key not in self._blocks:
-            answer = self._rotary[0](hidden, torch.arange(first, end)[None], *kind, **named)
+            answer = self._asked(hidden, torch.arange(first, end)[None], *kind, **named)
             if not isinstance(answer, tuple):  # one tensor of complex numbers
                 self._tables = False
                 return None
@@ -75,10 +124,9 @@ class RotaryTable(nn.Module):
         """The first position of those that are asked for together with this one, and the first behind them."""
         first = position - position % _POSITIONS_AT_ONCE
         end = min(first + _POSITIONS_AT_ONCE, self._most_positions or first + _POSITIONS_AT_ONCE)
-        ahead = bisect_right(self.borders, position)
-        if ahead:
+        if ahead := bisect_right(self.borders, position):
             first = max(first, self.borders[ahead - 1])
-        return first, min([end, *self.borders[ahead : ahead + 1]])
+        return first, min(end, self._border_behind(position) or end)
 
 
 def _borders(rotary: nn.Module, most_positions: int | None) -> tuple[int, ...] | None:
@@ -86,5 +134,9 @@ def _borders(rotary: nn.Module, most_positions: int | None) -> tuple[int, ...] |
     if most_positions is not None:
         with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return table_borders(rotary, most_positions)
+    return None if _CHANGING & _kinds(rotary) else ()
+
+
+def _kinds(rotary: nn.Module) -> set[str]:
     kinds = getattr(rotary, "rope_type", "default")
-    return None if _CHANGING & set(kinds.values() if isinstance(kinds, dict) else [kinds]) else ()
+    return set(kinds.values() if isinstance(kinds, dict) else [kinds])

@@ -18,7 +18,7 @@ from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.passes import CompiledPasses
-from ppd_runtime.models.stage.rotary import RotaryTable
+from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.shared_heads import choose_attention
 from ppd_runtime.models.stage.slicing import (
     FinalHead,
@@ -67,8 +67,7 @@ class Stage:
         self.recorder = Recorder()
         self._ranges: dict[tuple[int, int], LayerSubset] = {}
         rotary = getattr(model.model, "rotary_emb", None)
-        most_positions = getattr(model.config, "max_position_embeddings", None)
-        self._rotary = None if rotary is None else RotaryTable(rotary, most_positions)
+        self._rotary = None if rotary is None else RotaryTable(rotary, most_positions(model.config))
         self._positions = torch.arange(0, device=model.device)[None]
         self._compiled_head = compiled.head if compiled else None
         self.ranking = compiled.ranking if compiled else None
