@@ -18,8 +18,6 @@ from pathlib import Path
 from ppd_runtime.launch.base import import_environment
 from ppd_runtime.workers.fork_server import LONGEST_MESSAGE, NAME
 
-CAN_FORK = hasattr(os, "pidfd_open")
-"""Linux. Elsewhere libraries of the system may not survive a fork, and each worker imports for itself."""
 _ASKS_NOBODY_FOR_GPUS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Else a library that asks PyTorch for GPUs while it is imported would start CUDA, which forks cannot use then."""
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
@@ -29,6 +27,24 @@ _PATIENCE_S = 0.5
 """For the exit code of a worker that has ended: its server may be stopped, or gone."""
 UNKNOWN_EXIT_CODE = 256
 """Of a worker whose fork server did not say how it ended."""
+
+
+def can_fork() -> bool:
+    """Whether this is a Linux that gives descriptors of processes, which gVisor and old container runtimes refuse.
+
+    On other systems libraries may not survive a fork. Where workers are not forked, each imports for itself.
+    """
+    try:
+        descriptor = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return False
+    try:
+        signal.pidfd_send_signal(descriptor, 0)  # only asks
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def can_read(descriptor: int, seconds: float) -> bool:
@@ -93,6 +109,8 @@ class ForkServer:
                 del _open[inherited]
         self.process.kill()
         self.process.wait()
+        for process in self._living.values():
+            process.adopted_exit_code()
         self._control.close()
         self._errors.close()
 
@@ -100,8 +118,8 @@ class ForkServer:
         """What the server says next; nothing where it has ended. Raises BlockingIOError where it is silent."""
         try:
             return socket.recv_fds(self._control, LONGEST_MESSAGE, 1)[:2]
-        except ConnectionError:
-            return b"", ()
+        except ConnectionError:  # said once, before what it sent last
+            return self._receive()
 
     def _note(self, answer: dict[str, int], descriptors: Sequence[int]) -> None:
         if descriptors:
@@ -189,13 +207,25 @@ class ForkedProcess:
         """What its server has said of errors: of a worker that never was there."""
         return self._server.said()
 
+    def adopted_exit_code(self) -> int | None:
+        """Take what is left of it where it has ended and its server is gone, and this program is who gets orphans.
+
+        That is process 1 of a container, and who has asked for orphans. Nobody else would collect it.
+        """
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # somebody else's, or a Linux before 5.4
+                if ended := os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG):
+                    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return None
+
     def _last_heard(self) -> int:
-        """The exit code of what has ended, as soon as its server says it."""
+        """The exit code of what has ended, as soon as its server says it, or where that is gone, if anybody does."""
         deadline = time.monotonic() + _PATIENCE_S
         while self.returncode is None and self._server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
             self._server.hear()
-        return UNKNOWN_EXIT_CODE if self.returncode is None else self.returncode
+        code = self.adopted_exit_code() if self.returncode is None else self.returncode
+        return UNKNOWN_EXIT_CODE if code is None else code
 
     def __del__(self) -> None:
         if self._descriptor is not None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, import_environment
 from ppd_runtime.launch.fork_server import (
-    CAN_FORK,
     UNKNOWN_EXIT_CODE,
     ForkedProcess,
     ForkServer,
+    can_fork,
     can_read,
     open_fork_server,
 )
@@ -71,7 +71,7 @@ class ProcessWorkers:
         return ProcessHandle(name, start_order(spec, network), folder, self._start)
 
     def _start(self, name: str, streams: Sequence[int]) -> Process:
-        if not CAN_FORK:
+        if not can_fork():
             return start_alone(name, streams)
         if not self._servers or self._servers[-1].process.poll() is not None:
             self._servers.append(open_fork_server())

@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 
-from ppd_runtime.launch.fork_server import CAN_FORK, ForkServer, open_fork_server
+from ppd_runtime.launch.fork_server import ForkServer, can_fork, open_fork_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,7 +37,7 @@ def _forget_the_tests_name() -> None:
 def one_fork_server(_test_cache: None) -> Iterator[ForkServer | None]:
     """It has imported PyTorch before the first runtime starts, and runs as long as the last."""
     _forget_the_tests_name()  # no hook of this folder is asked where a fixture is the session's
-    server = open_fork_server() if CAN_FORK else None
+    server = open_fork_server() if can_fork() else None
     yield server
     if server:
         server.close()

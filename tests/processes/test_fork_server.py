@@ -1,7 +1,12 @@
 """Who forks the workers may itself be killed, be stopped, or fail to start."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -9,10 +14,54 @@ from grids import nightly
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.launch import fork_server
 
 PROMPT = [5, 9, 200, 31]
 SETTINGS = {"max_new_tokens": 200, "ignore_eos": True}
+BEGIN = """
+import json, logging, sys
+import old_containers, psutil
+from waiting import wait_until
+from worker_processes import worker_processes
+logging.basicConfig(format="%(message)s")
+{before}
+from ppd_runtime import PPDRuntime
+
+def tell(found):
+    print(json.dumps(found), flush=True)
+
+def kill(processes):
+    for process in processes:
+        process.kill()
+    wait_until(lambda: all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes))
+
+def tokens():
+    return runtime.generate({prompt}, **{settings}).token_ids
+"""
+WITHOUT_DESCRIPTORS = """
+with PPDRuntime({folder!r}, k=1, launcher="processes") as runtime:
+    tell(tokens())
+    tell(sorted(worker_processes()))
+    tell([child.cmdline()[-1:] for child in psutil.Process().children()].count(["fork-server"]))
+    kill([worker_processes()["main"]])
+    tell(tokens())
+tell(sorted(worker_processes()))
+"""
+WITH_ORPHANS = """
+def zombies():
+    return [child.name() for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
+
+with PPDRuntime({folder!r}, k=1, launcher="processes") as runtime:
+    for _ in range(2):
+        tokens()
+        workers = list(worker_processes().values())
+        kill([child for child in psutil.Process().children() if child.cmdline()[-1:] == ["fork-server"]])
+        kill(workers)
+        tell(tokens())
+        tell(zombies())
+    (server,) = [child for child in psutil.Process().children() if child.cmdline()[-1:] == ["fork-server"]]
+    server.suspend()
+tell(zombies())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +141,40 @@ def test_a_stopped_server_holds_up_new_lives_alone(folder, expected, monkeypatch
 
 
 def test_a_server_that_cannot_start_says_why(folder, monkeypatch):
-    monkeypatch.setattr(fork_server.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="failed to start: it ended with exit code 1"):
         PPDRuntime(folder, k=1, launcher="processes").start()
 
 
 @nightly
 def test_workers_that_import_for_themselves_serve_as_well(folder, expected, monkeypatch):
-    monkeypatch.setattr("ppd_runtime.launch.processes.CAN_FORK", False)
+    monkeypatch.setattr("ppd_runtime.launch.processes.can_fork", lambda: False)
     with PPDRuntime(folder, k=1, launcher="processes") as runtime:
         assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
         assert not forking()
+
+
+def run(source, before, folder):
+    """The JSON lines that a program prints that runs to its end, and what it says beside."""
+    source = (BEGIN + source).format(before=before, prompt=PROMPT, settings=SETTINGS, folder=folder)
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": paths}
+    shown = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=300)
+    assert shown.returncode == 0, shown.stderr
+    return list(map(json.loads, shown.stdout.splitlines())), shown.stderr
+
+
+def test_without_descriptors_of_processes_workers_are_started_alone(folder, expected):
+    """As in gVisor and under old container runtimes; who is lost has a successor, and nobody stays."""
+    lines, said = run(WITHOUT_DESCRIPTORS, "old_containers.refuse_process_descriptors()", folder)
+    assert lines == [list(expected), ["main", "sub-1"], 0, list(expected), []]
+    assert said == "the main process is lost, a new one takes its place: signal 9 ended it\n"
+
+
+def test_whoever_gets_orphans_collects_workers_whose_server_is_gone(folder, expected):
+    """As process 1 of a container: before, each stayed as a zombie."""
+    lines, said = run(WITH_ORPHANS, "old_containers.get_orphans()", folder)
+    assert lines == [list(expected), []] * 2 + [[]]
+    assert set(said.splitlines()) == {
+        f"{who} is lost, a new one takes its place: signal 9 ended it" for who in ("the main process", "sub-process 1")
+    }

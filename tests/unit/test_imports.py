@@ -11,7 +11,7 @@ import pytest
 from waiting import wait_until
 
 from ppd_runtime.imports import quick_imports
-from ppd_runtime.launch.fork_server import CAN_FORK, open_fork_server
+from ppd_runtime.launch.fork_server import can_fork, open_fork_server
 from ppd_runtime.pipeline import wire
 
 ASKED = """
@@ -50,7 +50,7 @@ def test_nothing_that_workers_import_asks_for_gpus():
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.skipif(not CAN_FORK, reason="workers are not forked here")
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here")
 def test_a_library_that_asks_for_gpus_does_not_start_cuda_where_workers_are_forked():
     """PyTorch asks NVML instead, where it is told to."""
     with contextlib.closing(open_fork_server()) as server:
