@@ -1,4 +1,4 @@
-"""A second process for `calibrate`: `python -m ppd_runtime.calibration.peer`, told what to do in JSON lines.
+"""A second process for `calibrate`, told what to do in JSON lines.
 
 It holds the model as a worker does. It echoes hidden states, works so that its neighbours' slow-down can be measured,
 or measures ordinary decoding on several cores, and answers each command with a JSON line when it is done.
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.launch.base import import_environment
+from ppd_runtime.launch.child_python import child_command, child_environment
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.opening import compile_ahead, load_stage
 from ppd_runtime.models.stage.stage import Stage
@@ -121,14 +121,13 @@ class CalibrationPeerProcess:
 
     def __init__(self, spec: CalibrationPeerSpec) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
-        command = [sys.executable, "-m", "ppd_runtime.calibration.peer", spec.to_json()]
         self._process = subprocess.Popen(
-            command,
+            child_command(__name__, spec.to_json()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=import_environment(),
+            env=child_environment(),
         )
 
     def __enter__(self) -> "CalibrationPeerProcess":
@@ -179,7 +178,3 @@ def _stay_on(cores: Sequence[int]) -> None:
 def _answer(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,7 @@
 """What every way of launching workers has in common."""
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from ppd_runtime.launch.supervisor import Supervisor
@@ -42,12 +40,6 @@ class Workers(Protocol):
 
     def close(self) -> None:
         """Stop all workers and release everything that was started for them."""
-
-
-def import_environment() -> dict[str, str]:
-    """Environment variables with which another Python finds this very package."""
-    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Introductions:

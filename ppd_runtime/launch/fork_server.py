@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,7 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppd_runtime.launch.base import import_environment
+from ppd_runtime.launch.child_python import child_command, child_environment
+from ppd_runtime.workers import entry
 from ppd_runtime.workers.fork_server import LONGEST_MESSAGE, NAME
 
 _ASKS_NOBODY_FOR_GPUS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -63,13 +63,12 @@ class ForkServer:
         self._control.setblocking(False)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`close` closes it)
         with theirs:
-            command = [sys.executable, "-m", "ppd_runtime.workers.entry", NAME]
             self.process = subprocess.Popen(
-                command,
+                child_command(entry.__name__, NAME),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                env=import_environment() | _ASKS_NOBODY_FOR_GPUS,
+                env=child_environment() | _ASKS_NOBODY_FOR_GPUS,
                 start_new_session=True,
             )
         self._lock = threading.Lock()
@@ -155,7 +154,7 @@ def open_fork_server() -> ForkServer:
 def _inherited() -> object:
     folder, priority = Path().stat(), os.getpriority(os.PRIO_PROCESS, 0)
     process = os.getpid(), folder.st_dev, folder.st_ino, priority, os.sched_getscheduler(0)
-    read = {name: value for name, value in import_environment().items() if not name.startswith(_OF_RAY)}
+    read = {name: value for name, value in child_environment().items() if not name.startswith(_OF_RAY)}
     return *process, frozenset(os.sched_getaffinity(0)), frozenset(read.items())
 
 

@@ -3,13 +3,13 @@
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss, import_environment
+from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
+from ppd_runtime.launch.child_python import child_command, child_environment
 from ppd_runtime.launch.fork_server import (
     UNKNOWN_EXIT_CODE,
     ForkedProcess,
@@ -24,6 +24,7 @@ from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.process_names import short_name
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
+from ppd_runtime.workers import entry
 from ppd_runtime.workers.bits import NO_BITS
 from ppd_runtime.workers.process import WELCOME, read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
@@ -204,11 +205,11 @@ def start_alone(name: str, streams: Sequence[int]) -> "subprocess.Popen[bytes]":
     """A worker process that imports for itself."""
     stdin, stdout, stderr = streams
     return subprocess.Popen(
-        [sys.executable, "-m", "ppd_runtime.workers.entry", name],
+        child_command(entry.__name__, name),
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
-        env=import_environment(),
+        env=child_environment(),
         start_new_session=True,  # Ctrl-C is for the owner, who stops its workers
     )
 

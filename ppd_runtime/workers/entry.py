@@ -1,4 +1,4 @@
-"""Where a worker in a Python of its own begins: `python -m ppd_runtime.workers.entry NAME`, or a Ray actor.
+"""Where a worker in a Python of its own begins, whose argument is its name; or a Ray actor.
 
 Nothing is imported before the worker is: the imports are most of its start.
 """
@@ -69,7 +69,3 @@ def main() -> None:
     else:
         fork_server.show_name(sys.argv[1])
     serve_from_standard_input()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """Forks workers from a process that has imported everything: one import for all workers, restarted ones too.
 
-The program starts it, `python -m ppd_runtime.workers.entry fork-server`, with one end of a pair of sockets as standard
-input. For each worker it sends a name, with three descriptors that become the worker's standard streams. It gets back
-the worker's process id, with a descriptor of that process, and a second message once the worker has ended. The server
-ends when the other end is closed.
+The program starts it, `workers/entry.py` with the argument `NAME`, with one end of a pair of sockets as standard input.
+For each worker it sends a name, with three descriptors that become the worker's standard streams. It gets back the
+worker's process id, with a descriptor of that process, and a second message once the worker has ended. The server ends
+when the other end is closed.
 """
 
 import contextlib

@@ -15,12 +15,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
+from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 
+from ppd_runtime.launch.child_python import PACKAGE, child_command, child_environment, folders_here, kept_path
+from ppd_runtime.launch.ray import probe
 from ppd_runtime.launch.ray.security import check_version, no_cluster
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import Progress
@@ -29,20 +33,6 @@ _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _BEGIN_DEADLINE_S = 120.0
 _PROBE_DEADLINE_S = 15.0
 _END_DEADLINE_S = 30.0
-_PROBE = """
-import sys
-try:
-    from ray._private.services import canonicalize_bootstrap_address_or_die as find
-    from ray._private.worker import maybe_enable_token_auth_if_token_available as look_for_token
-    from ray._raylet import GcsClient
-except ImportError:  # another Ray has other names: then it is not asked
-    sys.exit(0)
-if sys.argv[1] == "auto":
-    look_for_token(warn_if_disabled=False)
-GcsClient(address=find(sys.argv[1]))
-"""
-"""Asks a cluster whether it takes this program in. `ray.init` asks for minutes, writes to stderr each time, and may end
-the whole program."""
 
 
 class Session:
@@ -216,7 +206,11 @@ def _probe(address: str) -> None:
         return
     try:
         subprocess.run(
-            [sys.executable, "-c", _PROBE, address], capture_output=True, timeout=_PROBE_DEADLINE_S, check=True
+            child_command(probe.__name__, address),
+            env=child_environment(),
+            capture_output=True,
+            timeout=_PROBE_DEADLINE_S,
+            check=True,
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         raise RuntimeError(no_cluster(address)) from error
@@ -226,7 +220,9 @@ def _connect(address: str | None, num_cpus: int, folder: str, log_to_driver: boo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not log_to_driver:
         _silence_notices()
-    common = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
+    common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
+    if "://" not in (address or ""):  # else the program that Ray starts for this one connects
+        common["job_config"] = _job_config()
     if address is not None:
         ray.init(address=address, **common)
         return
@@ -239,6 +235,23 @@ def _connect(address: str | None, num_cpus: int, folder: str, log_to_driver: boo
         _temp_dir=f"{folder}/ray",
         **common,
     )
+
+
+def _job_config() -> JobConfig:
+    """Has Ray's workers import nothing from the current folder, nor from that of this program's script.
+
+    Only where this package is there, for want of another place, they have the folder that it is in.
+    """
+    config, package = JobConfig(), str(PACKAGE.parent)
+    config._py_driver_sys_path = _Fixed([] if package in kept_path(sys.path, folders_here()) else [package])
+    return config
+
+
+class _Fixed(list[str]):
+    """What Ray puts first on its workers' import path. By itself it adds the two folders."""
+
+    def extend(self, _: Iterable[str]) -> None:
+        """Leave it as it is."""
 
 
 def _silence_notices() -> None:

@@ -11,9 +11,7 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -37,6 +35,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.files.cache_folder import artifact, capabilities
 from ppd_runtime.models.compiled import joined_products, programs
+from ppd_runtime.models.compiled.compiler_apart import compiler_apart
 from ppd_runtime.models.compiled.joined_products import join_products
 from ppd_runtime.models.compiled.programs import (
     AttentionlessLayer,
@@ -201,7 +200,7 @@ def _compile(
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
                 told = {READ_BY_PRODUCTS: _read_by_products(make(), program), READS_MASK: _reads_mask(program)}
                 options["aot_inductor.metadata"] = {name: json.dumps(value) for name, value in told.items()}
-            with _files_of_its_own():
+            with compiler_apart():
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -217,29 +216,6 @@ def _without_tracebacks() -> Iterator[None]:
         yield
     finally:
         talkative.disabled = was
-
-
-@contextlib.contextmanager
-def _files_of_its_own() -> Iterator[None]:
-    """Have PyTorch's compiler write into a folder that goes away.
-
-    In the user's own folder a file has the same name whoever makes it: a package would have in it what another process
-    was just writing again. Which instructions the CPU has is found out there before, to be found there the next time.
-    """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes seconds to import, only compiling needs it
-
-    pick_vec_isa()
-    with tempfile.TemporaryDirectory(prefix="ppd-compile-") as folder:
-        folders = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
-        before = {name: os.environ.get(name) for name in folders}
-        os.environ.update(folders)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
 
 
 def _export(

@@ -1,0 +1,74 @@
+"""Whatever lies in the current folder, a downloaded model's for instance: no process of ours imports it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from grids import nightly
+from hostile_folder import HostileFolder
+
+PPD = "from ppd_runtime.cli.entry import main; main()"
+ALONE = "import ppd_runtime.launch.processes as launch; launch.can_fork = lambda: False\n"
+OTHERS = """
+import contextlib, sys, tempfile
+from ppd_runtime.calibration.peer import CalibrationPeerProcess, CalibrationPeerSpec
+from ppd_runtime.launch.ray.session import _probe
+from ppd_runtime.models.compiled.compiler_apart import compiler_apart
+with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
+    spec = CalibrationPeerSpec(1, sys.argv[1], None, "float32", "cpu", False, 1, (), sockets, (5, 9), 4)
+    with CalibrationPeerProcess(spec) as peer:
+        print(peer.wait())
+with contextlib.suppress(RuntimeError):  # where no Ray runs here
+    _probe("auto")
+with compiler_apart():
+    print("compiling")
+"""
+"""Starts what measures beside a program, what asks a cluster, and what looks for the CPU's instructions."""
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Callable[..., Path]) -> str:
+    """A small model."""
+    return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """Runs a program, whose folder is another, in the hostile folder: what it prints."""
+    hostile = HostileFolder(tmp_path)
+
+    def in_the_folder(source: str, *arguments: object, **environment: str) -> str:
+        program = tmp_path / "program" / "program.py"
+        program.parent.mkdir()
+        program.write_text(source)
+        command = [sys.executable, str(program), *map(str, arguments)]
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | environment
+        shown = subprocess.run(command, cwd=hostile.path, env=plain, capture_output=True, text=True, timeout=300)
+        assert hostile.was_run() == []
+        assert shown.returncode == 0, shown.stderr
+        return shown.stdout
+
+    return in_the_folder
+
+
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [
+        ("", ("--k", 1)),
+        (ALONE, ("--k", 1)),
+        ("", ("--k", 1, "--launcher", "ray")),
+        pytest.param("", ("--stages", 2), marks=nightly),
+    ],
+    ids=["forked", "alone", "ray", "stages"],
+)
+def test_workers_import_none_of_it(run: Callable[..., str], folder: str, before: str, options: tuple[object]) -> None:
+    asked = ("generate", "The quick", "--model", folder, "--max-new-tokens", 4, *options)
+    assert run(before + PPD, *asked).startswith("The quick")
+
+
+def test_what_else_is_started_imports_none_of_it(run: Callable[..., str], folder: str, tmp_path: Path) -> None:
+    """The compiler's folder is a new one, for what has been found out there is not looked for again."""
+    assert run(OTHERS, folder, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled")) == "ready\ncompiling\n"
