@@ -43,7 +43,8 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime.config import DTYPES
 from ppd_runtime.cost_model.theory import realised_saving
-from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores
 from ppd_runtime.launch.supervisor import START_DEADLINE_S
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_dtype

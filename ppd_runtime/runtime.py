@@ -16,10 +16,11 @@ from ppd_runtime.config import TRANSPORTS, UNSET, RuntimeConfig, runtime_config
 from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
+from ppd_runtime.host import available_cores
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.cache_room import cache_room, requests_for
 from ppd_runtime.launch.choice import choose_launcher
-from ppd_runtime.launch.cpu_affinity import CoreShare, available_cores
+from ppd_runtime.launch.cpu_affinity import CoreShare
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_specs

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores
 
 _PROGRAMS = 2
 _SOURCE = "import os, sys; os.sched_setaffinity(0, [int(sys.argv[1])]); print(flush=True)\nwhile True: pass"

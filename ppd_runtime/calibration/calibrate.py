@@ -19,6 +19,7 @@ import torch
 from ppd_runtime.calibration.model_memory import measured_memory
 from ppd_runtime.calibration.peer import CalibrationPeerProcess, CalibrationPeerSpec
 from ppd_runtime.cost_model.machine_costs import Calibration
+from ppd_runtime.host import available_cores
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.machine_load import LoadMeter
@@ -74,7 +75,7 @@ class Calibrator:
         self._ordinary, self._conditions, self._progress = ordinary, conditions, progress
         self._threads = ordinary.config.threads_per_worker
         self._on_cpu = ordinary.stage.device.type == "cpu"
-        self._all_cores = sorted(_cores_of_this_thread())
+        self._all_cores = _cores_of_this_thread()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Calibrator":
@@ -396,5 +397,7 @@ def _pinned(cores: Sequence[int], threads: int) -> Iterator[None]:
         torch.set_num_threads(threads_before)
 
 
-def _cores_of_this_thread() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+def _cores_of_this_thread() -> list[int]:
+    """As many as there is time for."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(available_cores())
+    return list(allowed[: available_cores()])

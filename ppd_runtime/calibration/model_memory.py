@@ -1,11 +1,10 @@
 """What a loaded model's parts take, and how much memory a device of this machine has."""
 
-import os
-
 import torch
 from torch import nn
 
 from ppd_runtime.cost_model.memory import Memory
+from ppd_runtime.host import memory_bytes
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.stage.stage import Stage
 
@@ -20,7 +19,7 @@ def measured_memory(ordinary: OrdinaryDecoding) -> Memory:
         head=_bytes(head) + _bytes(model.model.norm),
         embedding=_bytes(table),
         entry=_entry_bytes(stage),
-        device=_host_bytes() if on_cpu else torch.cuda.get_device_properties(stage.device).total_memory,
+        device=memory_bytes() if on_cpu else torch.cuda.get_device_properties(stage.device).total_memory,
         tied=head.weight.data_ptr() == table.weight.data_ptr(),
         shared=on_cpu,
     )
@@ -36,7 +35,3 @@ def _entry_bytes(stage: Stage) -> int:
     stage.run(0, 1, [0], 0)
     entries = stage.export_entries(0, 1, 1)
     return entries.numel() * entries.element_size()
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

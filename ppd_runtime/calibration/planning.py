@@ -4,7 +4,6 @@ Only measuring needs the model and torch: they are imported when it comes to tha
 """
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from ppd_runtime.cost_model.plans import Ranking, StagedPlan
 from ppd_runtime.cost_model.staged import check_cuts
 from ppd_runtime.cost_model.staged_choice import StageCosts, chosen_rows
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
+from ppd_runtime.host import available_cores
 from ppd_runtime.measure.machine_load import busy_note
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -235,7 +235,7 @@ def _devices(times: Calibration, subject: Subject) -> int | None:
     """Devices of the machine that the times are from; without one, CPU cores here, unless the plan is for GPUs."""
     if times.devices is not None or subject.device.startswith("cuda"):
         return times.devices
-    return max(1, (os.cpu_count() or 1) // max(1, subject.threads))
+    return max(1, available_cores() // max(1, subject.threads))
 
 
 def _load_cautions(times: Calibration) -> list[str]:

@@ -15,7 +15,8 @@ from ppd_runtime.calibration.calibrate import CalibrationConditions
 from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
 from ppd_runtime.cost_model.planner import ordinary_ms
 from ppd_runtime.cost_model.staged import even_cuts
-from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.machine_load import CpuTime, LoadMeter

@@ -32,7 +32,7 @@ def demo(runtime: Settings, sampling: Settings) -> None:
     with one_line_errors(demo):
         with quick_imports():
             from ppd_runtime import OrdinaryDecoding, PPDRuntime
-            from ppd_runtime.launch.cpu_affinity import available_cores
+            from ppd_runtime.host import available_cores
             from ppd_runtime.measure.against_ordinary import compare
 
         max_new_tokens = SamplingParams(**sampling).max_new_tokens  # refuses what cannot work before anything starts

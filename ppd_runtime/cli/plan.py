@@ -1,6 +1,5 @@
 """`ppd plan`: whether pipelined decoding pays here, and with which exit layer, k and number of workers."""
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.memory import GivenMemory
+from ppd_runtime.host import available_cores
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def plan(
         from ppd_runtime.cost_model.planner import check_request
 
         check_outputs(out, html)
-        max_devices = (os.cpu_count() or 1) if devices is None else devices
+        max_devices = available_cores() if devices is None else devices
         check_request(max_devices, tensor_parallel_efficiency, all_reduce_ms)
         given = known.given(times, run_ahead, all_reduce_ms, GivenMemory(**memory))
         subject = Subject(model, prompts, limit, SamplingParams(**sampling), **place)

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ppd_runtime.files.large_pages import read_in_large_pages
+from ppd_runtime.host import available_cores
 
 logger = logging.getLogger(__name__)
 BLOCK = 2**23
@@ -47,7 +48,7 @@ def checksum(path: Path) -> str:
     starts = range(0, path.stat().st_size, BLOCK)
     if len(starts) < 2:
         return of_blocks(_of_block(path, start) for start in starts)
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(_MOST_THREADS, available_cores())) as threads:
         return of_blocks(threads.map(lambda start: _of_block(path, start), starts))
 
 

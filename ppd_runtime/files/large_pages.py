@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ppd_runtime.host import memory_bytes
+
 LARGE_PAGE = 2**21
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14: where a disk cannot be read it is an error, and no signal
 
@@ -17,7 +19,7 @@ def read_in_large_pages(path: Path) -> None:
     `read` takes a file into small ones, and so may whatever has written it or looked at it before: what is there in
     small ones is read again. A file of less than a large page, or of more than half the memory, is left alone.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE") or not LARGE_PAGE <= path.stat().st_size <= _memory_bytes() / 2:
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not LARGE_PAGE <= path.stat().st_size <= memory_bytes() / 2:
         return
     with (
         contextlib.suppress(OSError),  # a kernel, a file system or a container without them
@@ -60,7 +62,3 @@ def _evict(file: int, memory: mmap.mmap, num_bytes: int) -> None:
     """Let go of the first so many bytes, which the system keeps for as long as any process maps them."""
     memory.madvise(mmap.MADV_DONTNEED)
     os.posix_fadvise(file, 0, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,15 +1,13 @@
 """How many tokens' keys and values fit on the workers' devices, and so how many requests they decode at once."""
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
+from ppd_runtime.host import free_memory_bytes
 from ppd_runtime.launch.gpus import free_bytes
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
@@ -24,7 +22,6 @@ MOST_REQUESTS = 16
 _USUAL_TOKENS = 1024  # of a request; room for so many is what one more request wants
 _SHARE = 0.5  # of the free memory: the rest is for passes, kept prefixes and other programs
 _FEWEST, _MOST = 2048, 2**20  # tokens
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
@@ -81,24 +78,4 @@ def _packed_bytes(weights: str, config: PretrainedConfig, dtype: torch.dtype) ->
 def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return free_bytes(device)
-    return min(_free_here(), _left_to_this_group())
-
-
-def _free_here() -> int:
-    """Bytes of this host's memory that programs can have without swapping; all of it where the host does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-
-def _left_to_this_group(folder: Path = _CGROUP) -> int:
-    """Bytes that a container's limit leaves; pages of files count as free, for the kernel gives them back."""
-    try:
-        most, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
-        kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:  # no such group
-        return sys.maxsize
-    files = int(kept.get("active_file", 0)) + int(kept.get("inactive_file", 0))
-    return sys.maxsize if most == "max" else max(0, int(most) - used + files)
+    return free_memory_bytes()

@@ -1,4 +1,4 @@
-"""The CPU cores of workers: how many there are, who has which, and which of them runtimes of one program share."""
+"""The CPU cores of workers: who has which, and which of them runtimes of one program share."""
 
 import contextlib
 import os
@@ -6,10 +6,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator
 
-
-def available_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from ppd_runtime.host import available_cores
 
 
 def assign_cores(
@@ -23,7 +20,7 @@ def assign_cores(
     if device.startswith("cuda"):
         return [()] * num_workers
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < num_workers * threads:
+    if min(len(cores), available_cores()) < num_workers * threads:
         return [()] * num_workers
     cores.sort(key=lambda core: core in taken)
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]

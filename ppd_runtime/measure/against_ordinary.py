@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
-from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.measure.machine_load import LoadMeter
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.results import GenerationResult

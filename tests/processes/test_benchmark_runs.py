@@ -29,7 +29,7 @@ from benchmarks import (
     tracing,
 )
 from benchmarks.recording import environment, slug
-from ppd_runtime.launch.cpu_affinity import available_cores
+from ppd_runtime.host import available_cores
 
 
 def figures(module, options):

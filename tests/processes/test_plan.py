@@ -30,7 +30,7 @@ from ppd_runtime.cost_model.planner import ordinary_ms, plan, rank
 from ppd_runtime.cost_model.plans import Plan, Ranking
 from ppd_runtime.cost_model.report import page_data, write_page
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates
-from ppd_runtime.launch.cpu_affinity import available_cores
+from ppd_runtime.host import available_cores
 from ppd_runtime.measure.machine_load import UNDISTURBED, busy_note
 from ppd_runtime.models.native.linear import QuantisedLinear
 from ppd_runtime.sampling_params import SamplingParams

@@ -51,17 +51,6 @@ def test_weights_of_few_bits_count_as_what_they_take(
     assert cache_room._weight_bytes(info, model_config(info.folder), torch.float32) == held
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert cache_room._left_to_this_group(tmp_path) > 2**60
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 300\nactive_file 150\ninactive_file 50\n")
-    for limit, left in (("1000\n", 500), ("600\n", 100), ("400\n", 0)):
-        (tmp_path / "memory.max").write_text(limit)
-        assert cache_room._left_to_this_group(tmp_path) == left
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cache_room._left_to_this_group(tmp_path) > 2**60
-
-
 def test_a_runtime_has_room_by_default_and_as_it_is_told(model_folder: Callable[..., Path]) -> None:
     folder = model_folder("llama", num_layers=4)
     usual = PPDRuntime(folder, stages=2, transport="local")

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 
 
 def test_a_thread_stays_on_its_cores_while_the_block_lasts() -> None:

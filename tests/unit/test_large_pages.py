@@ -78,7 +78,7 @@ def test_files_of_any_size(num_bytes: int, tmp_path: Path) -> None:
 
 
 def test_a_file_larger_than_memory_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppd_runtime.files.large_pages._memory_bytes", lambda: LARGE_PAGE * NUM_PAGES)
+    monkeypatch.setattr("ppd_runtime.files.large_pages.memory_bytes", lambda: LARGE_PAGE * NUM_PAGES)
     monkeypatch.setattr("mmap.mmap", lambda *_, **__: pytest.fail("mapped"))
     read_in_large_pages(path)
 

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.host import available_cores
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, choose_launcher
-from ppd_runtime.launch.cpu_affinity import CoreShare, assign_cores, available_cores
+from ppd_runtime.launch.cpu_affinity import CoreShare, assign_cores
 from ppd_runtime.launch.ray.room import Bundle, RayNode, cpus_beside_others
 
 

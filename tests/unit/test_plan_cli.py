@@ -1,7 +1,6 @@
 """`ppd plan` where everything is given: nothing is measured, no model is loaded."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+import ppd_runtime.cli.plan
+from ppd_runtime.calibration import planning
 from ppd_runtime.cli.plan import plan
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.planner import rank
@@ -37,7 +38,8 @@ def invoke(*arguments: object) -> Result:
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many cores as these plans have devices, wherever the tests run."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for module in (planning, ppd_runtime.cli.plan):
+        monkeypatch.setattr(module, "available_cores", lambda: 4)
 
 
 def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
@@ -230,6 +232,8 @@ def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: 
 def test_it_answers_without_importing_what_is_slow(rates: Path) -> None:
     code = """
 import sys, typer
+import ppd_runtime.cli.plan
+from ppd_runtime.calibration import planning
 from ppd_runtime.cli.plan import plan
 app = typer.Typer()
 app.command()(plan)

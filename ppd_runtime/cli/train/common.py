@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppd_runtime.checks import check_int
+from ppd_runtime.host import available_cores
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -22,7 +23,7 @@ ExitLayer = Annotated[int | None, typer.Option(help="The layer to train for; def
 Data = Annotated[str, typer.Option(help='A .jsonl file of "text" or "prompt", a plain text, or "demo".')]
 Seed = Annotated[int, typer.Option(help="Decides the order of the rows.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto: the frozen model's.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default: as PyTorch chooses.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: as PyTorch chooses, within what there is.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 _WAYS = {
@@ -40,12 +41,12 @@ def half_depth(model: str) -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """Have PyTorch use so many; raises ValueError for fewer than one."""
+    """Have PyTorch use so many; None: as it chooses, within what there is. Raises ValueError for fewer than one."""
     import torch
 
     if threads is not None:
         check_int("threads", threads, 1)
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or min(torch.get_num_threads(), available_cores()))
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 from ray.job_config import JobConfig
 
+from ppd_runtime.host import available_cores
 from ppd_runtime.launch.child_python import PACKAGE, child_command, child_environment, folders_here, kept_path
 from ppd_runtime.launch.ray import probe
 from ppd_runtime.launch.ray.security import check_version, no_cluster
@@ -228,7 +229,7 @@ def _connect(address: str | None, num_cpus: int, folder: str, log_to_driver: boo
         return
     ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, num_cpus),  # as many start at once
+        num_cpus=max(available_cores(), num_cpus),  # as many start at once
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         _system_config={"worker_niceness": 0},  # Ray's own choice, 15, starves a worker beside any other program

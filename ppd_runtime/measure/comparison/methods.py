@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from ppd_runtime.launch.cpu_affinity import assign_cores, available_cores, on_cores
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.measure.against_ordinary import predicted_ratio_after_first
 from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
 from ppd_runtime.measure.comparison.rows import BASELINE, MethodRow, full_settings
