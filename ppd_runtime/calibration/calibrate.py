@@ -6,9 +6,7 @@ transport. The parts are timed inside that decoding, some tokens each in turn, w
 
 import contextlib
 import itertools
-import os
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +17,8 @@ import torch
 from ppd_runtime.calibration.model_memory import measured_memory
 from ppd_runtime.calibration.peer import CalibrationPeerProcess, CalibrationPeerSpec
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.host import available_cores
-from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
+from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores, own_cores
+from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.machine_load import LoadMeter
 from ppd_runtime.measure.measured_on import machine
@@ -75,13 +73,13 @@ class Calibrator:
         self._ordinary, self._conditions, self._progress = ordinary, conditions, progress
         self._threads = ordinary.config.threads_per_worker
         self._on_cpu = ordinary.stage.device.type == "cpu"
-        self._all_cores = _cores_of_this_thread()
+        self._all_cores = own_cores()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Calibrator":
         with contextlib.ExitStack() as stack:
             self._progress("starting the processes to measure with")
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ppd-"))
+            folder = stack.enter_context(SocketFolder()).path
             main_cores, *other_cores = self._cores()
             self._peers = [
                 stack.enter_context(CalibrationPeerProcess(self._spec(rank, cores, folder)))
@@ -395,9 +393,3 @@ def _pinned(cores: Sequence[int], threads: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads_before)
-
-
-def _cores_of_this_thread() -> list[int]:
-    """As many as there is time for."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(available_cores())
-    return list(allowed[: available_cores()])

@@ -9,6 +9,12 @@ from collections.abc import Collection, Iterator
 from ppd_runtime.host import available_cores
 
 
+def own_cores() -> list[int]:
+    """Those that this thread may run on, as many as there is time for."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(available_cores())
+    return list(allowed[: available_cores()])
+
+
 def assign_cores(
     num_workers: int, threads: int, taken: Collection[int] = (), device: str = "cpu"
 ) -> list[tuple[int, ...]]:

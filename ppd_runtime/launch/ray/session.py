@@ -30,6 +30,7 @@ from ppd_runtime.launch.ray.security import check_version, no_cluster
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import Progress
 
+_LONGEST_NAME = 69  # of Ray's sockets, below the folder that it is given
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _BEGIN_DEADLINE_S = 120.0
 _PROBE_DEADLINE_S = 15.0
@@ -64,8 +65,9 @@ class Session:
         self._thread.join(_END_DEADLINE_S)
 
     def _live(self, address: str | None, num_cpus: int, log_to_driver: bool) -> None:
-        folder = SocketFolder() if address is None else None
+        folder = None
         try:
+            folder = SocketFolder(_LONGEST_NAME) if address is None else None
             with _sigterm_kept():
                 _connect(address, num_cpus, folder.path if folder else "", log_to_driver)
             self._location.set_result(location())
