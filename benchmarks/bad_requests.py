@@ -18,13 +18,13 @@ _MANY = 10**9
 _SAMPLING: Mapping[str, Sequence[Any]] = {
     "max_tokens": (-1, 2**31, 1.5, "5", True, [], {}, 10**40),
     "temperature": (-0.1, 101, "hot", [], True, float("inf"), float("nan")),
-    "top_p": (0, -1, 1.01, "x", float("nan")),
+    "top_p": (-0.1, -1, 1.01, "x", float("nan")),
     "top_k": (-2, 1.5, "x", 2**31),
     "min_p": (-0.1, 1.1, "x"),
     "repetition_penalty": (0, -1, 101, "x"),
     "presence_penalty": (-2.1, 2.1, "x"),
     "frequency_penalty": (-2.1, 2.1, []),
-    "seed": (2**63, -(2**63) - 1, 1.5, "1", float("nan")),
+    "seed": (2**64, -(2**63) - 1, 1.5, "1", float("nan")),
     "stop": (5, [5], [[]], {}, ["x"] * 10_000, [""]),
     "stop_token_ids": ("a", ["a"], [1.5], [-1], [_MANY]),
     "ignore_eos": ("yes", 1, []),
@@ -33,7 +33,7 @@ _SAMPLING: Mapping[str, Sequence[Any]] = {
     "stream_options": ({"include_usage": True}, 5, {"other": 1}),
     "user": (5, [], {}),
     "tools": ([{}], 5),
-    "logit_bias": ({"5": 1},),
+    "logit_bias": ({"5": 101}, {"5": "x"}, {"x": 1}, {"-1": 1}, {str(_MANY): 1}, [5], 5),
     "response_format": ({"type": "json_object"},),
 }
 _COMPLETION: Mapping[str, Sequence[Any]] = {

@@ -64,6 +64,7 @@ def generate(
         params = SamplingParams(**sampling)
         config = RuntimeConfig(launcher="ray", bind_interface=bind_interface, **runtime)
         opened = PPDRuntime(config=config, progress=_say)
+        params = opened.settled(params)
         requests = _requests(opened, prompts, params)
         with ResultsFile(lasting(out), prompts, {**_settings(opened), **params.as_dict()}) as results:
             _answer(opened, prompts, requests, results)

@@ -175,6 +175,9 @@ class RuntimeConfig:
     gpus_per_worker: float | None = None
     """GPUs of a Ray cluster for each worker, 0.5: two share one; default: one. On a Ray node of our own, and as plain
     processes, they share what there is unless this says how many may."""
+    generation_config: bool = True
+    """Take what the model's `generation_config.json` says as defaults of requests, as transformers' `generate` does.
+    What a request says itself wins."""
     trace: bool = False
     """Record what every process does and when; results have a `trace` then."""
 
@@ -196,7 +199,7 @@ class RuntimeConfig:
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
         self._check_placement()
-        for name in ("compile", "run_ahead", "trace", "repetitions"):
+        for name in ("compile", "run_ahead", "trace", "repetitions", "generation_config"):
             check_bool(name, getattr(self, name))
         if self.workers is not None:
             check_int("workers", self.workers, 1)
@@ -360,6 +363,7 @@ IN_PROCESS_SETTINGS: Mapping[str, str] = {
     "device": "device",
     "threads": "threads_per_worker",
     "compile": "compile",
+    "generation_config": "generation_config",
     "trace": "trace",
 }
 """The settings of `RuntimeConfig` that decoding in one process has, by the names that it has for them."""

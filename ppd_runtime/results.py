@@ -248,6 +248,8 @@ class GenerationResult:
     """Each generated token's log-probability, where they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Those of the prompt's tokens behind its first, where they were asked for."""
+    seed: int = 0
+    """The request's, with which the text comes again; the one that was drawn where it was by chance."""
     news: News = NOTHING_NEW
     """What came behind the last event of a stream."""
 
@@ -259,6 +261,7 @@ class GenerationResult:
             "token_ids": list(self.token_ids),
             "prompt_ids": list(self.prompt_ids),
             "finish_reason": self.finish_reason,
+            "seed": self.seed,
             "stats": self.stats.to_dict(),
             **{name: [_as_json(asdict(one)) for one in noted] for name, noted in told.items() if noted is not None},
         }

@@ -28,6 +28,7 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
 from ppd_runtime.process_names import process_name
@@ -84,7 +85,8 @@ class PPDRuntime(TextGenerator):
             for head in heads.values():
                 head.check_layers([self.exit_layer])
         self._specs = worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
-        super().__init__(info, load_tokenizer(info), self._room())
+        defaults = generation_defaults(info, self.config.generation_config)
+        super().__init__(info, load_tokenizer(info), defaults, self._room())
         self._share = self._place_workers()
         cores, room = self._share.cores, self._turns.most_tokens if self.config.stages else None
         self._specs = [replace(spec, cores=cores[spec.rank], cache_tokens=room) for spec in self._specs]

@@ -8,7 +8,7 @@ draws would, and a run can be repeated by any process with any layout.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import lru_cache, partial
 
@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from ppd_runtime.logprobs import TokenLogprobs, token_logprobs
-from ppd_runtime.sampling_params import LogitsProcessor, SamplingParams
+from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.score_changes import score_changes
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -52,39 +52,34 @@ class Sampler:
 
     Args:
         params: how.
-        prompt_size: tokens at the beginning of every history that are the request's prompt; presence and frequency
-            count what is behind them, and the prompt's `params.num_generated` last ones.
+        prompt_size: tokens at the beginning of every history that are the request's prompt; what counts new tokens
+            counts what is behind them, and the prompt's `params.num_generated` last ones.
+        eos_token_ids: the model's, which end a text.
     """
 
-    def __init__(self, params: SamplingParams, prompt_size: int = 0) -> None:
+    def __init__(self, params: SamplingParams, prompt_size: int = 0, eos_token_ids: Iterable[int] = ()) -> None:
         self.params = params
-        self._first_generated = max(prompt_size - params.num_generated, 0)
-        counts = bool(params.presence_penalty or params.frequency_penalty)
-        self.needs_history = params.repetition_penalty != 1 or counts or bool(params.logits_processors)
-        self.plain = params.greedy and not self.needs_history
+        self._changes = score_changes(params, prompt_size, eos_token_ids)
+        self.plain = params.greedy and not self._changes
         """Whether the choice is the highest of the logits as they are."""
-        self._by_numpy = not params.greedy and not self.needs_history
-        self._scale = params.temperature or 1.0
+        self._by_numpy = not params.greedy and not self._changes
+        self._scale = 1.0 if params.greedy else params.temperature
         """Of scores, for their softmax to be the chances."""
         self._noted: deque[tuple[TokenLogprobs, ...]] = deque()
         self._of_prompt: list[TokenLogprobs] = []
         self._noise_at = lru_cache(_MOST_NOISE)(partial(gumbel_noise, params.seed))
-        self._changes: list[LogitsProcessor] = []
+        self._top_k, self._min_p = params.top_k or 0, params.min_p or 0.0
+        self._top_p = 1.0 if params.top_p is None else params.top_p
         self._temperature = LogitsProcessorList()
         self._filters = LogitsProcessorList()
-        if params.repetition_penalty != 1:
-            self._changes.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
-        if counts:
-            self._changes.append(self._without_repeated)
-        self._changes += [partial(_checked, processor) for processor in params.logits_processors]
-        if params.temperature not in (0, 1):
-            self._temperature.append(TemperatureLogitsWarper(float(params.temperature)))
-        if params.top_k:
-            self._filters.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1:
-            self._filters.append(TopPLogitsWarper(float(params.top_p)))
-        if params.min_p:
-            self._filters.append(MinPLogitsWarper(float(params.min_p)))
+        if self._scale != 1:
+            self._temperature.append(TemperatureLogitsWarper(float(self._scale)))
+        if self._top_k:
+            self._filters.append(TopKLogitsWarper(self._top_k))
+        if self._top_p < 1:
+            self._filters.append(TopPLogitsWarper(float(self._top_p)))
+        if self._min_p:
+            self._filters.append(MinPLogitsWarper(float(self._min_p)))
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
@@ -136,27 +131,27 @@ class Sampler:
 
         That is soon told for one token; which tokens they keep, takes them a sort and most of a choice's time.
         """
-        scaled, params = self._scaled(logits), self.params
+        scaled = self._scaled(logits)
         token = int((scaled + self._noise_at(position, len(logits))).argmax())
         score = scaled[token]
-        if not np.isfinite(score) or (params.top_k and params.top_p < 1):
+        if not np.isfinite(score) or (self._top_k and self._top_p < 1):
             return None
-        if params.top_k and not np.count_nonzero(scaled > score) < params.top_k:
+        if self._top_k and not np.count_nonzero(scaled > score) < self._top_k:
             return None
-        if params.min_p and not np.exp(score - scaled.max()) > max(params.min_p * (1 + _DOUBT), _LEAST_SURE):
+        if self._min_p and not np.exp(score - scaled.max()) > max(self._min_p * (1 + _DOUBT), _LEAST_SURE):
             return None
-        if params.top_p < 1:
+        if self._top_p < 1:
             weights = np.exp(scaled - scaled.max())
             up_to_it = weights[scaled < score].sum() + weights[token]
-            if not up_to_it > (1 - params.top_p + _DOUBT) * weights.sum():
+            if not up_to_it > (1 - self._top_p + _DOUBT) * weights.sum():
                 return None
         return token
 
     @torch.inference_mode()
     def _choose(self, logits: Tensor, history: Sequence[int]) -> int:
         if self.params.greedy:
-            return _first_highest(self._penalised(logits, history))
-        scores = self._temperature(None, self._penalised(logits, history)[None])
+            return _first_highest(self._changed(logits, history))
+        scores = self._temperature(None, self._changed(logits, history)[None])
         noise = self.noise(len(history), 1, logits.shape[-1])
         return int((self._filters(None, scores)[0] + noise[0]).argmax())
 
@@ -206,11 +201,11 @@ class Sampler:
 
     @torch.inference_mode()
     def _noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        penalised = self._penalised(logits, history)
+        changed = self._changed(logits, history)
         if self.params.greedy:
-            return penalised
+            return changed
         noise = self.noise(len(history), 1, logits.shape[-1])
-        return self.scores(penalised[None], noise)[0]
+        return self.scores(changed[None], noise)[0]
 
     def chances(self, scores: Tensor) -> Tensor:
         """How likely each token is to be full depth's choice, from an exit's `noisy_scores`, `[vocab_size]` like them.
@@ -238,13 +233,13 @@ class Sampler:
 
         They are NaN, all of them, where a logit is NaN or infinitely high.
         """
-        scores = self._temperature(None, self._penalised(_on_the_cpu(logits), history)[None])
+        scores = self._temperature(None, self._changed(_on_the_cpu(logits), history)[None])
         return self._filters(None, scores)[0].softmax(-1, dtype=torch.float64)
 
     def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
         """What `rank` sorts by where the temperature is above 0, for many positions: `[rows, vocab_size]`, like both.
 
-        The caller has seen to the repetition penalty; `noise` is that of the rows' positions.
+        The caller has had them `changed`; `noise` is that of the rows' positions.
         """
         scaled = self._temperature(None, logits)
         noisy = scaled + noise
@@ -259,36 +254,34 @@ class Sampler:
 
     def _scaled(self, logits: np.ndarray) -> np.ndarray:
         """As the temperature's processor, to the last bit."""
-        temperature = self.params.temperature
-        return logits if temperature == 1 else logits / np.float32(temperature)
+        return logits if self._scale == 1 else logits / np.float32(self._scale)
 
     def _least_kept(self, scaled: np.ndarray) -> float:
         """The lowest of the scores that the filters keep; among equal ones at the border they keep not all."""
-        ranked, params = np.sort(scaled), self.params
-        if params.top_k:
-            ranked = ranked[-params.top_k :]
+        ranked = np.sort(scaled)
+        if self._top_k:
+            ranked = ranked[-self._top_k :]
         with np.errstate(invalid="ignore"):  # of what is no number nothing is asked
             up_to_each = np.cumsum(np.exp(ranked - ranked[-1]))
-        border = np.searchsorted(up_to_each, (1 - params.top_p) * up_to_each[-1], side="right")
+        border = np.searchsorted(up_to_each, (1 - self._top_p) * up_to_each[-1], side="right")
         lowest = float(ranked[min(border, len(ranked) - 1)])
-        return max(lowest, float(ranked[-1]) + math.log(params.min_p)) if params.min_p else lowest
+        return max(lowest, float(ranked[-1]) + math.log(self._min_p)) if self._min_p else lowest
 
-    def _penalised(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """The logits behind penalties and the request's own processors, `[vocab_size]` like them."""
-        if not self.needs_history:
+    def changed(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
+        """The logits behind all but temperature and filters, `[texts, vocab_size]` like them."""
+        if not self._changes:
+            return logits
+        return torch.stack([self._changed(row, text) for row, text in zip(logits, histories, strict=True)])
+
+    def _changed(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """As `changed`, of one text, `[vocab_size]`."""
+        if not self._changes:
             return logits
         text = np.fromiter(history, np.int64, len(history))  # of a long text a tensor takes nine times as long
         input_ids, scores = torch.from_numpy(text).to(logits.device)[None], logits[None]
         for change in self._changes:
             scores = change(input_ids, scores)
         return scores[0]
-
-    def _without_repeated(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Presence and frequency penalty as OpenAI defines them and vLLM computes them, which transformers lacks."""
-        generated = input_ids[0, self._first_generated :]
-        counts = torch.bincount(generated, minlength=scores.shape[-1])
-        scores = scores - self.params.frequency_penalty * counts
-        return scores - self.params.presence_penalty * (counts > 0)
 
 
 class Draws:
@@ -324,8 +317,10 @@ class Draws:
 class TimedSampler(Sampler):
     """A sampler whose choices are spans of a process' time."""
 
-    def __init__(self, params: SamplingParams, recorder: Recorder, prompt_size: int = 0) -> None:
-        super().__init__(params, prompt_size)
+    def __init__(
+        self, params: SamplingParams, recorder: Recorder, prompt_size: int = 0, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        super().__init__(params, prompt_size, eos_token_ids)
         self._recorder = recorder
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -341,15 +336,6 @@ class TimedSampler(Sampler):
         tokens = super().rank(logits, history, k)
         self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), tokens[0])
         return tokens
-
-
-def _checked(processor: LogitsProcessor, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """What a request's own processor gives; it may write into its arguments."""
-    found = processor(input_ids.clone(), scores.clone())
-    if not isinstance(found, Tensor) or found.shape != scores.shape:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"logits_processors: {processor!r:.200} gave {shape}, not scores {list(scores.shape)}")
-    return found.to(scores)
 
 
 def _on_the_cpu(logits: Tensor) -> Tensor:

@@ -1,19 +1,24 @@
 """How the tokens of one call are chosen, and when it stops: settings, frozen and checked where they are made."""
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ppd_runtime.checks import check_bool, check_int, check_range, is_text
 from ppd_runtime.settings import check_known
+from ppd_runtime.token_lists import MOST_TOKEN_ID, TokenIds, biases, sequence_biases, sequences, token_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 1000, 2**16
 MOST_LOGPROBS = 20
+BY_CHANCE = -1
+"""A seed that stands for one by chance."""
+_SEEDS_BY_CHANCE = 2**53  # numbers that every JSON reader holds exactly
 _MOST = 2**31 - 1
-_LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite
+_LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite: there the highest is chosen
 _MOST_PENALTY = 2.0  # OpenAI's range, and vLLM's
 _ADDED = {"added": True}
 """Marks settings that files of earlier versions do not name; see `SamplingParams.as_dict`."""
@@ -21,13 +26,40 @@ _ADDED = {"added": True}
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """From the tokens so far, `[1, tokens]`, and scores for the next one, `[1, vocab_size]`, to other scores."""
 
+FROM_THE_MODEL = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "min_length",
+    "min_new_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "renormalize_logits",
+)
+"""Settings that are the model's where a request says nothing (None): with these names its `generation_config.json` has
+them, and transformers' `generate` takes them."""
+_PLAIN: Mapping[str, Any] = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+"""What files of earlier versions note where nothing was said."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one call are chosen and when it stops.
 
-    Scores are changed in the order of transformers' `generate`: repetition penalty, frequency and presence penalty,
-    `logits_processors`, temperature, top-k, top-p, min-p.
+    Scores are changed in the order of transformers' `generate`: `logit_bias` first, then what `generate` has a setting
+    for, frequency and presence penalty, `logits_processors`, temperature, top-k, top-p, min-p.
+
+    A setting that is None is the model's: what its `generation_config.json` says, as with `generate`, or else as if it
+    were not there.
 
     Raises:
         ValueError: naming the value and the allowed range.
@@ -36,22 +68,23 @@ class SamplingParams:
     max_new_tokens: int = 128
     """Tokens to generate at the most."""
     temperature: float = 0.0
-    """0 is greedy decoding; above it, higher is more random."""
-    top_k: int = 0
-    """Sample among so many likeliest tokens; 0 or -1 is all."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens that hold this share of the probability, in (0, 1]."""
-    repetition_penalty: float = 1.0
+    """0 is greedy decoding; above it, higher is more random. Below 0.000001 it is 0."""
+    top_k: int | None = None
+    """Sample among so many likeliest tokens; 0 or -1 is all. 1 is greedy decoding."""
+    top_p: float | None = None
+    """Sample among the likeliest tokens that hold this share of the probability, in [0, 1]. 0 is greedy decoding."""
+    repetition_penalty: float | None = None
     """Above 1, tokens already in the prompt or text become less likely."""
     seed: int = 0
-    """The same seed gives the same text, whatever the layout. It is the key of the shared noise."""
+    """The same seed gives the same text, whatever the layout; -1 is one by chance. It is the key of the shared noise.
+    A result tells its seed."""
     stop: tuple[str, ...] = ()
     """Text that ends the generation and is not part of it; may be given again."""
     ignore_eos: bool = False
     """Go on after an end-of-text token."""
-    min_p: float = field(default=0.0, metadata=_ADDED)
-    """Leave out tokens less probable than this share of the likeliest one's probability, in [0, 1]. 0 leaves out none.
-    As the other filters, it needs a temperature above 0."""
+    min_p: float | None = field(default=None, metadata=_ADDED)
+    """Leave out tokens less probable than this share of the likeliest one's probability, in [0, 1]. 0 leaves out none,
+    1 is greedy decoding. As the other filters, it needs a temperature above 0."""
     presence_penalty: float = field(default=0.0, metadata=_ADDED)
     """Above 0, tokens that were generated before become less likely; in [-2, 2]. It is taken off their scores. As
     OpenAI's and vLLM's, it does not count the prompt's tokens."""
@@ -79,19 +112,42 @@ class SamplingParams:
     prompt_logprobs: bool = field(default=False, metadata=_ADDED)
     """Give the prompt's tokens' log-probabilities too, with `logprobs`."""
 
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = field(default=None, metadata=_ADDED)
+    """Biases by token id, such as {464: -100}, in [-100, 100]; each is added to the token's logit before all else."""
+    min_new_tokens: int | None = field(default=None, metadata=_ADDED)
+    """Before there are so many new tokens, no token that ends a text is chosen; that is one of the model's, unless
+    `ignore_eos`, or of `stop_token_ids`."""
+    min_length: int | None = field(default=None, metadata=_ADDED)
+    """The same with the prompt's tokens counted; of no matter where `min_new_tokens` is given."""
+    no_repeat_ngram_size: int | None = field(default=None, metadata=_ADDED)
+    """Tokens in a row that are not repeated, neither the text's nor the prompt's; 0 is none."""
+    bad_words_ids: tuple[TokenIds, ...] | None = field(default=None, metadata=_ADDED)
+    """Sequences of token ids that are not generated."""
+    sequence_bias: tuple[tuple[TokenIds, float], ...] | None = field(default=None, metadata=_ADDED)
+    """Biases by sequence of token ids, such as [[[5, 6], -2.0]]; added to the last one's score behind the others."""
+    suppress_tokens: TokenIds | None = field(default=None, metadata=_ADDED)
+    """Token ids that are not generated."""
+    begin_suppress_tokens: TokenIds | None = field(default=None, metadata=_ADDED)
+    """Token ids that a text does not begin with."""
+    forced_bos_token_id: int | None = field(default=None, metadata=_ADDED)
+    """The token that follows a prompt of one token."""
+    forced_eos_token_id: TokenIds | None = field(default=None, metadata=_ADDED)
+    """Token ids one of which is the last token of `max_new_tokens`."""
+    exponential_decay_length_penalty: tuple[int, float] | None = field(default=None, metadata=_ADDED)
+    """New tokens, and a factor: behind so many, tokens that end a text become likelier by that factor each time."""
+    encoder_repetition_penalty: float | None = field(default=None, metadata=_ADDED)
+    """Above 1, the prompt's tokens become likelier."""
+    encoder_no_repeat_ngram_size: int | None = field(default=None, metadata=_ADDED)
+    """Of the prompt, so many tokens in a row are not repeated; 0 is none."""
+    renormalize_logits: bool | None = field(default=None, metadata=_ADDED)
+    """Whether the scores become log-probabilities in the end."""
+
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, _MOST)
-        check_int("top_k", self.top_k, -1, _MOST)
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        check_int("seed", self.seed, 0, 2**64 - 1)
-        temperatures = f"0, or {_LOWEST_TEMPERATURE} or more"
-        check_range("temperature", self.temperature, lambda t: t == 0 or t >= _LOWEST_TEMPERATURE, temperatures)
-        check_range("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]")
-        check_range("repetition_penalty", self.repetition_penalty, lambda r: r > 0, "above 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_range(name, getattr(self, name), lambda penalty: abs(penalty) <= _MOST_PENALTY, "in [-2, 2]")
-        check_range("min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1]")
+        check_int("seed", self.seed, BY_CHANCE, 2**64 - 1)
+        self._check_sampling()
+        self._check_changes()
+        self._take_token_lists()
         if self.timeout_s is not None:
             check_range("timeout_s", self.timeout_s, lambda seconds: seconds > 0, "above 0")
         self._check_stops()
@@ -104,6 +160,48 @@ class SamplingParams:
         if not isinstance(self.logits_processors, tuple) or not all(map(callable, self.logits_processors)):
             given = f"{self.logits_processors!r:.200}"
             raise ValueError(f"logits_processors={given}: give a tuple of functions of token ids and scores")
+
+    def _check_sampling(self) -> None:
+        check_range("temperature", self.temperature, lambda t: t >= 0, "0 or more")
+        if self.temperature < _LOWEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, -1, _MOST)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        for name in ("top_p", "min_p"):
+            if (share := getattr(self, name)) is not None:
+                check_range(name, share, lambda share: 0 <= share <= 1, "in [0, 1]")
+
+    def _check_changes(self) -> None:
+        for name in ("repetition_penalty", "encoder_repetition_penalty"):
+            if (penalty := getattr(self, name)) is not None:
+                check_range(name, penalty, lambda penalty: penalty > 0, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_range(name, getattr(self, name), lambda penalty: abs(penalty) <= _MOST_PENALTY, "in [-2, 2]")
+        for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+            if (number := getattr(self, name)) is not None:
+                check_int(name, number, 0, _MOST)
+        if self.forced_bos_token_id is not None:
+            check_int("forced_bos_token_id", self.forced_bos_token_id, 0, MOST_TOKEN_ID)
+        if self.renormalize_logits is not None:
+            check_bool("renormalize_logits", self.renormalize_logits)
+        if self.exponential_decay_length_penalty is not None:
+            self._check_decay(self.exponential_decay_length_penalty)
+
+    def _check_decay(self, given: object) -> None:
+        name = "exponential_decay_length_penalty"
+        if not isinstance(given, list | tuple) or len(given) != 2:
+            raise ValueError(f"{name}={given!r:.200}: give a number of tokens and a factor")
+        check_int(f"{name}[0]", given[0], 0, _MOST)
+        check_range(f"{name}[1]", given[1], lambda factor: factor > 0, "above 0")
+        object.__setattr__(self, name, (given[0], float(given[1])))
+
+    def _take_token_lists(self) -> None:
+        """As tuples of one form, however they are given."""
+        for name, taken in _TOKEN_LISTS.items():
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, taken(name, given))
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, tuple):
@@ -121,8 +219,26 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without noise."""
-        return self.temperature == 0
+        """Whether the likeliest token is taken, the first of several that are alike, without noise."""
+        return self.temperature == 0 or self.top_k == 1 or self.top_p == 0 or self.min_p == 1
+
+    def settled(self, model: "SamplingParams | None" = None) -> "SamplingParams":
+        """Those that a request runs with: the model's where nothing is said, a seed where it is by chance."""
+        own = {name: getattr(model, name) for name in FROM_THE_MODEL if getattr(self, name) is None} if model else {}
+        found = {name: value for name, value in own.items() if value is not None}
+        if self.seed == BY_CHANCE:
+            found["seed"] = secrets.randbelow(_SEEDS_BY_CHANCE)
+        return replace(self, **found) if found else self
+
+    def named_tokens(self) -> Iterable[tuple[str, int]]:
+        """Each token id that a setting names, with the setting."""
+        for name in ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+            yield from ((name, token) for token in getattr(self, name) or ())
+        if self.forced_bos_token_id is not None:
+            yield "forced_bos_token_id", self.forced_bos_token_id
+        yield from (("logit_bias", token) for token in dict(self.logit_bias or ()))
+        yield from (("bad_words_ids", token) for sequence in self.bad_words_ids or () for token in sequence)
+        yield from (("sequence_bias", token) for sequence, _ in self.sequence_bias or () for token in sequence)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings by name, for files that outlive a version: those added later only where they are not default."""
@@ -131,8 +247,19 @@ class SamplingParams:
             for setting in fields(self)
             if not setting.metadata.get("added") or getattr(self, setting.name) != setting.default
         ]
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return {name: _PLAIN.get(name) if value is None else value for name, value in values.items()}
 
+
+_TOKEN_LISTS: Mapping[str, Callable[[str, object], Any]] = {
+    "logit_bias": biases,
+    "bad_words_ids": sequences,
+    "sequence_bias": sequence_biases,
+    "suppress_tokens": token_ids,
+    "begin_suppress_tokens": token_ids,
+    "forced_eos_token_id": token_ids,
+}
+"""How each is read."""
 
 SAMPLING_SETTINGS = tuple(setting.name for setting in fields(SamplingParams))
 """The names of `SamplingParams`' settings."""

@@ -35,12 +35,19 @@ class Measurement:
         threads: int = 1,
         weights: str | None = None,
         compile: bool = False,
+        generation_config: bool = True,
     ) -> None:
         texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts
-        self.sampling = sampling or SamplingParams()
         self.ordinary = OrdinaryDecoding(
-            model, dtype=dtype, device=device, threads=threads, weights=weights, compile=compile
+            model,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            weights=weights,
+            compile=compile,
+            generation_config=generation_config,
         )
+        self.sampling = self.ordinary.settled(sampling or SamplingParams())
         self.prompts = self._validator(texts)
 
     @property

@@ -98,13 +98,15 @@ class Subject:
     threads: int
     weights: str | None = None
     compile: bool = False
+    generation_config: bool = True
 
     def __post_init__(self) -> None:
         in_process_config("a plan", {"model": self.model, **self._place})
 
     @property
     def _place(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("dtype", "device", "threads", "weights", "compile")}
+        names = ("dtype", "device", "threads", "weights", "compile", "generation_config")
+        return {name: getattr(self, name) for name in names}
 
     @cached_property
     def weights_name(self) -> str:

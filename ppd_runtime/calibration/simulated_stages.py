@@ -161,7 +161,7 @@ class SimulatedStages:
 
     def decode(self, prompt_ids: list[int], params: SamplingParams, times: StageTimes) -> SimulatedText:
         """Decode a text of two tokens at least."""
-        sampler = Sampler(params, len(prompt_ids))
+        sampler = Sampler(params, len(prompt_ids), self._info.eos_token_ids)
         clocks = [Clock(times.layer, 1.0, 0.0, random.Random()) for _ in self._stages]
         pairs = list(zip(self._stages, clocks, strict=True))
         machines = Machines(

@@ -96,9 +96,12 @@ def _open(
     from ppd_runtime.measure.comparison.run import ComparisonRun
     from ppd_runtime.methods.ordinary import OrdinaryDecoding
     from ppd_runtime.models.checkpoint.description import describe
+    from ppd_runtime.models.checkpoint.generation import generation_defaults
 
     check_whole("rounds", rounds, 1)
-    rows, left_out = check_rows(parse_rows(methods), describe(model, place.get("weights")), sampling)
+    info = describe(model, place.get("weights"))
+    sampling = sampling.settled(generation_defaults(info, place.get("generation_config", True)).params)
+    rows, left_out = check_rows(parse_rows(methods), info, sampling)
     ready = opened.enter_context(Methods(OrdinaryDecoding(model, **place), rows))
     return ComparisonRun(ready, groups, sampling, rounds, out, resume), left_out
 

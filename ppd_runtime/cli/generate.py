@@ -17,7 +17,7 @@ from ppd_runtime.cli.options import Method, Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
 from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig
 from ppd_runtime.imports import quick_imports
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling_params import BY_CHANCE, SamplingParams
 
 if TYPE_CHECKING:
     from ppd_runtime.methods.base import Generation, TextGenerator
@@ -112,12 +112,14 @@ def generate(
         generator = open_method(model, method.value, **own, **place, trace=outputs.traced)
         live = Live.TOKENS if outputs.as_json else Live.BOUNDARIES
         generation = generator.request(text, params, live, add_special_tokens)
-        result = _show(generation, generator, text, outputs)
+        result = _show(generation, generator, text, outputs, by_chance=params.seed == BY_CHANCE)
         give_json(_as_dict(result, method, generator.dtype), outputs.as_json, outputs.out)
         _write_trace(result, generator, outputs)
 
 
-def _show(generation: "Generation", generator: "TextGenerator", prompt: str, outputs: Outputs) -> "GenerationResult":
+def _show(
+    generation: "Generation", generator: "TextGenerator", prompt: str, outputs: Outputs, by_chance: bool
+) -> "GenerationResult":
     with generator:
         if outputs.as_json:
             for _ in generation:
@@ -127,7 +129,8 @@ def _show(generation: "Generation", generator: "TextGenerator", prompt: str, out
             stages = len(cuts) + 1 if (cuts := getattr(generator, "cuts", ())) else 0
             print_stream(generation, prompt, stages, legend=not outputs.quiet)
     if not (outputs.as_json or outputs.quiet):
-        sys.stderr.write(f"{_figures(generation.result)}\n")
+        seed = f", seed {generation.result.seed}" if by_chance else ""
+        sys.stderr.write(f"{_figures(generation.result)}{seed}\n")
     return generation.result
 
 

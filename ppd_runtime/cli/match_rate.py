@@ -151,7 +151,8 @@ def _print_tables(report: "MatchRateReport") -> None:
     from rich.console import Console
 
     console, setting, sampling = Console(), report.setting, report.setting.sampling
-    filters = f", top-p {sampling.top_p:g}" * (sampling.top_p < 1) + f", top-k {sampling.top_k}" * (sampling.top_k > 0)
+    kept = ("top-p", sampling.top_p, 1), ("top-k", sampling.top_k, 0)
+    filters = "".join(f", {name} {value:g}" for name, value, every in kept if value not in (None, every))
     decoding = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}{filters}"
     compared = f"{report.runtime_rates.comparisons} tokens of {report.num_prompts} prompts compared"
     cost = f"{report.cost_ratio:.2f} times the cost of generating them"

@@ -209,6 +209,8 @@ SAMPLING = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "no_repeat_ngram_size",
+    "min_new_tokens",
     "seed",
     "stop",
     "stop_token_ids",

@@ -31,8 +31,6 @@ SHARED_NOISE = "shared_noise"
 ExitLogits = Callable[[Tensor, int], Tensor]
 """Hidden states after an exit layer, `[rows, hidden_size]`, and the layer → `[rows, vocab_size]` float32 logits."""
 
-_BY_THE_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logits_processors")
-"""Settings that change scores by the text so far."""
 _ROWS = 128  # positions ranked at once: bounds the memory that a large vocabulary's logits take
 
 
@@ -68,9 +66,6 @@ class MatchRateSetting:
             if layer not in range(1, self.num_layers):
                 choice = f"with {self.num_layers} layers choose 1 to {self.num_layers - 1}"
                 raise ValueError(f"exit_layer={layer}: {choice}")
-        for name in _BY_THE_TEXT:
-            if (value := getattr(self.sampling, name)) != getattr(SamplingParams, name):
-                raise ValueError(f"{name}={value}: match rates are measured without it, leave it out")
         for cuts in self.cuts:
             check_cuts(self.num_layers, cuts)
         object.__setattr__(self, "exit_layers", tuple(sorted({*self.exit_layers, *itertools.chain(*self.cuts)})))
@@ -118,7 +113,8 @@ class MatchRateMeter:
         exit_head: str = SHARED,
     ) -> None:
         """`exit_logits` are the shared head's where it is None; `exit_head` is the name for what gives them."""
-        self.ordinary, self.setting, self.exit_head = ordinary, setting, exit_head
+        self.ordinary, self.exit_head = ordinary, exit_head
+        self.setting = replace(setting, sampling=ordinary.settled(setting.sampling))
         self._exit_logits = exit_logits or exit_logits_of(ordinary.stage.head)
 
     def measure(self, prompt_ids: Sequence[int], seed: int, on_token: Callable[[], None] | None = None) -> TextPlaces:
@@ -132,7 +128,8 @@ class MatchRateMeter:
         generated = time.perf_counter()
         token_ids = [*prompt_ids, *generation.result.token_ids]
         with cpu_threads(self.ordinary.config.threads_per_worker):
-            places = self._place(token_ids, len(prompt_ids), Sampler(sampling))
+            sampler = Sampler(sampling, len(prompt_ids), self.ordinary.info.eos_token_ids)
+            places = self._place(token_ids, len(prompt_ids), sampler)
         return TextPlaces(places, generated - began, time.perf_counter() - generated)
 
     @torch.inference_mode()
@@ -141,23 +138,23 @@ class MatchRateMeter:
         states = torch.stack(
             list(exit_states(self.ordinary.stage, token_ids[:-1], first - 1, self.setting.exit_layers))
         )
-        tokens = torch.tensor(token_ids[first:], device=states.device)
         parts = [
-            self._place_rows(some_states, some_tokens, first + number * _ROWS, sampler)
-            for number, (some_states, some_tokens) in enumerate(
-                zip(states.split(_ROWS, dim=1), tokens.split(_ROWS), strict=True)
-            )
+            self._place_rows(some_states, token_ids[: first + number * _ROWS + some_states.shape[1]], sampler)
+            for number, some_states in enumerate(states.split(_ROWS, dim=1))
         ]
         return {ranking: torch.cat([part[ranking] for part in parts], dim=1).tolist() for ranking in parts[0]}
 
-    def _place_rows(self, states: Tensor, tokens: Tensor, position: int, sampler: Sampler) -> dict[str, Tensor]:
-        """Places `[exit_layers, rows]` by ranking; `states` is `[exit_layers, rows, hidden_size]`."""
+    def _place_rows(self, states: Tensor, token_ids: list[int], sampler: Sampler) -> dict[str, Tensor]:
+        """Places of the last tokens, `[exit_layers, rows]`, by ranking; `states` are of those before each of them,
+        `[exit_layers, rows, hidden_size]`."""
         rows: dict[str, list[Tensor]] = {ranking: [] for ranking in self.setting.rankings}
-        noise = Tensor()
+        noise, position = Tensor(), len(token_ids) - states.shape[1]
+        tokens = torch.tensor(token_ids[position:], device=states.device)
+        histories = [token_ids[: position + row] for row in range(len(tokens))]
         if not sampler.params.greedy:
             noise = sampler.noise(position, len(tokens), self.setting.vocab_size).to(states.device)
         for layer, hidden in zip(self.setting.exit_layers, states, strict=True):
-            logits = self._exit_logits(hidden, layer)
+            logits = sampler.changed(self._exit_logits(hidden, layer), histories)
             for ranking, placed in rows.items():
                 scores = logits if ranking == LOGITS else sampler.scores(logits, noise)
                 placed.append(places_among_best(scores, tokens, max(self.setting.ks)))

@@ -17,6 +17,7 @@ from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.methods.turns import Room, Turns
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.generation import GenerationDefaults, check_tokens
 from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.text import TextStream
@@ -26,10 +27,19 @@ if TYPE_CHECKING:
 
 
 class TextGenerator(ABC):
-    """Something that continues a prompt; calls of several threads have `turns`, by default one after the other."""
+    """Something that continues a prompt; calls of several threads have `turns`, by default one after the other.
 
-    def __init__(self, info: ModelInfo, tokenizer: PreTrainedTokenizerBase, turns: Turns | None = None) -> None:
-        self.info, self.tokenizer = info, tokenizer
+    `defaults` are what its requests have where they say nothing.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: PreTrainedTokenizerBase,
+        defaults: GenerationDefaults,
+        turns: Turns | None = None,
+    ) -> None:
+        self.info, self.tokenizer, self.defaults = info, tokenizer, defaults
         self._turns = turns or Turns(1)
         self._endings: list[Ending] = []
         """Of the requests whose turn it is."""
@@ -201,7 +211,12 @@ class TextGenerator(ABC):
         self, prompt: Prompt, params: SamplingParams, live: int = Live.TOKENS, add_special_tokens: bool = True
     ) -> "Generation":
         """Check a request; it begins when its first event is asked for. `live` is what its events tell."""
+        params = self.settled(params)
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
+
+    def settled(self, params: SamplingParams) -> SamplingParams:
+        """What a request with these settings runs with: the model's own where they say nothing, and a seed."""
+        return params.settled(self.defaults.params)
 
     def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """A prompt's token ids; raises ValueError for what is none."""
@@ -223,10 +238,7 @@ class TextGenerator(ABC):
 
     def _check_params(self, params: SamplingParams, prompt_size: int) -> None:
         """Raise ValueError for settings that do not fit the model, or a prompt of so many tokens."""
-        for token in params.stop_token_ids:
-            if token >= self.info.vocab_size:
-                last = self.info.vocab_size - 1
-                raise ValueError(f"stop_token_ids={token}: is outside the vocabulary, choose 0 to {last}")
+        check_tokens(params, self.info.vocab_size)
         if params.num_generated > prompt_size:
             raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
         wanted = prompt_size + params.max_new_tokens
@@ -352,6 +364,7 @@ class _Request:
             news=totals.news,
             logprobs=tuple(event.logprobs for event in events if event.logprobs) if asked else None,
             prompt_logprobs=tuple(of_prompt) if self._params.prompt_logprobs else None,
+            seed=self._params.seed,
         )
 
     def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:

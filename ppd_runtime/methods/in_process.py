@@ -11,6 +11,7 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.opening import compile_ahead, load_stage, share_weights
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
@@ -37,7 +38,7 @@ class OneProcessDecoding(TextGenerator):
     """Of the request that is running."""
 
     def __init__(self, info: ModelInfo, config: RuntimeConfig, emulate: EmulatedDevice | None = None) -> None:
-        super().__init__(info, load_tokenizer(info))
+        super().__init__(info, load_tokenizer(info), generation_defaults(info, config.generation_config))
         self.config, self._emulate = config, emulate
 
     def load_whole(self, pass_kinds: Sequence[int]) -> Stage:

@@ -42,7 +42,7 @@ class OrdinaryDecoding(OneProcessDecoding):
     def _tokens(
         self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
     ) -> Iterator[tuple[int, bool | None, str | None]]:
-        self._sampler = TimedSampler(params, self.stage.recorder, len(prompt_ids))
+        self._sampler = TimedSampler(params, self.stage.recorder, len(prompt_ids), self.info.eos_token_ids)
         capacity = len(prompt_ids) + params.max_new_tokens
         for token, reason in autoregressive(self.stage, prompt_ids, capacity, self._sampler, stop):
             yield token, None, reason

@@ -74,7 +74,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
     ) -> Iterator[tuple[int, bool | None, str | None]]:
         self._progress = SpeculationCounts()
         size = len(prompt_ids)
-        sampler = self._sampler = Sampler(params, size)
+        sampler = self._sampler = Sampler(params, size, self.info.eos_token_ids)
         rule = acceptance_rule(self._acceptance, sampler, size, self.method.steered_by)
         return speculate(self.method, self.stage, rule, prompt_ids, params.max_new_tokens, stop, self._progress)
 

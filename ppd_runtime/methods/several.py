@@ -54,6 +54,7 @@ def with_seeds(params: SamplingParams, n: int | None) -> list[SamplingParams]:
     if n is None:
         return [params]
     check_int("n", n, 1, _MOST_TEXTS)
+    params = params.settled()
     return [replace(params, seed=(params.seed + choice) % _SEEDS) for choice in range(n)]
 
 

@@ -97,7 +97,14 @@ def in_parts(
     for most in parts:
         generated = params.num_generated + len(text) - len(prompt_ids)
         scored = params.prompt_logprobs and len(text) == len(prompt_ids)
-        part = replace(params, max_new_tokens=most, num_generated=generated, prompt_logprobs=scored)
+        is_last = len(text) + most == len(prompt_ids) + params.max_new_tokens
+        part = replace(
+            params,
+            max_new_tokens=most,
+            num_generated=generated,
+            prompt_logprobs=scored,
+            forced_eos_token_id=params.forced_eos_token_id if is_last else None,
+        )
         verdicts: list[bool | None] = []
         with closing(decoder._steps(list(text), part, live, ending)) as steps:
             for step in steps:

@@ -1,10 +1,11 @@
 """The types of fields on the wire, each with the range of values that is let through.
 
 Whole numbers, numbers and texts stand in the header as they are, and lists of numbers as bytes, eight for each,
-the lowest first: so no array in a header is long, however its writer nests them.
+the lowest first, those of a record as JSON: so no array in a header is long, however its writer nests them.
 """
 
 import dataclasses
+import json
 import sys
 from array import array
 from collections.abc import Callable
@@ -21,6 +22,7 @@ MOST_TEXT, MOST_TEXTS = MOST_STOP_CHARACTERS, MOST_STOPS
 """Characters of a text, texts of a list."""
 _MOST_RANK = 2**20
 _MOST_DESCRIPTION = 64
+_MOST_JSON = 2**22
 _MOST = sys.float_info.max
 
 
@@ -210,7 +212,7 @@ def writer(name: str, hint: object) -> Writer | None:
 
 def _record_writer(name: str, kind: type, form: AsRecord) -> Writer:
     hints = _record_hints(kind, form)
-    inner = {field: _record_writer(field, hint, AsRecord()) for field, hint in hints.items() if _is_record(hint)}
+    inner = {field: writes for field, hint in hints.items() if (writes := _value_writer(field, hint))}
 
     def write(record: Any) -> list[Any]:
         if any(getattr(record, function) for function in form.functions):
@@ -248,20 +250,61 @@ def _is_record(hint: object) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
+_SCALARS: dict[object, Callable[[Any], bool]] = {
+    bool: lambda value: type(value) is bool,
+    int: lambda value: type(value) is int,
+    float: lambda value: type(value) in (int, float) and abs(value) <= _MOST,
+}
+
+
 def _value_reader(name: str, hint: Any) -> Reader:
     """How to read a record's field."""
     if _is_record(hint):
         return _record_reader(name, hint, AsRecord())
-    checks: dict[object, Callable[[Any], bool]] = {
-        bool: lambda value: type(value) is bool,
-        int: lambda value: type(value) is int,
-        int | None: lambda value: value is None or type(value) is int,
-        float: lambda value: type(value) in (int, float) and abs(value) <= _MOST,
-        tuple[str, ...]: _are_texts,
-        tuple[int, ...]: lambda value: type(value) is list and all(type(number) is int for number in value),
-    }
-    good = _checked_reader(name, checks[hint])
-    return (lambda value: tuple(good(value))) if get_origin(hint) is tuple else good
+    if hint == tuple[str, ...]:
+        read = _checked_reader(name, _are_texts)
+        return lambda value: tuple(read(value))
+    if (scalar := _scalar(hint)) is None:
+        return _lists_reader(name)
+    good, may_lack = _SCALARS[scalar], type(None) in get_args(hint)
+    return _checked_reader(name, lambda value: (may_lack and value is None) or good(value))
+
+
+def _value_writer(name: str, hint: Any) -> Writer | None:
+    """How to write a record's field; None: as it is."""
+    if _is_record(hint):
+        return _record_writer(name, hint, AsRecord())
+    if hint == tuple[str, ...] or _scalar(hint) is not None:
+        return None
+    return lambda value: json.dumps(value).encode()
+
+
+def _scalar(hint: Any) -> object | None:
+    """The type of a field that is one number, True or False, or perhaps None; None where it is none."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and kinds[0] in _SCALARS else None
+
+
+def _lists_reader(name: str) -> Reader:
+    """Of lists of numbers, and of such lists, which may be long: JSON's bytes, so that no array in a header is."""
+
+    def read(value: Any) -> Any:
+        if type(value) is not bytes or len(value) > _MOST_JSON:
+            raise WireError(f"{name} of the wrong type or length")
+        try:
+            return _as_tuples(json.loads(value))
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"{name}: no lists of numbers") from error
+
+    return read
+
+
+def _as_tuples(value: Any) -> Any:
+    if type(value) is list:
+        return tuple(map(_as_tuples, value))
+    if value is None or type(value) in (int, float):
+        return value
+    raise ValueError("neither a number nor a list")
 
 
 def _are_texts(value: object) -> bool:

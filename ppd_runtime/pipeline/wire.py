@@ -46,8 +46,9 @@ from ppd_runtime.pipeline.messages import (
     Tokens,
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, on_the_host, outgoing
+from ppd_runtime.sampling_params import BY_CHANCE
 
-WIRE_VERSION = 17
+WIRE_VERSION = 18
 _MAX_HEADER_BYTES = 16 * 2**20
 
 _KINDS: tuple[type[Message], ...] = (
@@ -89,7 +90,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 _PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
 _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
-    Begin: lambda begin: len(begin.delivered) <= begin.params.max_new_tokens,
+    Begin: lambda begin: len(begin.delivered) <= begin.params.max_new_tokens and begin.params.seed != BY_CHANCE,
     CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
     Peers: lambda peers: len(peers.addresses) == len(peers.locations),
     Tokens: lambda tokens: len(tokens.token_ids) == len(tokens.winners),

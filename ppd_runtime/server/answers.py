@@ -160,6 +160,7 @@ def ppd_of(result: GenerationResult, shape: Mapping[str, Any]) -> dict[str, Any]
     stats = result.stats
     return {
         "finish_reason": result.finish_reason,
+        "seed": result.seed,
         "layout": dict(shape),
         "hits": stats.hits,
         "misses": stats.misses,

@@ -95,7 +95,8 @@ class Completions:
     def _generations(self, asked: Sampling, prompt: str | list[int], special_tokens: bool) -> list[Generation]:
         """A request for each of a prompt's choices."""
         ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
-        params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s)
+        usual = self.generator.defaults.temperature
+        params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s, usual)
         return [self.generator.request(ids, seeded, asked.live) for seeded in with_seeds(params, asked.n)]
 
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:

@@ -1,18 +1,21 @@
 """What clients may ask for: OpenAI's fields, and vLLM's besides. What is not here is refused by name."""
 
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from ppd_runtime.results import Live
-from ppd_runtime.sampling_params import MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
+from ppd_runtime.sampling_params import BY_CHANCE, MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
 from ppd_runtime.server.errors import shown
+from ppd_runtime.token_lists import biases
 
-_LARGEST_SEED = 2**63 - 1
+_LARGEST_SEED = 2**64 - 1
+_MOST_DIGITS = 10  # of a token id
 _USUAL = SamplingParams()
 """The library's defaults, which are OpenAI's but for the temperature."""
+_USUAL_TEMPERATURE = 1.0
+"""OpenAI's."""
 _MOST_IDS = 2**21
 _MOST_MESSAGES = 10_000
 _MOST_FIELDS = 200
@@ -20,7 +23,6 @@ _MOST_FIELDS = 200
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none",),
@@ -41,6 +43,23 @@ Prompts = Annotated[
         {"anyOf": [{"type": "string"}, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS, "minItems": 1}]}
     ),
 ]
+
+
+def _logit_bias(given: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(given, dict):
+        raise ValueError("give an object of biases by token id")
+    for token in given:
+        if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= _MOST_DIGITS):
+            raise ValueError(f"{shown(token)} is no token id, give ids as keys")
+    return biases("logit_bias", {int(token): bias for token, bias in given.items()})
+
+
+LogitBias = Annotated[
+    Any,
+    PlainValidator(_logit_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+"""Biases by token id, whose keys are texts in JSON."""
 
 
 class Body(BaseModel):
@@ -86,13 +105,14 @@ class Sampling(Body):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(_USUAL.top_p, gt=0, le=1)
-    top_k: int = Field(_USUAL.top_k, ge=-1, le=2**31 - 1)
-    min_p: float = Field(_USUAL.min_p, ge=0, le=1)
-    repetition_penalty: float = Field(_USUAL.repetition_penalty, gt=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float = Field(_USUAL.presence_penalty, ge=-2, le=2)
     frequency_penalty: float = Field(_USUAL.frequency_penalty, ge=-2, le=2)
+    logit_bias: LogitBias | None = None
     seed: int | None = Field(None, ge=-(2**63), le=_LARGEST_SEED)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS, fail_fast=True)
@@ -139,20 +159,24 @@ class Sampling(Body):
         """New tokens at the most; None: as many as fit."""
         return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
 
-    def sampling(self, most_tokens: int, timeout_s: float) -> SamplingParams:
-        """As the library has it; without a seed, one by chance.
+    def sampling(self, most_tokens: int, timeout_s: float, usual_temperature: float | None = None) -> SamplingParams:
+        """As the library has it; without a seed, or with -1, one by chance.
+
+        `usual_temperature` is the model's, for who names none; None: 1.
 
         Raises:
             ValueError: for what cannot work.
         """
-        seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
-        named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
+        seed = BY_CHANCE if self.seed in (None, BY_CHANCE) else self.seed % 2**64
+        usual = _USUAL_TEMPERATURE if usual_temperature is None else usual_temperature
+        named = ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "ignore_eos")
         penalties = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids")
         settings = {name: getattr(self, name) for name in (*named, *penalties)}
         return sampling_from(
             None,
             {
                 **settings,
+                "temperature": usual if self.temperature is None else self.temperature,
                 "max_new_tokens": most_tokens,
                 "seed": seed,
                 "timeout_s": timeout_s,

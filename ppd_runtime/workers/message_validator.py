@@ -48,7 +48,8 @@ class MessageValidator:
         return CLIENT <= message.sender <= self._num_subs and (check is None or check(message))
 
     def _is_request(self, begin: Begin) -> bool:
-        return self._are_tokens(begin.prompt_ids) and self._are_tokens(begin.delivered)
+        named = [token for _, token in begin.params.named_tokens()]
+        return all(map(self._are_tokens, (begin.prompt_ids, begin.delivered, named)))
 
     def _are_tokens(self, token_ids: list[int] | tuple[int, ...]) -> bool:
         return not token_ids or max(token_ids) < self._vocab_size

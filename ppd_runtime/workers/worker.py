@@ -257,7 +257,7 @@ class Worker:
         self._past.pop(begin.request, None)
         seat = self._seats[begin.request] = Seat(self._endpoint, self.spec.rank, begin, not self.spec.cuts)
         seat.last_turn = self._turns
-        sampler = TimedSampler(begin.params, seat.recorder, len(begin.prompt_ids))
+        sampler = TimedSampler(begin.params, seat.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
         seat.running = self._decode(seat, sampler) if self.spec.rank == MAIN else self._help(seat, sampler)
         self._resume(seat, None)
         self._compute()

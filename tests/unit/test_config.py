@@ -40,19 +40,16 @@ def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: obj
         ("top_k", -2),
         ("top_k", 1.5),
         ("top_k", False),
-        ("top_p", 0),
-        ("top_p", 0.0),
         ("top_p", -0.5),
         ("top_p", 1.0001),
         ("top_p", math.nan),
         ("top_p", True),
         ("top_p", "most"),
-        ("top_p", None),
         ("repetition_penalty", 0),
         ("repetition_penalty", -1.5),
         ("repetition_penalty", math.inf),
         ("repetition_penalty", "1.1"),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 2**64),
         ("seed", 0.0),
         ("seed", None),
@@ -83,12 +80,87 @@ def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: obj
         ("logits_processors", (5,)),
         ("logits_processors", print),
         ("num_generated", -1),
+        ("logit_bias", 5),
+        ("logit_bias", "5"),
+        ("logit_bias", [5]),
+        ("encoder_repetition_penalty", 0),
+        ("min_new_tokens", -1),
+        ("min_length", 1.5),
+        ("no_repeat_ngram_size", -1),
+        ("encoder_no_repeat_ngram_size", True),
+        ("bad_words_ids", "words"),
+        ("sequence_bias", 5),
+        ("suppress_tokens", "5"),
+        ("suppress_tokens", (-1,)),
+        ("begin_suppress_tokens", (True,)),
+        ("forced_bos_token_id", -1),
+        ("forced_eos_token_id", 1.5),
+        ("exponential_decay_length_penalty", 5),
+        ("exponential_decay_length_penalty", (1, 2, 3)),
+        ("renormalize_logits", 1),
     ],
 )
 def test_sampling_params_refuse(name: str, value: object) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
     check_refusal(error, name, value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"logit_bias": {-1: 1.0}}, "logit_bias=-1: must be at least 0"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias=True: give a whole number"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias='5': give a whole number"),
+        ({"logit_bias": {5: 101}}, r"logit_bias\[5\]=101: must be finite and in \[-100, 100\]"),
+        ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\]=nan"),
+        ({"logit_bias": {5: None}}, r"logit_bias\[5\]=None: give a number"),
+        ({"logit_bias": dict.fromkeys(range(2**16 + 1), 1)}, "logit_bias: 65537 token ids, give at most 65536"),
+        ({"bad_words_ids": [[1], []]}, r"bad_words_ids=\[\]: give token ids in lists, each of one at least"),
+        ({"bad_words_ids": [[1] * 2**15] * 3}, "bad_words_ids: 98304 token ids, give at most 65536"),
+        ({"sequence_bias": [[[1], math.inf]]}, r"sequence_bias\[\(1,\)\]=inf: must be finite"),
+        ({"sequence_bias": [[1, 1.0]]}, "sequence_bias=1: give token ids in lists"),
+        (
+            {"exponential_decay_length_penalty": (1, 0)},
+            r"exponential_decay_length_penalty\[1\]=0: must be finite and abov",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_list_is_named(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}") as error:
+        SamplingParams(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_lists_of_tokens_have_one_form() -> None:
+    params = SamplingParams(
+        logit_bias={7: -100, 3: 1}, sequence_bias=[[[5, 6], 2]], bad_words_ids=[[1], [2, 3]], forced_eos_token_id=4
+    )
+    assert params.logit_bias == ((3, 1.0), (7, -100.0))
+    assert params.sequence_bias == (((5, 6), 2.0),)
+    assert params.bad_words_ids == ((1,), (2, 3))
+    assert params.forced_eos_token_id == (4,)
+    by_pairs = SamplingParams(
+        logit_bias=((3, 1.0), (7, -100)),
+        sequence_bias={(5, 6): 2},
+        bad_words_ids=((1,), (2, 3)),
+        forced_eos_token_id=[4],
+    )
+    assert params == by_pairs
+    assert hash(params) == hash(by_pairs)
+
+
+def test_a_request_settles_what_it_leaves_open() -> None:
+    """Its own settings win, also those that ask for nothing; then the model's; a seed by chance is drawn each time."""
+    model = SamplingParams(top_k=20, repetition_penalty=1.1, min_new_tokens=5, suppress_tokens=[3])
+    asked = SamplingParams(temperature=0.7, repetition_penalty=1.0, min_new_tokens=0, top_p=0.5, seed=3)
+    settled = asked.settled(model)
+    assert settled == dataclasses.replace(asked, top_k=20, suppress_tokens=(3,))
+    assert settled.settled(SamplingParams(top_k=7)) == settled
+    assert asked.settled() is asked
+    drawn = {SamplingParams(seed=-1).settled().seed for _ in range(20)}
+    assert len(drawn) == 20
+    assert all(0 <= seed < 2**53 for seed in drawn)
 
 
 def test_sampling_params_accept_the_ends_of_their_ranges() -> None:
@@ -111,12 +183,12 @@ def test_sampling_params_accept_the_ends_of_their_ranges() -> None:
 def test_defaults_are_greedy_and_complete() -> None:
     params = SamplingParams()
     assert params.greedy
-    assert (params.max_new_tokens, params.top_k, params.top_p, params.repetition_penalty) == (128, 0, 1.0, 1.0)
+    assert (params.max_new_tokens, params.top_k, params.top_p, params.repetition_penalty) == (128, None, None, None)
     assert (params.seed, params.stop, params.ignore_eos) == (0, (), False)
 
 
 def test_a_top_k_of_minus_one_is_all() -> None:
-    assert SamplingParams(top_k=-1) == SamplingParams()
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
 
 def test_settings_come_by_name_or_as_params() -> None:
@@ -136,6 +208,8 @@ def test_files_of_earlier_versions_are_recognised() -> None:
     """What they note of the sampling is what is noted today where none of the newer settings is used."""
     earlier = {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "ignore_eos"}
     assert set(SamplingParams().as_dict()) == earlier
+    plain = SamplingParams().as_dict()
+    assert (plain["top_k"], plain["top_p"], plain["repetition_penalty"]) == (0, 1.0, 1.0)
     assert set(SamplingParams(min_p=0.1).as_dict()) == {*earlier, "min_p"}
 
 

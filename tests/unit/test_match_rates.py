@@ -76,7 +76,7 @@ def hits_token_by_token(folder: Path, sampling: SamplingParams, exit_layer: int,
     """Asks the pipeline's exit head for candidates before every token, as a sub-process does."""
     stage, hits = load_stage(folder), 0
     for prompt_ids, tokens, own in generated(folder, sampling):
-        head = SharedHead(stage, Sampler(SamplingParams() if logits_only else own))
+        head = SharedHead(stage, Sampler(replace(own, temperature=0.0) if logits_only else own, len(prompt_ids)))
         stage.begin(len(prompt_ids) + len(tokens))
         history, inputs = list(prompt_ids), list(prompt_ids)
         for token in tokens:
@@ -92,8 +92,13 @@ def hits_token_by_token(folder: Path, sampling: SamplingParams, exit_layer: int,
 )
 @pytest.mark.parametrize(
     "sampling",
-    [GREEDY, *(pytest.param(params, marks=nightly if params is not SAMPLED[1] else ()) for params in SAMPLED)],
-    ids=["greedy", "all", "top-p", "top-k"],
+    [
+        GREEDY,
+        replace(GREEDY, repetition_penalty=1.3, suppress_tokens=(5, 6)),
+        *(pytest.param(params, marks=nightly if params is not SAMPLED[1] else ()) for params in SAMPLED),
+        replace(SAMPLED[1], no_repeat_ngram_size=2),
+    ],
+    ids=["greedy", "greedy with penalties", "all", "top-p", "top-k", "top-p with penalties"],
 )
 def test_rates_are_those_of_the_pipelines_exit_head(
     model_folder: ModelFolder, family: str, sampling: SamplingParams
@@ -385,7 +390,6 @@ def test_prompts_too_long_for_the_model_are_skipped(model_folder: ModelFolder) -
         ({"num_layers": 1, "exit_layers": ()}, "the model has 1 layer"),
         ({"exit_layers": ()}, "no exit layers"),
         ({"ks": ()}, "no k"),
-        ({"sampling": SamplingParams(repetition_penalty=1.2)}, "repetition_penalty=1.2"),
     ],
 )
 def test_settings_are_checked(changes: dict[str, object], named: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import sys
 import time
@@ -77,7 +78,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 17
+VERSION = 18
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,22 +106,37 @@ def whole(high: int, low: int = 0) -> st.SearchStrategy[int]:
 seconds = st.floats(0, sys.float_info.max)
 breakdowns = st.builds(LatencyBreakdown, *[st.floats(allow_nan=False, allow_infinity=False)] * 5)
 path_stats = st.builds(PathStats, seconds, seconds, seconds, *[whole(2**63 - 1)] * 3, breakdowns, breakdowns)
+some_tokens = st.lists(whole(2**31 - 1), max_size=20).map(tuple)
 sampling = st.builds(
     SamplingParams,
     max_new_tokens=whole(2**31 - 1, 1),
     temperature=st.just(0.0) | st.floats(1e-6, sys.float_info.max),
-    top_k=whole(2**31 - 1),
-    top_p=st.floats(0, 1, exclude_min=True),
-    repetition_penalty=st.floats(0, sys.float_info.max, exclude_min=True),
+    top_k=st.none() | whole(2**31 - 1),
+    top_p=st.none() | st.floats(0, 1),
+    repetition_penalty=st.none() | st.floats(0, sys.float_info.max, exclude_min=True),
     seed=whole(2**64 - 1),
     stop=st.lists(texts.filter(bool), max_size=5).map(tuple),
     ignore_eos=st.booleans(),
-    min_p=st.floats(0, 1),
+    min_p=st.none() | st.floats(0, 1),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     stop_token_ids=st.lists(whole(2**31 - 1), max_size=20).map(tuple),
     num_generated=whole(2**31 - 1),
     logprobs=st.none() | whole(20),
+    logit_bias=st.none() | st.dictionaries(whole(2**31 - 1), st.floats(-100, 100), max_size=20),
+    min_new_tokens=st.none() | whole(2**31 - 1),
+    min_length=st.none() | whole(2**31 - 1),
+    no_repeat_ngram_size=st.none() | whole(2**31 - 1),
+    bad_words_ids=st.none() | st.lists(some_tokens.filter(bool), max_size=5).map(tuple),
+    sequence_bias=st.none() | st.dictionaries(some_tokens.filter(bool), st.floats(-1e30, 1e30), max_size=5),
+    suppress_tokens=st.none() | some_tokens,
+    begin_suppress_tokens=st.none() | some_tokens,
+    forced_bos_token_id=st.none() | whole(2**31 - 1),
+    forced_eos_token_id=st.none() | some_tokens,
+    exponential_decay_length_penalty=st.none() | st.tuples(whole(2**31 - 1), st.floats(1e-9, 1e9)),
+    encoder_repetition_penalty=st.none() | st.floats(0, sys.float_info.max, exclude_min=True),
+    encoder_no_repeat_ngram_size=st.none() | whole(2**31 - 1),
+    renormalize_logits=st.none() | st.booleans(),
 )
 STRATEGIES = {
     bool: st.booleans(),
@@ -255,10 +271,24 @@ def begin_header(**changes: object) -> bytes:
         "min_p": 0.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "stop_token_ids": [],
+        "stop_token_ids": b"[]",
         "num_generated": 0,
         "logprobs": None,
         "prompt_logprobs": False,
+        "logit_bias": b"null",
+        "min_new_tokens": None,
+        "min_length": None,
+        "no_repeat_ngram_size": None,
+        "bad_words_ids": b"null",
+        "sequence_bias": b"null",
+        "suppress_tokens": b"null",
+        "begin_suppress_tokens": b"null",
+        "forced_bos_token_id": None,
+        "forced_eos_token_id": b"null",
+        "exponential_decay_length_penalty": b"null",
+        "encoder_repetition_penalty": None,
+        "encoder_no_repeat_ngram_size": None,
+        "renormalize_logits": None,
     }
     params |= {name: value for name, value in changes.items() if name in params}
     fields = {
@@ -308,7 +338,8 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         Tensor: torch.ones(2),
         Tensor | None: torch.ones(2),
         SamplingParams: SamplingParams(
-            7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), None, (), 6, 3, True
+            *(7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), None, (), 6, 3, True),
+            *({5: 2}, 1, 2, 3, [[4, 5]], {(6,): 1}, [7], [8], 9, 10, (11, 1.5), 1.25, 12, True),
         ),
         PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, 5, BREAKDOWN, BREAKDOWN),
     }
@@ -318,7 +349,10 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         tuple[float, ...]: array("d", (-0.5, -2.0)).tobytes(),
         Tensor: described(0, 2),
         Tensor | None: described(0, 2),
-        SamplingParams: [7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, [8], 6, 3, True],
+        SamplingParams: [
+            *(7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, b"[8]", 6, 3, True, b"[[5, 2.0]]", 1, 2, 3),
+            *(b"[[4, 5]]", b"[[[6], 1.0]]", b"[7]", b"[8]", 9, b"[10]", b"[11, 1.5]", 1.25, 12, True),
+        ],
         PathStats: [1.5, 0.5, 0.25, 12, 3, 5, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]],
     }
     types = [base_type(hint) for hint in field_types(kind)]
@@ -513,7 +547,7 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
         {"temperature": "0"},
         {"temperature": True},
         {"top_k": -2},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_p": 1.5},
         {"repetition_penalty": 0},
         {"repetition_penalty": -1.0},
@@ -524,6 +558,28 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
         {"stop": ["x"] * 1001},
         {"stop": ["x" * (2**16 + 1)]},
         {"ignore_eos": 0},
+        {"stop_token_ids": [1]},
+        {"stop_token_ids": b"null"},
+        {"logit_bias": {5: 1.0}},
+        {"logit_bias": b'{"5": 1.0}'},
+        {"logit_bias": b"[[5]]"},
+        {"logit_bias": b"[[5, 101]]"},
+        {"logit_bias": b"[[5, NaN]]"},
+        {"logit_bias": b"[[5, true]]"},
+        {"logit_bias": b"[[[], 1.0]]"},
+        {"logit_bias": b"[" * 10**6},
+        {"logit_bias": b"\xff"},
+        {"logit_bias": b"[" + b"1" * 5000 + b"]"},
+        {"logit_bias": b" " * (2**22 + 1)},
+        {"suppress_tokens": b"[-1]"},
+        {"suppress_tokens": json.dumps([0] * (2**16 + 1)).encode()},
+        {"bad_words_ids": b"[[]]"},
+        {"bad_words_ids": b"[5]"},
+        {"sequence_bias": b"[[[5], -Infinity]]"},
+        {"exponential_decay_length_penalty": b"[1]"},
+        {"exponential_decay_length_penalty": b"[1, 0]"},
+        {"min_new_tokens": -1},
+        {"renormalize_logits": 1},
         {"live": None},
         {"traced": 1},
         {"delivered": None},

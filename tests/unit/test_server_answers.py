@@ -117,8 +117,44 @@ def test_prompts_and_choices_come_in_order(client, ordinary) -> None:
     assert streamed == expected
 
 
-def test_without_a_seed_texts_differ(client) -> None:
-    assert len({complete(client, temperature=1, max_tokens=20).choices[0].text for _ in range(3)}) > 1
+@pytest.mark.parametrize("seed", [None, -1])
+def test_without_a_seed_texts_differ_and_each_tells_its_own(client, seed: int | None) -> None:
+    asked = {"temperature": 1, "max_tokens": 20}
+    answers = [complete(client, seed=seed, n=2, **asked) for _ in range(3)]
+    assert len({choice.text for answer in answers for choice in answer.choices}) > 2
+    for answer in answers:
+        first, second = answer.choices
+        assert second.ppd["seed"] == first.ppd["seed"] + 1
+        assert complete(client, seed=second.ppd["seed"], **asked).choices[0].text == second.text
+
+
+def test_any_other_seed_of_64_bits_is_one(client) -> None:
+    for seed in (-(2**63), -2, 0, 2**63, 2**64 - 1):
+        first, again = (complete(client, seed=seed, temperature=1).choices[0] for _ in range(2))
+        assert first.text == again.text
+        assert first.ppd["seed"] == seed % 2**64
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0}, {"temperature": 1e-7}, {"top_k": 1}, {"min_p": 1}], ids=str)
+def test_what_asks_for_the_likeliest_token_is_greedy(client, settings) -> None:
+    extra = {name: settings.pop(name) for name in ("top_k", "min_p") if name in settings}
+    greedy, answer = complete(client), complete(client, **{"temperature": 1.0, **settings}, extra_body=extra)
+    assert answer.choices[0].text == greedy.choices[0].text
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_biases_are_applied(client, ordinary, temperature: int) -> None:
+    plain = ordinary.generate(PROMPT, max_new_tokens=12).token_ids
+    asked = {"temperature": temperature, "seed": 3}
+    expected = ordinary.generate(PROMPT, max_new_tokens=12, logit_bias={plain[0]: -100, 7: 2.5}, **asked)
+    assert plain[0] not in expected.token_ids
+    answer = complete(client, logit_bias={str(plain[0]): -100, "7": 2.5}, **asked)
+    assert answer.choices[0].text == expected.text
+    always = complete(client, logit_bias={"70": 100}, **asked)
+    assert always.choices[0].text == ordinary.tokenizer.decode([70] * 12)
+    talk = {"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"70": 100}, "max_tokens": 3}
+    chat = client.chat.completions.create(model="tiny", **talk)
+    assert chat.choices[0].message.content == ordinary.tokenizer.decode([70] * 3)
 
 
 def test_echo_gives_the_prompts_log_probabilities_as_lm_eval_reads_them(client, ordinary) -> None:
@@ -219,12 +255,15 @@ def test_errors_are_the_clients_own(client) -> None:
 
 
 BAD = {
-    "an unknown field": ({"logit_bias": {"1": 2}}, "logit_bias"),
+    "an unknown field": ({"logit_biases": {"1": 2}}, "logit_biases"),
+    "a bias beyond the range": ({"logit_bias": {"1": 101}}, "logit_bias"),
+    "a bias as text": ({"logit_bias": {"1": "5"}}, "logit_bias"),
+    "a bias of a text": ({"logit_bias": {"fox": 5}}, "logit_bias"),
+    "a bias of a token that there is not": ({"logit_bias": {"300": 5}}, "logit_bias"),
+    "biases as a list": ({"logit_bias": [5]}, "logit_bias"),
     "tools": ({"tools": [{"type": "function"}]}, "tools"),
     "a temperature below 0": ({"temperature": -1}, "temperature"),
     "a temperature as text": ({"temperature": "1"}, "temperature"),
-    "a temperature near 0": ({"temperature": 1e-9}, "temperature"),
-    "no top_p": ({"top_p": 0}, "top_p"),
     "too many choices": ({"n": 100}, "n"),
     "no choice": ({"n": 0}, "n"),
     "too many log-probabilities": ({"logprobs": 21}, "logprobs"),

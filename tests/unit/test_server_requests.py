@@ -17,8 +17,8 @@ from ppd_runtime.server.requests import (
 @pytest.mark.parametrize(
     ("name", "inside", "outside"),
     [
-        ("temperature", (0, 1e-6, 1.0), (-0.1,)),
-        ("top_p", (1e-9, 1), (0, 1.001)),
+        ("temperature", (0, 1e-7, 1e-6, 1.0), (-0.1,)),
+        ("top_p", (0, 1e-9, 1), (-0.1, 1.001)),
         ("top_k", (-1, 0, 2**31 - 1), (-2, 2**31)),
         ("min_p", (0, 1), (-0.001, 1.001)),
         ("repetition_penalty", (1e-9, 1.5), (0, -1)),

@@ -119,7 +119,8 @@ class Methods:
         compared, gap = max(len(expected), len(got)), None
         if equal < min(len(expected), len(got)):
             history = [*prompt_ids, *expected[:equal]]
-            scores = Sampler(params, len(prompt_ids)).noisy_scores(self._next_logits(history), history)
+            sampler = Sampler(params, len(prompt_ids), self.ordinary.info.eos_token_ids)
+            scores = sampler.noisy_scores(self._next_logits(history), history)
             gap = float(scores[expected[equal]] - scores[got[equal]])
         return Agreement(equal, compared, gap)
 
@@ -144,6 +145,7 @@ class Methods:
             "device": config.device,
             "threads": config.threads_per_worker,
             "compile": config.compile,
+            "generation_config": config.generation_config,
         }
         if row.method in SELF_SPECULATIVE:
             drafting = open_method(config.model, row.method, stage=self._stage, **row.settings, **shared)

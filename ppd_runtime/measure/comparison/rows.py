@@ -23,7 +23,7 @@ _PRESETS: Mapping[str, Sequence[str]] = {
 length: with it, AdaSPEED's three make the comparison of that paper's Table I."""
 _LAYOUT = {"launcher": "auto"}
 """How pipelined decoding runs unless a row says otherwise: as processes of this host, or on a Ray to be joined."""
-_FOR_ALL = ("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile")
+_FOR_ALL = ("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile", "generation_config")
 _NO_TEXT = ("trace", "stage", "emulate", "progress", "adaptation")
 
 

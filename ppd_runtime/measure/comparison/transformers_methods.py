@@ -18,7 +18,7 @@ from ppd_runtime.measure.comparison.figures import Drafting, TextRun
 from ppd_runtime.methods.early_exit import check_exit_layer
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.loading import errors_only, no_progress_bar
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
 
 Arguments = dict[str, Any]
 """What `generate` is called with."""
@@ -108,7 +108,7 @@ class TransformersMethod:
     def _generate(self, prompt_ids: Sequence[int], params: SamplingParams, watch: "_Watch") -> Tensor:
         # What drafting is to do is read from the model's own configuration, what to generate from the call's.
         eos = None if params.ignore_eos else self._eos_token_ids
-        shared = {"eos_token_id": eos, "pad_token_id": 0}
+        shared = {"eos_token_id": eos, "pad_token_id": 0, **_changes_of_scores(params)}
         own = {name: value for name, value in self._arguments.items() if name.startswith(("num_", "assistant_conf"))}
         self._model.generation_config = GenerationConfig(**shared, **own)
         config = GenerationConfig(
@@ -119,6 +119,16 @@ class TransformersMethod:
             return self._model.generate(
                 inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=watch
             )
+
+
+def _changes_of_scores(params: SamplingParams) -> Arguments:
+    """What changes greedy choices, under `generate`'s own names."""
+    said = {name: getattr(params, name) for name in FROM_THE_MODEL if name not in ("top_k", "top_p", "min_p")}
+    return {name: _as_lists(value) for name, value in said.items() if value is not None}
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(one) for one in value] if isinstance(value, tuple) else value
 
 
 class _Watch:

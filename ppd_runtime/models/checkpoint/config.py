@@ -12,6 +12,8 @@ from ppd_runtime.models.checkpoint.hub import one_line
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
 """Files of a folder that `ppd quantize` wrote: what its weights are, and they themselves."""
+GENERATION = "generation_config.json"
+"""The file of what a model's makers want of its texts."""
 AGAIN = "copy or download the model again"
 """The way out where its files are damaged."""
 _INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -98,7 +100,7 @@ def skeleton_of(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | 
 
 
 def eos_token_ids_of(folder: Path, config: PretrainedConfig) -> frozenset[int]:
-    path = folder / "generation_config.json"
+    path = folder / GENERATION
     generation = read_json(path) if path.exists() else {}
     ids = generation.get("eos_token_id", config.eos_token_id)
     if ids is None:
