@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ppd_runtime.models.native.formats import quantise
 
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "IQ2_XXS": 16, "BF16": 30}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

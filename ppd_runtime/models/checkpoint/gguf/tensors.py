@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppd_runtime.models.checkpoint.config import skeleton_of
+from ppd_runtime.models.checkpoint.gguf.blocks import numbers_of
 from ppd_runtime.models.checkpoint.gguf.config import INTERLEAVED, OTHER_MODEL, ROPE_FACTORS
 from ppd_runtime.models.checkpoint.gguf.reader import BLOCKS, GGUF, StoredTensor, shown
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
@@ -25,7 +26,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PACKED = {"Q8_0": "int8", "Q4_0": "int4"}
 """Our formats that have the same whole numbers and float16 scales, by types of tensors."""
 _SCALE_BYTES = 2
-_PURE = "quantise it again with `llama-quantize --pure` to one of them, or give another file of the model"
+_OTHER_FILE = "quantise it again to one of them, or give another file of the model"
 NAMES: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -103,7 +104,7 @@ def check_kinds(gguf: GGUF) -> None:
     for tensor in gguf.tensors.values():
         if tensor.kind not in BLOCKS:
             known = ", ".join(BLOCKS)
-            raise ValueError(f"has {shown(tensor.name)} in {tensor.kind}; {known} are read: {_PURE}")
+            raise ValueError(f"has {shown(tensor.name)} in {tensor.kind}; {known} are read: {_OTHER_FILE}")
 
 
 def rope_factors_of(gguf: GGUF) -> Tensor | None:
@@ -170,12 +171,8 @@ def _place(gguf: GGUF, name: str, shape: tuple[int, ...]) -> StoredTensor:
 
 def _format(matrices: Mapping[str, StoredTensor]) -> str | None:
     """The format that the layers' matrices have in common; None for floats."""
-    formats = {PACKED.get(tensor.kind): tensor for tensor in matrices.values()}
-    if len(formats) > 1:
-        one, other = list(formats.values())[:2]
-        both = f"{one.name} in {one.kind} and {other.name} in {other.kind}"
-        raise ValueError(f"has layers of different types, {both}: {_PURE}")
-    return next(iter(formats), None)
+    formats = {PACKED.get(tensor.kind) for tensor in matrices.values()}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def _narrowest(gguf: GGUF, tensors: Collection[StoredTensor]) -> torch.dtype:
@@ -223,20 +220,12 @@ def _parted(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
 def _converted(rows: np.ndarray[Any, Any], each: _Written) -> Tensor:
     """Some rows as they are written."""
     if each.of.kind in _FLOATS:
-        numbers = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).view(_FLOATS[each.of.kind])
-        return numbers.to(each.dtype).view(len(rows), -1)
-    blocks = torch.from_numpy(np.ascontiguousarray(rows)).view(len(rows), -1, BLOCKS[each.of.kind][1])
-    scales = blocks[..., :_SCALE_BYTES].contiguous().view(torch.float16)[..., 0]
-    values = blocks[..., _SCALE_BYTES:]
-    if not torch.isfinite(scales).all():
+        floats = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).view(_FLOATS[each.of.kind])
+        return floats.to(each.dtype).view(len(rows), -1)
+    numbers = numbers_of(rows, each.of.kind)
+    if not numbers.are_finite:
         raise ValueError(f"is damaged: a scale of {each.of.name} is not finite")
     if each.weights:
-        return pack_values(values, scales)
-    return (_whole_numbers(values, each.of.kind).float() * scales.float()[..., None]).view(len(rows), -1)
-
-
-def _whole_numbers(values: Tensor, kind: str) -> Tensor:
-    """Those that the bytes of groups in Q8_0 or Q4_0 hold, int8 `[rows, groups, 32]`."""
-    if kind == "Q8_0":
-        return values.contiguous().view(torch.int8)
-    return torch.cat([values & 15, values >> 4], dim=-1).to(torch.int8) - 8
+        blocks = torch.from_numpy(np.ascontiguousarray(rows)).view(len(rows), -1, BLOCKS[each.of.kind][1])
+        return pack_values(blocks[..., _SCALE_BYTES:], torch.from_numpy(numbers.scales))
+    return torch.from_numpy(numbers.in_floats())
