@@ -18,7 +18,7 @@ from ppd_runtime.models.checkpoint.config import model_config, weight_files
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.gguf.tensors import NAMES
 from ppd_runtime.models.checkpoint.names import names_in_model
-from ppd_runtime.models.native.formats import quantise
+from ppd_runtime.models.native.quantising import quantise
 
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 _ORDINARY, _CONTROL = 1, 3
@@ -105,7 +105,8 @@ def _in_format(tensor: Tensor, weights: str) -> tuple[np.ndarray, str]:
         return tensor.bfloat16().contiguous().view(torch.uint8).numpy(), "BF16"
     if weights == "float16":
         return tensor.half().contiguous().numpy(), "F16"
-    numbers, scales = quantise(tensor, weights)
+    found = quantise(tensor, weights)
+    numbers, scales = torch.from_numpy(found.whole), torch.from_numpy(found.scales)
     if weights == "int4":
         low, high = (numbers + 8).view(torch.uint8).chunk(2, dim=-1)
         numbers = low | high << 4

@@ -37,7 +37,11 @@ class TransportKind:
 
 
 FORMATS = ("int8", "int4")
-"""Of weights of few bits."""
+"""Of weights of few bits, for a model in floats."""
+GGUF = "gguf"
+"""What weights are called that have the formats of a GGUF file, each matrix its own."""
+ALL_FORMATS = (*FORMATS, GGUF)
+"""That weights of few bits can have."""
 FLOATS = "floats"
 """What weights of no such format are called."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -193,7 +197,7 @@ class RuntimeConfig:
             raise ValueError(f"model={self.model!r}: give a folder, a hub name or 'demo'")
         check_choice("dtype", self.dtype, DTYPES)
         if self.weights is not None:
-            check_choice("weights", self.weights, FORMATS)
+            check_choice("weights", self.weights, ALL_FORMATS)
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("launcher", self.launcher, LAUNCHERS)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -5,15 +5,34 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from ppd_runtime.models.native.formats import quantise
+from ppd_runtime.models.native.quantising import quantise
 
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "IQ2_XXS": 16, "BF16": 30}
+TYPES = {name: kind.value for name, kind in gguf.GGMLQuantizationType.__members__.items()}
+SCALES = {
+    "Q4_0": (0, None, 8),
+    "Q4_1": (0, 2, 8),
+    "Q5_0": (0, None, 16),
+    "Q5_1": (0, 2, 16),
+    "Q8_0": (0, None, 128),
+    "Q2_K": (80, 82, 2 * 8),
+    "Q3_K": (108, None, 4 * 16),
+    "Q4_K": (0, 2, 8 * 32),
+    "Q5_K": (0, 2, 16 * 32),
+    "Q6_K": (208, None, 32 * 64),
+    "IQ4_NL": (0, None, 100),
+    "IQ4_XS": (0, None, 100 * 16),
+    "MXFP4": (0, None, 12),
+}
+"""Of the quantised types: where a block has its scale and its minimum, and how many scales its larger numbers are."""
+CODES = {"Q4_1": 16, "Q5_1": 32, "Q2_K": 4, "Q4_K": 16, "Q5_K": 32}
+"""Of types with minimums."""
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -75,7 +94,8 @@ def stored(tensor: Tensor, kind: str) -> Stored:
     """A tensor in a type; vectors are always in float32."""
     kind = "F32" if tensor.dim() == 1 else kind
     if kind in ("Q8_0", "Q4_0"):
-        numbers, scales = quantise(tensor, {"Q8_0": "int8", "Q4_0": "int4"}[kind])
+        found = quantise(tensor, {"Q8_0": "int8", "Q4_0": "int4"}[kind])
+        numbers, scales = torch.from_numpy(found.whole), torch.from_numpy(found.scales)
         if kind == "Q4_0":
             low, high = (numbers + 8).view(torch.uint8).chunk(2, dim=-1)
             numbers = low | high << 4
@@ -151,16 +171,18 @@ def write_model(
     return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors)
 
 
-def numbers_of(one: Stored) -> np.ndarray:
-    """A quantised tensor's numbers in float32, by the format's description: each is (q - offset) times its scale."""
-    kind, shape, content = one
-    size, found = {"Q8_0": 34, "Q4_0": 18}[kind], []
-    for at in range(0, len(content), size):
-        (scale,) = struct.unpack("<e", content[at : at + 2])
-        values = content[at + 2 : at + size]
-        if kind == "Q8_0":
-            whole = list(struct.unpack("<32b", values))
-        else:
-            whole = [(byte & 15) - 8 for byte in values] + [(byte >> 4) - 8 for byte in values]
-        found += [np.float32(scale) * np.float32(q) for q in whole]
-    return np.array(found, np.float32).reshape(shape)
+def drawn_blocks(kind: str, shape: tuple[int, int], seed: int) -> Stored:
+    """A matrix of any codes, whose scales and minimums give it numbers that a model's have."""
+    place, of_minimum, largest = SCALES[kind]
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    drawing = np.random.default_rng(seed)
+    blocks = drawing.integers(0, 256, (shape[0] * shape[1] // numbers, size), dtype=np.uint8)
+    scales = drawing.uniform(0.02, 0.06, len(blocks)) * drawing.choice([-1, 1], len(blocks)) / largest
+    if kind == "MXFP4":
+        blocks[:, place] = drawing.integers(119, 122, len(blocks))
+    else:
+        blocks[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if of_minimum is not None:
+        minimums = scales * (-0.5 if kind in ("Q4_1", "Q5_1") else 0.5) * CODES[kind]
+        blocks[:, of_minimum : of_minimum + 2] = minimums.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return kind, shape, blocks.tobytes()

@@ -12,7 +12,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, check_resume, give_json
 from ppd_runtime.cli.progress import progress_bar
-from ppd_runtime.config import FORMATS, SHARED
+from ppd_runtime.config import ALL_FORMATS, SHARED
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _print_tables(report: "MatchRateReport") -> None:
     compared = f"{report.runtime_rates.comparisons} tokens of {report.num_prompts} prompts compared"
     cost = f"{report.cost_ratio:.2f} times the cost of generating them"
     head = "" if report.exit_head == "shared" else f" exit head {report.exit_head[:20]},"
-    few_bits = f", {report.weights} weights" * (report.weights in FORMATS)
+    few_bits = f", {report.weights} weights" * (report.weights in ALL_FORMATS)
     summary = f"{report.model}{few_bits}, {setting.num_layers} layers,{head} {decoding}: {compared}, {cost}"
     console.print(summary, highlight=False, markup=False)
     for ranking, rates in report.overall.items():

@@ -11,7 +11,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
-from ppd_runtime.config import FORMATS
+from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.cost_model.memory import GivenMemory
 from ppd_runtime.host import available_cores
 from ppd_runtime.sampling_params import SamplingParams
@@ -144,7 +144,7 @@ def _print(planned: "Planned", model: str) -> None:
     for row in sorted(rows, key=lambda row: row.ms_per_token):
         table.add_row(*_cells(ranking, row))
     devices = f"{ranking.max_devices} device{'s' * (ranking.max_devices > 1)}"
-    few_bits = f", {planned.rates.weights} weights" * (planned.rates.weights in FORMATS)
+    few_bits = f", {planned.rates.weights} weights" * (planned.rates.weights in ALL_FORMATS)
     compiled = ", compiled" * bool(planned.calibration.compiled)
     summary = f"{model}{few_bits}{compiled}, {ranking.num_layers} layers, at most {devices}"
     console.print(f"{summary}: predicted for a token after the first", highlight=False, markup=False)

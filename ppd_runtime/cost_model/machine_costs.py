@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.checks import check_bool, check_choice, check_number, check_share, check_whole
-from ppd_runtime.config import FLOATS, FORMATS
+from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.cost_model.memory import Memory
 
 
@@ -111,7 +111,7 @@ class Calibration:
         if self.compiled is not None:
             check_bool("compiled", self.compiled)
         if self.weights is not None:
-            check_choice("weights", self.weights, (FLOATS, *FORMATS))
+            check_choice("weights", self.weights, (FLOATS, *ALL_FORMATS))
 
     def width(self, candidates: int) -> float:
         """A pass over so many candidates, in passes over one: linear between and behind the known ones, never below 1.

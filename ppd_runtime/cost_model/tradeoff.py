@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ppd_runtime.checks import check_choice, check_share, check_whole
-from ppd_runtime.config import FLOATS, FORMATS
+from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.files.whole import whole_file
 
@@ -170,7 +170,7 @@ def read_match_rates(path: Path) -> MatchRates:
     if num_layers is not None:
         check_whole(f"{path}: num_layers", num_layers, 2)
     if weights is not None:
-        check_choice(f"{path}: weights", weights, (FLOATS, *FORMATS))
+        check_choice(f"{path}: weights", weights, (FLOATS, *ALL_FORMATS))
     _check_boundaries(path, num_layers, boundaries)
     return MatchRates(str(path), rates, num_layers, boundaries, weights)
 

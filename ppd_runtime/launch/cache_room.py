@@ -13,7 +13,9 @@ from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weig
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
-from ppd_runtime.models.native.formats import row_bytes
+from ppd_runtime.models.checkpoint.weights_card import card_of
+from ppd_runtime.models.native.packing import packed_bytes
+from ppd_runtime.models.native.quantising import FORMAT_OF
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -58,6 +60,8 @@ def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 def _weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype) -> float:
     """Of all weights in memory, by the files that hold them, or by their format."""
+    if card_of(info.folder):
+        return sum(file.stat().st_size for file in weight_files(info.folder))
     if info.weights:
         return _packed_bytes(info.weights, config, dtype)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
@@ -69,8 +73,8 @@ def _packed_bytes(weights: str, config: PretrainedConfig, dtype: torch.dtype) ->
     skeleton = skeleton_of(config, 1)
     sizes = {name: dtype.itemsize * numbers.numel() for name, numbers in skeleton.named_parameters()}
     for name, linear in quantised_linears(skeleton).items():
-        its_format = FORMAT_OF_HEAD if name == HEAD else weights
-        sizes[name] = linear.out_features * row_bytes(linear.in_features, its_format)
+        form = FORMAT_OF[FORMAT_OF_HEAD if name == HEAD else weights]
+        sizes[name] = packed_bytes(form, linear.out_features, linear.in_features)
     of_layer = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
     return sum(sizes.values()) + (config.num_hidden_layers - 1) * of_layer
 

@@ -99,7 +99,7 @@ def test_measured_are_layers_with_the_weights(model_folder: Callable[..., Path])
         peer.close()
     for stage in (measurement.ordinary.stage, peer._stage):
         linears = [part for part in stage.model.modules() if isinstance(part, QuantisedLinear)]
-        assert {linear.weights for linear in linears} == {"int8"}
+        assert {linear.form.name for linear in linears} == {"Q8_0"}
         assert len(linears) == 4 * 7 + 1
 
 

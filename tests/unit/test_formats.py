@@ -1,37 +1,20 @@
-"""Weights of 8 and 4 bits: each form of their product has the bits of the definition, whatever runs beside a row."""
+"""Weights of few bits: each form of their product has the bits of the definition, whatever runs beside a row."""
 
+import numpy as np
 import pytest
 import torch
+from few_bits import drawn
 from torch import Tensor
 
-from ppd_runtime.models.native.formats import (
-    BITS,
-    as_floats,
-    format_of,
-    forms,
-    pack,
-    packed_rows,
-    product_in_form,
-    product_in_numpy,
-    quantise,
-    row_bytes,
-    unpack,
-)
-from ppd_runtime.models.native.products import product
+from ppd_runtime.models.native.few_bits_products import forms, product_in_form, product_in_numpy
+from ppd_runtime.models.native.formats import NUMBER_FORMATS, NumberFormat, Numbers
+from ppd_runtime.models.native.packing import as_floats, pack, packed_as, packed_bytes, rows_in_floats, unpack
+from ppd_runtime.models.native.products import PRODUCTS, product
+from ppd_runtime.models.native.quantising import FORMAT_OF, quantise, quantise_roughly
 
-SHAPES = [(16, 32), (33, 96), (5, 64), (160, 768)]
-LOWEST = {"int8": -128, "int4": -8}
-
-
-def drawn(outputs: int, inputs: int, weights: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Numbers and scales over all that a file may hold, the lowest number and scales below normal ones too."""
-    generator = torch.Generator().manual_seed(seed)
-    low = LOWEST[weights]
-    numbers = torch.randint(low, -low, (outputs, inputs // 32, 32), generator=generator).to(torch.int8)
-    numbers[0, 0] = low
-    scales = (torch.randn(outputs, inputs // 32, generator=generator) / 100).half()
-    scales[-1, -1], scales[0, -1] = 3e-7, 0
-    return numbers, scales
+SHAPES = [(16, 1), (33, 3), (5, 2), (160, 5)]
+"""Outputs, and blocks of a row."""
+of_formats = pytest.mark.parametrize("form", NUMBER_FORMATS.values(), ids=list(NUMBER_FORMATS))
 
 
 def states(tokens: int, inputs: int, seed: int = 1) -> Tensor:
@@ -43,54 +26,94 @@ def states(tokens: int, inputs: int, seed: int = 1) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("weights", BITS)
+def same(one: Numbers, other: Numbers) -> bool:
+    pairs = zip(one._arrays, other._arrays, strict=True)
+    return one.form == other.form and all(a is b or (a.dtype == b.dtype and np.array_equal(a, b)) for a, b in pairs)
+
+
+@of_formats
 @pytest.mark.parametrize("shape", SHAPES)
-def test_numbers_and_scales_come_out_as_they_went_in(weights: str, shape: tuple[int, int]) -> None:
-    numbers, scales = drawn(*shape, weights)
-    packed = pack(numbers, scales, weights)
-    assert packed.shape == (shape[0], row_bytes(shape[1], weights))
-    assert format_of(shape[1], packed.shape[1]) == weights
-    assert all(map(torch.equal, unpack(packed, shape[1]), (numbers, scales)))
-    chosen = [shape[0] - 1, 0]
-    assert torch.equal(as_floats(packed_rows(packed, shape[1], chosen), shape[1]), as_floats(packed, shape[1])[chosen])
+def test_what_is_packed_comes_out_as_it_went_in(form: NumberFormat, shape: tuple[int, int]) -> None:
+    outputs, groups = shape[0], shape[1] * form.groups
+    numbers = drawn(form, outputs, groups)
+    packed = pack(numbers)
+    assert packed_as(packed) == (form, outputs, groups * 32)
+    assert len(packed) == packed_bytes(form, outputs, groups * 32)
+    assert same(unpack(packed), numbers)
+    for chosen in ([outputs - 1, 0, outputs - 1], range(outputs // 2)):
+        assert same(unpack(packed, chosen), numbers.some(np.array(chosen)))
+    floats = torch.from_numpy(numbers.in_floats())
+    assert torch.equal(as_floats(packed), floats)
+    assert torch.equal(rows_in_floats(packed, torch.tensor([outputs - 1, 0])), floats[[outputs - 1, 0]])
+    with pytest.raises(IndexError, match="no such row"):
+        rows_in_floats(packed, torch.tensor([0, outputs]))
 
 
-@pytest.mark.parametrize("weights", BITS)
+@of_formats
 @pytest.mark.parametrize("shape", SHAPES)
-def test_each_form_has_the_bits_of_the_definition(weights: str, shape: tuple[int, int]) -> None:
-    packed = pack(*drawn(*shape, weights), weights)
-    for form in forms():
-        for tokens in (1, 2, 3, 4, 5, 9):
-            given = states(tokens, shape[1])
-            with product_in_form(form):
-                assert torch.equal(product(given, packed), product_in_numpy(given, packed)), (form, tokens)
+def test_each_form_has_the_bits_of_the_definition(form: NumberFormat, shape: tuple[int, int]) -> None:
+    packed = pack(drawn(form, shape[0], shape[1] * form.groups))
+    for tokens in (1, 2, 3, 4, 5, 9):
+        given = states(tokens, packed_as(packed).inputs)
+        expected = product_in_numpy(given, packed)
+        for name in forms():
+            with product_in_form(name):
+                assert torch.equal(product(given, packed), expected), (name, tokens)
 
 
-@pytest.mark.parametrize("weights", BITS)
-def test_a_rows_bits_are_its_own(weights: str) -> None:
-    packed, given = pack(*drawn(160, 96, weights), weights), states(9, 96)
+@of_formats
+def test_the_definition_is_the_product_with_the_weights_up_to_rounded_states(form: NumberFormat) -> None:
+    packed = pack(quantise_roughly(torch.randn(48, 512, generator=torch.Generator().manual_seed(3)) / 10, form))
+    given = torch.randn(4, 512, generator=torch.Generator().manual_seed(4))
+    expected = given.double() @ as_floats(packed).double().T
+    assert (product_in_numpy(given, packed) - expected).norm() < 0.01 * expected.norm()
+
+
+@of_formats
+def test_numbers_of_largest_size_do_not_overflow(form: NumberFormat) -> None:
+    numbers = drawn(form, 16, form.groups)
+    for code in (form.table.argmin(), form.table.argmax()):
+        numbers.codes[:] = code
+        if numbers.parts is not None:
+            numbers.parts[:] = 15 if form.shares_bytes else -128 if not form.has_minimum else 63
+        packed, given = pack(numbers), torch.ones(3, packed_as(pack(numbers)).inputs)
+        given[1] = -1
+        expected = product_in_numpy(given, packed)
+        for name in forms():
+            with product_in_form(name):
+                assert torch.equal(product(given, packed), expected), name
+
+
+@of_formats
+def test_a_rows_bits_are_its_own(form: NumberFormat) -> None:
+    packed = pack(drawn(form, 160, 3 * form.groups))
+    given = states(9, packed_as(packed).inputs)
     whole = product(given, packed)
     for row in range(9):
         assert torch.equal(product(given[row : row + 1], packed)[0], whole[row])
     assert torch.equal(product(given.flip(0).contiguous(), packed).flip(0), whole)
 
 
-@pytest.mark.parametrize("weights", BITS)
-def test_threads_change_no_bit(weights: str) -> None:
-    packed, given = pack(*drawn(4096, 96, weights), weights), states(3, 96)
-    alone = product(given, packed)
+def test_matrices_in_different_formats_have_the_bits_of_each_in_one_call() -> None:
+    """Also with several threads, which share the rows of all of them."""
+    matrices = [
+        pack(drawn(NUMBER_FORMATS[name], rows, 8)) for name, rows in (("Q4_K", 2048), ("Q8_0", 33), ("Q6_K", 512))
+    ]
+    given = states(3, 256)
+    alone = [product(given, matrix) for matrix in matrices]
     try:
-        for threads in (2, 3):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(product(given, packed), alone)
+            assert torch.equal(PRODUCTS[2](given, *matrices), torch.cat(alone, dim=1))
+            assert torch.equal(PRODUCTS[1](given, *matrices[:2]), torch.cat(alone[:2], dim=1))
     finally:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("weights", BITS)
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_no_number_spoils_its_row_alone(weights: str, number: float) -> None:
-    packed, given = pack(*drawn(33, 96, weights), weights), states(3, 96)
+def test_what_is_no_number_spoils_its_row_alone(name: str, number: float) -> None:
+    packed, given = pack(drawn(NUMBER_FORMATS[name], 33, 8)), states(3, 256)
     expected = product(given, packed)
     given[1, 40] = number
     found = product(given, packed)
@@ -103,24 +126,36 @@ def test_what_is_no_number_spoils_its_row_alone(weights: str, number: float) -> 
 def test_quantising_keeps_a_matrix(weights: str, most: float) -> None:
     matrix = torch.randn(48, 320, generator=torch.Generator().manual_seed(2))
     matrix[3, :32] = 0
-    found = as_floats(pack(*quantise(matrix, weights), weights), 320)
+    found = as_floats(pack(quantise(matrix, weights)))
     assert (found - matrix).square().mean().sqrt() < most * matrix.square().mean().sqrt() * 2
     assert not found[3, :32].any()
-    again = as_floats(pack(*quantise(found, weights), weights), 320)
+    again = as_floats(pack(quantise(found, weights)))
     assert torch.allclose(again, found, atol=1e-3)
 
 
-@pytest.mark.parametrize("weights", BITS)
+@pytest.mark.parametrize("weights", FORMAT_OF)
 def test_what_cannot_be_quantised_is_refused(weights: str) -> None:
     with pytest.raises(ValueError, match="33 inputs are no multiple of 32"):
         quantise(torch.zeros(4, 33), weights)
     with pytest.raises(ValueError, match="not finite"):
         quantise(torch.full((4, 32), torch.inf), weights)
-    packed = pack(*drawn(16, 64, weights), weights)
+
+
+def test_bytes_that_are_no_packed_matrix_are_refused() -> None:
+    packed = pack(drawn(NUMBER_FORMATS["Q4_K"], 16, 8))
     with pytest.raises(ValueError, match="few_rows_linear: not made for"):
-        product(torch.zeros(1, 96), packed)
-    with pytest.raises(ValueError, match="no format has rows of 35 bytes"):
-        format_of(32, 35)
+        product(torch.zeros(1, 512), packed)
+    for place in (0, 4, 8, 16, 24):  # magic, layout, format, outputs and inputs
+        damaged = packed.clone()
+        damaged[place] += 1
+        for refuses in (packed_as, lambda bytes_: product(torch.zeros(1, 256), bytes_)):
+            with pytest.raises(ValueError, match=r"no packed matrix of this version|not made for"):
+                refuses(damaged)
+    for wrong in (packed[:-1], packed[:40], packed[None], packed.to(torch.int8), torch.zeros(0, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="no packed matrix of this version"):
+            packed_as(wrong.contiguous())
+        with pytest.raises(ValueError, match="not made for"):
+            product(torch.zeros(1, 256), wrong.contiguous())
 
 
 def test_a_form_that_is_not_there_is_named() -> None:

@@ -1,18 +1,20 @@
 """GGUF files as models: the numbers and texts of the folders they were made of; what is wrong with one is one line."""
 
+import itertools
 import json
 import random
 import resource
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import Stored, model_parts, numbers_of, stored, tokenizer_parts, write_gguf, write_model
+from gguf_files import Stored, drawn_blocks, model_parts, stored, tokenizer_parts, write_gguf, write_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from typer.testing import CliRunner
 
@@ -22,10 +24,12 @@ from ppd_runtime.models.checkpoint.config import QUANTISED, model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.gguf import kept
+from ppd_runtime.models.checkpoint.gguf.blocks import QUANTISED_TYPES
 from ppd_runtime.models.checkpoint.gguf.reader import _TYPES, read_gguf
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised import check_packed
-from ppd_runtime.models.native.formats import as_floats
+from ppd_runtime.models.native.formats import NUMBER_FORMATS
+from ppd_runtime.models.native.packing import as_floats, packed_as
 
 ModelFolder = Callable[..., Path]
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -139,7 +143,7 @@ def test_numbers_that_the_matrices_dtype_cannot_hold_keep_theirs(model_folder: M
         assert torch.equal(ours[name], tensor if tensor.dim() == 1 else tensor.bfloat16().float())
 
 
-@pytest.mark.parametrize(("kind", "weights"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize(
     ("family", "settings", "others"),
     [
@@ -147,17 +151,23 @@ def test_numbers_that_the_matrices_dtype_cannot_hold_keep_theirs(model_folder: M
         ("llama", {"tied": True}, {}),
         ("llama", {}, {"output.weight": "F16", "token_embd.weight": "BF16"}),
         ("llama", {"tied": True}, {"token_embd.weight": "F16"}),
-        ("qwen2", {}, {"output.weight": "Q8_0"}),
-        ("qwen3", {}, {}),
+        ("qwen2", {}, {"output.weight": "Q8_0", "blk.1.ffn_up.weight": "F16"}),
+        ("qwen3", {}, {"blk.0.attn_k.weight": "Q8_0"}),
     ],
     ids=["llama", "tied llama", "head in F16", "tied head in F16", "head in Q8_0", "qwen3"],
 )
-def test_packed_weights_have_the_files_numbers(model_folder, tmp_path, family, settings, others, kind, weights):
+def test_packed_weights_have_the_files_numbers(model_folder, tmp_path, family, settings, others, kind):
     folder = model_folder(family, **settings)
     metadata, tensors = model_parts(folder, kind, others)
     file = write_gguf(tmp_path / "model.gguf", metadata, tensors, version=2 if family == "qwen3" else 3)
+    check_numbers(file, tensors, family)
+    check_texts(file)
+
+
+def check_numbers(file: Path, tensors: Mapping[str, Stored], family: str) -> None:
+    """The model's matrices hold the numbers of the file, packed where they are packed there."""
     info = describe(str(file))
-    assert info.weights == weights
+    assert (info.weights, info.weights_name) == ("gguf", "gguf")
     state, config = state_of(info), model_config(info.folder)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in tensors.items():
@@ -165,20 +175,38 @@ def test_packed_weights_have_the_files_numbers(model_folder, tmp_path, family, s
         expected = numbers(tensor)
         if family == "llama" and (part := name.split(".")[-2]) in heads:
             expected = expected.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).reshape(expected.shape)
+        assert (ours.dtype == torch.uint8) == (tensor[0] not in DTYPES), name
         if ours.dtype == torch.uint8:
-            ours = as_floats(ours, expected.shape[1])
-        else:
-            assert name == "token_embd.weight" or tensor[0] in ("F32", "F16")
+            assert packed_as(ours) == (NUMBER_FORMATS[tensor[0]], *expected.shape)
+            ours = as_floats(ours)
         assert torch.equal(ours, expected), name
-    head = state["lm_head.weight"]
-    if settings.get("tied") and head.dtype == torch.uint8:
-        assert torch.equal(as_floats(head, config.hidden_size), numbers(tensors["token_embd.weight"]))
-    ordinary = OrdinaryDecoding(file)
-    expected = texts(ordinary)
-    assert texts(OrdinaryDecoding(file, weights=weights)) == expected
-    for layout in ({"k": 1}, {"stages": 2}):
+    if "output.weight" not in tensors:
+        assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+
+
+def check_texts(file: Path) -> None:
+    """Every layout and method gives ordinary decoding's text."""
+    expected = texts(OrdinaryDecoding(file))
+    for layout in ({"k": 1}, {"stages": 2}, {"stages": 2, "guess_vocab": 64}):
         with PPDRuntime(file, transport="local", **layout) as runtime:
             assert texts(runtime) == expected, layout
+    for method in ("layerskip", "adaspeed"):
+        assert texts(open_method(file, method)) == expected, method
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_types_are_mixed_in_one_file(model_folder, tmp_path, tied) -> None:
+    """Each type in some matrix; the embedding in another one than layers."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    metadata, tensors = model_parts(model_folder("llama", tied=tied, **sizes), "F32")
+    kinds = itertools.cycle([kind for kind in QUANTISED_TYPES if kind != "Q6_K"])
+    for number, (name, (_, shape, _)) in enumerate(tensors.items()):
+        if len(shape) == 2:
+            kind = "Q6_K" if name in ("token_embd.weight", "output.weight") else next(kinds)
+            tensors[name] = drawn_blocks(kind, shape, number)
+    file = write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    check_numbers(file, tensors, "llama")
+    check_texts(file)
 
 
 def library_name(name: str) -> str:
@@ -194,8 +222,9 @@ def library_name(name: str) -> str:
 
 def numbers(tensor: Stored) -> torch.Tensor:
     kind, shape, content = tensor
-    if kind in ("Q8_0", "Q4_0"):
-        return torch.from_numpy(numbers_of(tensor))
+    if kind not in DTYPES:
+        rows = np.frombuffer(content, np.uint8).reshape(shape[0], -1)
+        return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]))
     dtype = getattr(torch, DTYPES[kind])
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape).float()
 
@@ -213,7 +242,7 @@ def test_every_whole_number_and_scale_of_a_block_is_kept(model_folder: ModelFold
     state = state_of(describe(str(file)))
     for name in ("blk.0.ffn_up.weight", "blk.3.attn_v.weight", "output.weight"):
         ours, expected = state[library_name(name)], numbers(tensors[name])
-        assert torch.equal(as_floats(ours, expected.shape[1]), expected)
+        assert torch.equal(as_floats(ours), expected)
     with PPDRuntime(file, transport="local", stages=2) as runtime:
         assert texts(runtime) == texts(OrdinaryDecoding(file))
 
@@ -271,9 +300,9 @@ def test_the_commands_take_a_file(model_folder: ModelFolder, tmp_path: Path) -> 
     packed = write_model(tmp_path / "model.Q8_0.gguf", folder, "Q8_0")
     done = CliRunner().invoke(app, ["quantize", str(packed), str(tmp_path / "again"), "--weights", "int8"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
-    assert "has int8 weights already" in done.stderr
+    assert "has those of its GGUF file; leave weights out" in done.stderr
     assert texts(open_method(packed, "layerskip")) == texts(OrdinaryDecoding(packed))
-    with pytest.raises(ValueError, match="weights='int4': model .* has int8 ones"):
+    with pytest.raises(ValueError, match="weights='int4': model .* has those of its GGUF file"):
         PPDRuntime(packed, weights="int4")
 
 
@@ -501,7 +530,9 @@ REFUSED = {
 
 def test_packed_weights_need_their_products(model_folder: ModelFolder, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(kept, "is_available", lambda *_: False)
-    refused(write_model(tmp_path / "a.gguf", model_folder("llama"), "Q4_0"), "has int4 weights, which need Linux")
+    refused(
+        write_model(tmp_path / "a.gguf", model_folder("llama"), "Q4_0"), "has weights of few bits, which need Linux"
+    )
     describe(str(write_model(tmp_path / "b.gguf", model_folder("llama"), "F16")))
 
 

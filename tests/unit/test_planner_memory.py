@@ -16,8 +16,9 @@ from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.memory import GB, GivenMemory, Memory
 from ppd_runtime.cost_model.planner import rank
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
-from ppd_runtime.models.native.formats import row_bytes
 from ppd_runtime.models.native.linear import QuantisedLinear
+from ppd_runtime.models.native.packing import packed_bytes
+from ppd_runtime.models.native.quantising import FORMAT_OF
 
 PARTS = Memory(layer=10, head=4, entry=0.5, tokens=6)
 """A layer holds 10 of weights and 3 of entries."""
@@ -152,8 +153,8 @@ def test_weights_of_few_bits_take_what_their_folder_takes(model_folder, tmp_path
     found, theirs = map(measured_memory, decodings)
     assert found == theirs
     layer = decodings[0].stage.model.model.layers[0]
-    matrices = [(len(m.weight), m.in_features) for m in layer.modules() if isinstance(m, QuantisedLinear)]
+    matrices = [(m.out_features, m.in_features) for m in layer.modules() if isinstance(m, QuantisedLinear)]
     norms = 2 * 32 * 4
-    assert found.layer == norms + sum(outputs * row_bytes(inputs, weights) for outputs, inputs in matrices)
-    assert (found.head, found.embedding) == (300 * row_bytes(32, "int8") + 32 * 4, 300 * 32 * 4)
+    assert found.layer == norms + sum(packed_bytes(FORMAT_OF[weights], *shape) for shape in matrices)
+    assert (found.head, found.embedding) == (packed_bytes(FORMAT_OF["int8"], 300, 32) + 32 * 4, 300 * 32 * 4)
     assert not found.tied, "the embedding stays in floats"

@@ -11,7 +11,7 @@ from compilers import needs_compiler
 from torch import Tensor
 
 from ppd_runtime.models.native import library
-from ppd_runtime.models.native.formats import pack, quantise
+from ppd_runtime.models.native.packing import pack
 from ppd_runtime.models.native.products import (
     MOST_ROWS,
     PRODUCTS,
@@ -23,6 +23,7 @@ from ppd_runtime.models.native.products import (
     product,
     same_numbers,
 )
+from ppd_runtime.models.native.quantising import quantise
 
 pytestmark = needs_compiler
 CPU = torch.device("cpu")
@@ -141,7 +142,7 @@ def test_several_weights_at_once_give_the_bits_of_each(formats: tuple[object, ..
 def as_format(weight: Tensor, form: object) -> Tensor:
     if form == FLOAT:
         return weight
-    return in_tiles(weight.bfloat16()) if form == HALF else pack(*quantise(weight, form), form)
+    return in_tiles(weight.bfloat16()) if form == HALF else pack(quantise(weight, form))
 
 
 def test_a_weight_of_another_shape_among_several_is_refused() -> None:

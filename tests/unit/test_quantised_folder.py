@@ -20,7 +20,7 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised import packed_tensors
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
-from ppd_runtime.models.native.formats import LAYOUT
+from ppd_runtime.models.native.packing import LAYOUT
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.trained.heads import describe_head
 from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
@@ -59,7 +59,7 @@ def test_a_folder_gives_the_text_of_the_setting(model_folder, tmp_path, monkeypa
     ours, theirs = (load_layers(one, 4, torch.float32, "cpu").state_dict() for one in (info, given))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert packed_tensors(info, 1, 2).keys() == packed_tensors(given, 1, 2).keys()
+    assert packed_tensors(info, 2).keys() == packed_tensors(given, 2).keys()
     expected = texts(OrdinaryDecoding(folder, weights=weights))
     monkeypatch.setattr(quantised, "quantise", lambda *_: pytest.fail("quantised at a start"))
     assert texts(OrdinaryDecoding(out)) == texts(OrdinaryDecoding(out, weights=weights)) == expected

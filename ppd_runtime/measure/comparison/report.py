@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.config import FORMATS
+from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
 from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, MethodRow, full_settings
@@ -164,7 +164,7 @@ class ComparisonReport:
         decoding = f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"
         texts = f"{known.num_prompts} prompts, {sampling['max_new_tokens']} new tokens at the most"
         rounds = f", {known.rounds} rounds" * (known.rounds > 1)
-        few_bits = f"{known.weights} weights, " * (known.weights in FORMATS)
+        few_bits = f"{known.weights} weights, " * (known.weights in ALL_FORMATS)
         place = f"{few_bits}{known.dtype} on {known.device}, {known.threads} CPU thread{'s' * (known.threads > 1)}"
         return f"{texts}{rounds}, {decoding}, {place}{', compiled' * known.compile}. {known.machine}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppd_runtime.checks import check_choice
-from ppd_runtime.config import FLOATS, FORMATS
+from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.models.checkpoint.architecture import architecture_of, depth_of_all_kinds
 from ppd_runtime.models.checkpoint.config import (
     AGAIN,
@@ -63,7 +63,7 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
             weights cannot have the format, or have another one.
     """
     if weights is not None:
-        check_choice("weights", weights, FORMATS)
+        check_choice("weights", weights, ALL_FORMATS)
     name, folder = (model, kept_folder(model)) if is_gguf(model) else find_model(model)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)

@@ -50,7 +50,7 @@ def load_layers(
     whole = model_config(info.folder)
     config = first_layers_config(whole, last)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    packed = packed_tensors(info, first, last) if info.weights else {}
+    packed = packed_tensors(info, last) if info.weights else {}
     tensors = _read_tensors(info, last, dtype if device == "cpu" and not packed else None, first, packed)
     if first or packed:
         tensors |= _placeholders(config, range(first), dtype, packed)

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ppd_runtime.config import GGUF
 from ppd_runtime.models.native.formats import GROUP
 from ppd_runtime.models.native.library import is_available
 
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> None:
@@ -20,6 +21,8 @@ def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> No
     refuse = f"weights={weights!r}: model {model!r} ({skeleton.config.model_type})"
     if not is_available(torch.device("cpu"), torch.float32):
         raise ValueError(f"weights={weights!r}: needs Linux and PyTorch 2.8 or newer; leave weights out")
+    if weights == GGUF:
+        return  # what is not packed in the file, is not here
     for name, parameter in skeleton.model.layers.named_parameters():
         if parameter.dim() > 2:
             raise ValueError(f"{refuse} has stacked experts ({name}); leave weights out")

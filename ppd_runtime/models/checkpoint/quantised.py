@@ -28,36 +28,33 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.gguf.kept import is_kept
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.names import names_in_model
-from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
+from ppd_runtime.models.checkpoint.quantisable import EMBEDDING, HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import DTYPES, bytes_of, header_of, map_tensors, version_of
 from ppd_runtime.models.checkpoint.weights_card import card_of
-from ppd_runtime.models.native.formats import LAYOUT, pack, quantise, row_bytes
+from ppd_runtime.models.native.packing import LAYOUT, pack, packed_bytes
+from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
 
 logger = logging.getLogger(__name__)
 RECIPE = 1
 """Of numbers and scales: another one gives other weights."""
 FORMAT_OF_HEAD = "int8"
 """The head's format, whatever the layers': with 4 bits it costs most."""
-_EMBEDDING = "model.embed_tokens.weight"
 
 
-def packed_tensors(info: ModelInfo, first: int, last: int) -> dict[str, Tensor]:
-    """The packed matrices of layers `first` to `last` and of the head, by name; all processes of a host share them.
-
-    Those of earlier layers, which stand there without memory, are one number, shown again and again.
+def packed_tensors(info: ModelInfo, last: int) -> dict[str, Tensor]:
+    """The packed matrices of the first layers, the head and the embedding, by name; all processes of a host share them.
 
     Raises:
         ValueError: where they can be kept nowhere, or a file cannot be read.
     """
-    found, path = {}, packed_file(info)
+    path = packed_file(info)
     try:
         tensors = dict(map_tensors(path))
     except OSError as error:
         raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {one_line(error)}") from error
-    for name, tensor in tensors.items():
-        layer = first if name == HEAD else layer_number(name)
-        if tensor.dtype == torch.uint8 and layer < last:
-            found[name] = tensor if layer >= first else tensor.new_zeros(()).expand(tensor.shape)
+    found = {name: t for name, t in tensors.items() if t.dtype == torch.uint8 and layer_number(name) < last}
+    if EMBEDDING in found and model_config(info.folder).tie_word_embeddings:
+        found.setdefault(HEAD, found[EMBEDDING])
     return found
 
 
@@ -143,7 +140,7 @@ class PackedModel(contextlib.ExitStack):
             matrices, tied = quantised_linears(skeleton), skeleton.config.tie_word_embeddings
             self._sources = dict[str, _Source]()
             for name, tensor in skeleton.state_dict().items():  # in the order in which a pass reads them
-                at = _EMBEDDING if name == HEAD and tied and name not in places else name
+                at = EMBEDDING if name == HEAD and tied and name not in places else name
                 if name in matrices:
                     self._sources[name] = self._matrix(places, name, at, tensor.shape)
                 elif name in places and not matrices_alone:
@@ -173,7 +170,7 @@ class PackedModel(contextlib.ExitStack):
             tensor: Tensor = of.place.file.get_tensor(of.place.name)
         except SafetensorError as error:
             raise self._unusable(f"{name} cannot be read: {one_line(error)}") from error
-        return pack(*quantise(tensor, of.weights), of.weights) if of.weights else tensor
+        return pack(quantise(tensor, of.weights)) if of.weights else tensor
 
     def _places(self, opened: contextlib.ExitStack) -> dict[str, _Place]:
         """Where each of the model's tensors is, by its name there."""
@@ -194,7 +191,8 @@ class PackedModel(contextlib.ExitStack):
         weights = FORMAT_OF_HEAD if name == HEAD else self._info.weights
         assert weights
         outputs, inputs = shape
-        return _Source(place, torch.uint8, (outputs, row_bytes(inputs, weights)), weights)
+        size = packed_bytes(FORMAT_OF[weights], outputs, inputs)
+        return _Source(place, torch.uint8, (size,), weights)
 
     def _unusable(self, reason: str) -> ValueError:
         return ValueError(f"model {self._info.name!r}: {reason}; {AGAIN}")

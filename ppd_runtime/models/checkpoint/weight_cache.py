@@ -252,7 +252,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: M
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": _ALL_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(fields).encode()
-    page, behind = (_LINE, 0) if end % _LINE else (LARGE_PAGE, end)
+    page, behind = (_LINE, 0) if end % _LINE or end < LARGE_PAGE else (LARGE_PAGE, end)
     text += b" " * (-(_LENGTH + len(text) + behind) % page)  # the file's end would not be in a large page
     return len(text).to_bytes(_LENGTH, "little") + text
 

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppd_runtime.config import FLOATS, FORMATS
+from ppd_runtime.config import ALL_FORMATS, FLOATS, GGUF
 from ppd_runtime.models.checkpoint.config import QUANTISED_CARD, read_json
-from ppd_runtime.models.native.formats import LAYOUT
+from ppd_runtime.models.native.packing import LAYOUT
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class WeightsCard:
     """What a quantised folder holds; `card_of` reads it."""
 
     weights: str
-    """The format of the layers' matrices, such as int8."""
+    """The format of the layers' matrices, such as int8, or "gguf"."""
     head: str
     """That of the head, or floats."""
     recipe: int
@@ -37,7 +37,8 @@ def card_of(folder: Path) -> WeightsCard | None:
         return None
     card = read_json(folder / QUANTISED_CARD)
     try:
-        if card.pop("format") != LAYOUT or card["weights"] not in FORMATS or card["head"] not in (*FORMATS, FLOATS):
+        formats = card["weights"], card["head"]
+        if card.pop("format") != LAYOUT or formats[0] == FLOATS or not {*formats} <= {*ALL_FORMATS, FLOATS}:
             raise ValueError("another version wrote it")
         return WeightsCard(**card)
     except (KeyError, TypeError, ValueError) as error:
@@ -49,7 +50,11 @@ def card_of(folder: Path) -> WeightsCard | None:
 def agreed_format(model: str, weights: str | None, card: WeightsCard | None) -> str | None:
     """The format that a model's weights have, if it is `weights` that was asked for; raises ValueError where it has
     another one for good."""
+    if card and card.weights == GGUF and weights not in (None, GGUF):
+        raise ValueError(f"weights={weights!r}: model {model!r} has those of its GGUF file; leave weights out")
     if card and weights not in (None, card.weights):
         has = f"model {model!r} has {card.weights} ones, made of {card.source!r}"
         raise ValueError(f"weights={weights!r}: {has}; leave weights out, or give the model they were made of")
+    if weights == GGUF and not card:
+        raise ValueError(f"weights={weights!r}: model {model!r} is no GGUF file with such weights; leave weights out")
     return card.weights if card else weights

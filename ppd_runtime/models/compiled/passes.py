@@ -31,6 +31,7 @@ from ppd_runtime.models.compiled.export import (
 from ppd_runtime.models.native.drafts import ChainDrafting, PassVariants, Verification
 from ppd_runtime.models.native.layers import NativePasses, calls_python
 from ppd_runtime.models.native.library import is_available, load
+from ppd_runtime.models.native.packing import packed_as
 from ppd_runtime.models.native.products import (
     MOST_IN_OWN_PAGES,
     MOST_ROWS,
@@ -123,7 +124,7 @@ class CompiledLayers:
             self._loaded[path] = self._passes.load(path)
         if kind == PassKind.HEAD:
             (path,), final = paths, FinalHead(self._model)
-            part, size = self._part(self._loaded[path], final.module), self._model.lm_head.weight.shape[0]
+            part, size = self._part(self._loaded[path], final.module), self._model.lm_head.out_features
             self.head = CompiledHead(part, self._passes.head, size, final)
             return
         self._layers[kind] = [
@@ -210,12 +211,15 @@ class CompiledLayers:
         """Greedy chains through a piece, or through the first so many layers, the last token too; behind them perhaps a
         part; and their verification, where there is code for that. None where there is none for the drafts.
 
-        `embedding` is `[vocab_size, hidden_size]`.
+        `embedding` is `[vocab_size, hidden_size]`, or packed.
         """
         head, part = (behind or self).head, behind._ways(0) if behind else None
         if not isinstance(self._passes, NativePasses) or not head or (behind and not part):
             return None
-        if embedding.dtype != torch.float32 or not embedding.is_contiguous() or len(embedding) < head.vocab_size:
+        if embedding.dtype not in (torch.float32, torch.uint8) or not embedding.is_contiguous():
+            return None
+        shape = packed_as(embedding)[1:] if embedding.dtype == torch.uint8 else embedding.shape
+        if shape[0] < head.vocab_size:
             return None
         if isinstance(layers, int):
             way = self._range(0, layers) if 1 in self._layers else None
@@ -227,7 +231,7 @@ class CompiledLayers:
         verifying, verification = self._ways(layers if isinstance(layers, int) else 0), None
         if verifying and self.head and self.head.vocab_size == head.vocab_size:
             verification = Verification(*verifying, self.head.part, min(MOST_SEVERAL, MOST_ROWS))
-        return ChainDrafting(route, head.part, head.vocab_size, embedding, part, verification, continues)
+        return ChainDrafting(route, head.part, head.vocab_size, embedding, shape, part, verification, continues)
 
     def _ways(self, first: int) -> PassVariants | None:
         """Through the layers from `first` on; None where there is not just the code for one token and for several, or

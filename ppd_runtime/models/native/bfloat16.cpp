@@ -121,7 +121,7 @@ void some_tiles(int64_t number, int64_t last, void* context) {
   const int64_t groups = (tokens + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
   const int64_t columns = groups > 1 ? COLUMNS_AT_ONCE : inputs;
   float* memory = groups > 1 ? room.of(tokens * SUMS * TILE) : nullptr;
-  each_tile(products, inputs * 2, number, last, [&](const Tile& tile) {
+  each_tile(products, number, last, [&](const Tile& tile) {
     if (tile.rows < TILE) return tile_plain(products, tile);
     for (int64_t begin = 0; begin < inputs; begin += columns)
       for (int64_t group = 0, token = 0; group < groups; ++group) {
@@ -135,5 +135,5 @@ void some_tiles(int64_t number, int64_t last, void* context) {
 }  // namespace
 
 void ppd_bfloat16_products(const Products& products) {
-  for_all_tiles(products, products.inputs * 2, some_tiles, const_cast<Products*>(&products));
+  for_all_tiles(products, some_tiles, const_cast<Products*>(&products));
 }

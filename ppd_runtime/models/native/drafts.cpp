@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "packed.h"
 #include "passes.h"
 #include "ranking.h"
 
@@ -42,7 +43,8 @@ struct Chain {
   const int64_t *list, *part_list;  // in which rows the positions of the model's sequence lie, and of the part's
   void* head;               // of drafts: a norm and a head
   void* verifying_head;
-  float* embedding;         // [.., width]
+  const void* embedding;    // [.., width] in floats, or a packed matrix of so many bytes
+  int64_t packed_bytes;     // 0: it is not packed
   int64_t width, vocab, attended_rows;
   int64_t extent;           // rows of the model's caches that may be read, whatever the length
   int64_t most_verified;    // tokens: more are not verified here
@@ -65,6 +67,13 @@ struct Chain {
   double* verified;         // [4]: seconds before and behind verifying layers, and behind head and choice
   int64_t num_drafts, num_verified;  // the second is 0 where nothing was verified
 };
+
+// What the first layer is given for a token, [width]; false where the embedding has no such row.
+bool embed(const Chain& chain, int64_t token, float* row) {
+  if (chain.packed_bytes) return ppd_rows_in_floats(chain.embedding, chain.packed_bytes, chain.width, &token, 1, row);
+  std::memcpy(row, static_cast<const float*>(chain.embedding) + token * chain.width, chain.width * sizeof *row);
+  return true;
+}
 
 constexpr Tree one_token(int64_t position, const int64_t* list) {
   return {nullptr, nullptr, nullptr, 1, 0, position, 0, list};
@@ -100,7 +109,7 @@ Handle through_part(const Chain& chain, int64_t drafted, Handle hidden, std::vec
 int draft(Chain& chain) {
   const int32_t floats = aoti_torch_dtype_float32();
   const int64_t width = chain.width;
-  std::vector<float> memory;
+  std::vector<float> memory, embedded(width);
   int64_t token = chain.token;
   double chance = 1, *times = chain.times;
   const auto note = [&](int what) { times[what + 1] = now(), chain.spent[what] += times[what + 1] - times[what]; };
@@ -110,7 +119,8 @@ int draft(Chain& chain) {
     if (!drafts && !chain.continues) return 0;
     times[0] = now();
     const int64_t place = chain.position + drafted;
-    Handle hidden = of_memory(chain.embedding + token * width, {1, 1, width}, floats);
+    if (!embed(chain, token, embedded.data())) return 6;
+    Handle hidden = of_memory(embedded.data(), {1, 1, width}, floats);
     hidden = run_layers(chain.layers, std::move(hidden), one_token(place, chain.list), whole_rows(chain, place + 1, chain.extent));
     const float* state = hidden.at ? numbers_of(hidden, width) : nullptr;
     if (!state) return 1;
@@ -138,11 +148,9 @@ int verify(Chain& chain) {
   const int32_t floats = aoti_torch_dtype_float32();
   double* times = chain.verified;
   times[0] = now();
-  std::vector<float> embedded;
-  for (int64_t i = 0; i < tokens && !chain.continues; ++i) {
-    const float* row = chain.embedding + (i ? chain.found[i - 1] : chain.token) * width;
-    embedded.insert(embedded.end(), row, row + width);
-  }
+  std::vector<float> embedded(chain.continues ? 0 : tokens * width);
+  for (int64_t i = 0; i < tokens && !chain.continues; ++i)
+    if (!embed(chain, i ? chain.found[i - 1] : chain.token, embedded.data() + i * width)) return 6;
   Handle hidden = of_memory(chain.continues ? chain.states : embedded.data(), {1, tokens, width}, floats);
   const Shape shape(tokens);
   hidden = run_layers(

@@ -80,6 +80,7 @@ class _Chain(ctypes.Structure):
         *((name, _LayerProgram) for name in ("layers", "part", "part_chain", "verify", "verify_chain")),
         *((name, _P) for name in ("list", "part_list")),
         *((name, _P) for name in ("head", "verifying_head", "embedding")),
+        ("packed_bytes", _N),
         *((name, _N) for name in ("width", "vocab", "attended_rows", "extent", "most_verified")),
         *(("continues", _B), ("together", _B), ("least", _F), ("probe", _P), ("bias", _F)),
         *((name, _N) for name in ("most", "token", "position")),
@@ -95,7 +96,8 @@ class ChainDrafting:
     Args:
         route: the layers, for one token.
         head: a norm and a head; it gives `vocab_size` logits for each token.
-        embedding: `[vocab_size, hidden_size]` in float32, contiguous.
+        embedding: in float32, contiguous, or packed.
+        embedding_shape: `[vocab_size, hidden_size]`.
         part: what drafts go through between layers and head, such as an adapter.
         verification: of what is drafted; with None there is none.
         continues: whether verification goes on after the layers, which the last draft then runs through too; else its
@@ -108,16 +110,18 @@ class ChainDrafting:
         head: Layer,
         vocab_size: int,
         embedding: Tensor,
+        embedding_shape: Sequence[int],
         part: PassVariants | None,
         verification: Verification | None,
         continues: bool,
     ) -> None:
         self._route, self._verification, self._continues = route, verification, continues
-        self._kept, self._embedded = (head, embedding), len(embedding)
+        self._kept, self._embedded = (head, embedding), embedding_shape[0]
         self._chain = chain = _Chain()
         self._at_chain = ctypes.addressof(chain)
         chain.head, chain.embedding = head.handle, embedding.data_ptr()
-        chain.vocab, chain.width, chain.attended_rows = vocab_size, embedding.shape[1], ATTENDED_ROWS
+        chain.packed_bytes = embedding.numel() if embedding.dtype == torch.uint8 else 0
+        chain.vocab, chain.width, chain.attended_rows = vocab_size, embedding_shape[1], ATTENDED_ROWS
         chain.continues = continues
         self._of_part = [(chain.part, part.one), (chain.part_chain, part.several)] if part else []
         self._of_model = [(chain.layers, route)]

@@ -1,27 +1,26 @@
-"""Linear layers with packed weights, in a model of the library's; `formats` says what they hold."""
+"""Layers with packed weights, in a model of the library's; `packing` says what they hold."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ppd_runtime.models.native.formats import as_floats, format_of, pack, packed_rows, quantise
+from ppd_runtime.models.native.packing import as_floats, pack, packed_as, rows_in_floats, unpack
 from ppd_runtime.models.native.products import product
+from ppd_runtime.models.native.quantising import quantise_roughly
 
 
 class QuantisedLinear(nn.Module):
     """A linear layer over any number of tokens, whose weight is a packed matrix.
 
     Args:
-        weight: uint8 `[outputs, bytes of a row]`.
+        weight: as `pack` gives it.
         bias: `[outputs]` in float32, or None.
-        in_features: inputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, in_features: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, len(weight)
-        self.weights = format_of(in_features, weight.shape[1])
+        self.form, self.out_features, self.in_features = packed_as(weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
@@ -33,33 +32,67 @@ class QuantisedLinear(nn.Module):
 
     def rows(self, chosen: Sequence[int]) -> "QuantisedLinear":
         """A layer with these outputs alone."""
-        weight = packed_rows(self.weight, self.in_features, chosen)
-        return QuantisedLinear(weight, None if self.bias is None else self.bias[list(chosen)], self.in_features)
+        weight = pack(unpack(self.weight.detach(), chosen))
+        return QuantisedLinear(weight, None if self.bias is None else self.bias[list(chosen)])
 
     def packed(self, matrix: Tensor) -> Tensor:
-        """Another matrix of the same shape, in floats, packed in this layer's format."""
-        return pack(*quantise(matrix, self.weights), self.weights)
+        """Another matrix of the same shape, in floats, packed roughly in this layer's format."""
+        return pack(quantise_roughly(matrix, self.form))
 
     def in_floats(self) -> nn.Linear:
         """The same layer with its weight in float32."""
         twin = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        twin.weight = nn.Parameter(as_floats(self.weight, self.in_features), requires_grad=False)
+        twin.weight = nn.Parameter(as_floats(self.weight.detach()), requires_grad=False)
         if self.bias is not None:
             twin.bias = nn.Parameter(self.bias.clone(), requires_grad=False)
         return twin
 
 
+class QuantisedEmbedding(nn.Module):
+    """An embedding whose table is a packed matrix: the rows of tokens that are asked for become floats.
+
+    Args:
+        weight: as `pack` gives it.
+        library: the library's own, which may do more than look up; its table is not used.
+    """
+
+    def __init__(self, weight: Tensor, library: nn.Embedding) -> None:
+        super().__init__()
+        self.form, self.num_embeddings, self.embedding_dim = packed_as(weight)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.only_looks_up = type(library) is nn.Embedding and library.max_norm is None
+        library.padding_idx = None  # it matters for training alone, and few rows may not have it
+        self._library = [library]  # in a list: its table is no part of this
+
+    def row_of(self, token: int) -> Tensor:
+        """A token's row, `[1, 1, hidden_size]`."""
+        return rows_in_floats(self.weight.detach(), torch.tensor([token]))[None]
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """`[..., hidden_size]` in float32."""
+        rows = rows_in_floats(self.weight.detach(), token_ids.flatten())
+        if self.only_looks_up:
+            return rows.view(*token_ids.shape, -1)
+        places = torch.arange(len(rows)).view(token_ids.shape)
+        found: Tensor = torch.func.functional_call(self._library[0], {"weight": rows}, (places,))
+        return found
+
+
 def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
-    """Put packed weights, by name, in the place of the weights of a model's linear layers; ValueError where one has
-    another shape."""
+    """Put packed weights, by name, in the place of those of a model's linear layers and embedding; ValueError where one
+    has another shape."""
     for name, weight in packed.items():
         path = name.removesuffix(".weight")
-        linear = model.get_submodule(path)
-        assert isinstance(linear, nn.Linear)
-        if len(weight) != linear.out_features:
-            raise ValueError(f"weights: {name} has {len(weight)} rows, for {linear.out_features} outputs")
+        module, shape = model.get_submodule(path), packed_as(weight)[1:]
+        assert isinstance(module, nn.Linear | nn.Embedding)
+        if shape != tuple(module.weight.shape):
+            raise ValueError(f"weights: {name} is {list(shape)}, not {list(module.weight.shape)}")
+        taken: nn.Module
+        if isinstance(module, nn.Linear):
+            taken = QuantisedLinear(weight, module.bias)
+        else:
+            taken = QuantisedEmbedding(weight, module)
         parent, _, attribute = path.rpartition(".")
-        taken = QuantisedLinear(weight, linear.bias, linear.in_features)
         setattr(model.get_submodule(parent), attribute, taken)
 
 

@@ -105,28 +105,24 @@ void float_product(Product product) {
   for_all(product.outputs, grain, some_rows, &product);
 }
 
-// What a weight is: float32, or bfloat16 as `bfloat16.cpp` has it, or of some bits as `quantised.h` has it.
-struct Kind {
-  enum { NONE, FLOAT, BFLOAT16, QUANTISED } is = NONE;
-  int bits = 0;
+// What a weight is: float32, or bfloat16 as `bfloat16.cpp` has it, or packed as `quantised.h` has it.
+enum Kind { NONE, FLOAT, BFLOAT16, PACKED };
 
-  Kind() = default;
-  Kind(const Seen& weight, int64_t inputs) {
-    if (!weight.is_matrix()) return;
-    if (weight.dtype == aoti_torch_dtype_uint8()) {
-      bits = ppd_bits_of_quantised(inputs, weight.sizes[1]);
-      if (bits) is = QUANTISED;
-    } else if (weight.sizes[1] == inputs) {
-      if (weight.dtype == aoti_torch_dtype_float32()) is = FLOAT;
-      if (weight.dtype == aoti_torch_dtype_bfloat16()) is = BFLOAT16;
-    }
+Kind kind_of(const Seen& weight, int64_t inputs, Matrix* matrix) {
+  if (weight.dtype == aoti_torch_dtype_uint8()) {
+    if (weight.rank != 1 || (weight.sizes[0] > 1 && weight.strides[0] != 1)) return NONE;
+    *matrix = ppd_packed_matrix(weight.at, weight.sizes[0], inputs);
+    return matrix->at ? PACKED : NONE;
   }
-  bool operator==(const Kind& other) const { return is == other.is && bits == other.bits; }
-};
+  if (!weight.is_matrix() || weight.sizes[1] != inputs) return NONE;
+  const bool halved = weight.dtype == aoti_torch_dtype_bfloat16();
+  *matrix = {weight.at, weight.sizes[0], inputs * (halved ? 2 : 4)};
+  return halved ? BFLOAT16 : weight.dtype == aoti_torch_dtype_float32() ? FLOAT : NONE;
+}
 
-void run(const Products& products, const Kind& kind) {
-  if (kind.is == Kind::QUANTISED) return ppd_quantised_products(products, kind.bits);
-  if (kind.is == Kind::BFLOAT16) return ppd_bfloat16_products(products);
+void run(const Products& products, Kind kind) {
+  if (kind == PACKED) return ppd_quantised_products(products);
+  if (kind == BFLOAT16) return ppd_bfloat16_products(products);
   float* result = products.result;
   for (int m = 0; m < products.count; result += products.matrices[m++].outputs)
     float_product(
@@ -142,11 +138,9 @@ AOTITorchError run_all(AtenTensorHandle states, const AtenTensorHandle* weights,
   Kind kinds[MOST_WEIGHTS];
   int64_t outputs = 0;
   for (int m = 0; m < count; ++m) {
-    const Seen weight(weights[m]);
-    kinds[m] = Kind(weight, inputs);
-    if (kinds[m].is == Kind::NONE) return AOTI_TORCH_FAILURE;
-    matrices[m] = {weight.at, weight.sizes[0]};
-    outputs += weight.sizes[0];
+    kinds[m] = kind_of(Seen(weights[m]), inputs, &matrices[m]);
+    if (kinds[m] == NONE) return AOTI_TORCH_FAILURE;
+    outputs += matrices[m].outputs;
   }
   const int64_t sizes[] = {tokens, outputs}, strides[] = {outputs, 1};
   const AOTITorchError error = floats_like(states, 2, sizes, strides, result);
@@ -165,7 +159,7 @@ AOTITorchError run_all(AtenTensorHandle states, const AtenTensorHandle* weights,
 
 extern "C" {
 
-// result [tokens, outputs] of states [tokens, inputs] in float32 and a weight, contiguous, as `Kind` has them.
+// result [tokens, outputs] of states [tokens, inputs] in float32 and a weight, contiguous, as `kind_of` has them.
 AOTITorchError aoti_torch_cpu_few_rows_linear(AtenTensorHandle states, AtenTensorHandle weight, AtenTensorHandle* result) {
   return run_all(states, &weight, 1, result);
 }

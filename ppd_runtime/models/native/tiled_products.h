@@ -11,6 +11,8 @@
 struct Matrix {
   const void* at;
   int64_t outputs;
+  int64_t row_bytes;
+  int format = 0;  // of a packed one: see quantised.cpp
 };
 
 // Matrices of a kind, which take the same states, and where their products go.
@@ -25,10 +27,11 @@ struct Products {
 
 void ppd_bfloat16_products(const Products& products);
 
-// Bits of a number in rows of so many bytes; 0 where no matrix of these inputs has such rows.
-int ppd_bits_of_quantised(int64_t inputs, int64_t row_bytes);
+// What so many bytes hold, if they are a packed matrix with these inputs; else null.
+Matrix ppd_packed_matrix(const void* at, int64_t num_bytes, int64_t inputs);
 
-void ppd_quantised_products(const Products& products, int bits);
+// Of packed matrices, each in its own format.
+void ppd_quantised_products(const Products& products);
 
 namespace {
 
@@ -37,6 +40,7 @@ struct Tile {
   const uint8_t* at;
   int64_t rows;
   float* result;  // of the first token
+  int format;     // its matrix'
 };
 
 constexpr int64_t TILE = 16;
@@ -63,26 +67,26 @@ inline int64_t tiles_of(int64_t outputs) { return (outputs + TILE - 1) / TILE; }
 
 // Tiles `number` to `last` of all matrices, one after the other.
 template <typename Do>
-inline void each_tile(const Products& products, int64_t row_bytes, int64_t number, int64_t last, Do&& run) {
+inline void each_tile(const Products& products, int64_t number, int64_t last, Do&& run) {
   float* result = products.result;
   for (int m = 0; m < products.count; ++m) {
     const Matrix& matrix = products.matrices[m];
     const int64_t tiles = tiles_of(matrix.outputs);
     for (int64_t tile = std::max<int64_t>(number, 0); tile < std::min(last, tiles); ++tile) {
       const int64_t row = tile * TILE, rows = std::min(TILE, matrix.outputs - row);
-      run(Tile{static_cast<const uint8_t*>(matrix.at) + row * row_bytes, rows, result + row});
+      run(Tile{static_cast<const uint8_t*>(matrix.at) + row * matrix.row_bytes, rows, result + row, matrix.format});
     }
     number -= tiles, last -= tiles, result += matrix.outputs;
   }
 }
 
 // Have all tiles run, with PyTorch's threads where they have so much to read that waking them pays.
-inline void for_all_tiles(
-    const Products& products, int64_t row_bytes, void (*some)(int64_t, int64_t, void*), void* context) {
+inline void for_all_tiles(const Products& products, void (*some)(int64_t, int64_t, void*), void* context) {
   constexpr int64_t GRAIN = 1 << 19;  // bytes of weights, which a core reads in 6 to 20 microseconds
-  int64_t tiles = 0;
-  for (int m = 0; m < products.count; ++m) tiles += tiles_of(products.matrices[m].outputs);
-  for_all(tiles, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, TILE * row_bytes)), some, context);
+  int64_t tiles = 0, bytes = 0;
+  for (const Matrix* matrix = products.matrices; matrix < products.matrices + products.count; ++matrix)
+    tiles += tiles_of(matrix->outputs), bytes += matrix->outputs * matrix->row_bytes;
+  for_all(tiles, std::max<int64_t>(1, GRAIN * tiles / std::max<int64_t>(1, bytes)), some, context);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 """What a model's first layer is given for token ids, by the decoder's own code where a look-up is not all."""
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +22,12 @@ class Embedding:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._device = model, model.device
         self._entrance, self.scale = layer_range(model, 0, 0), embedding_scale(model)
-        table = model.model.embed_tokens
-        plain = type(table) is nn.Embedding and table.max_norm is None and not self.scale
-        look_up = lru_cache(_MOST_VIEWS)(lambda token: table.weight.detach()[token].view(1, 1, -1))
-        self._one = look_up if plain else None
+        look_up = _look_up(model.model.embed_tokens)
+        self._one = lru_cache(_MOST_VIEWS)(look_up) if look_up and not self.scale else None
 
     @property
     def table(self) -> Tensor | None:
-        """`[vocab_size, hidden_size]`, where a token's row is all that the first layer is given."""
+        """`[vocab_size, hidden_size]`, or packed, where a token's row is all that the first layer is given."""
         return self._model.model.embed_tokens.weight.detach() if self._one else None
 
     def __call__(self, token_ids: list[int]) -> Tensor:
@@ -52,3 +52,10 @@ class Embedding:
         """Whether a look-up, and the embedding's scale, are all that happens to a token before the first layer."""
         few = torch.arange(min(8, self._model.config.vocab_size), device=self._device)[None]
         return torch.equal(self._looked_up(few), self._entered(few))
+
+
+def _look_up(table: Any) -> Callable[[int], Tensor] | None:
+    """What gives a token's row, `[1, 1, hidden_size]`; None for an embedding that does more than look up."""
+    if type(table) is nn.Embedding and table.max_norm is None:
+        return lambda token: table.weight.detach()[token].view(1, 1, -1)
+    return table.row_of if getattr(table, "only_looks_up", False) else None

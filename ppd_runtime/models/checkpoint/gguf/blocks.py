@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppd_runtime.models.native.number_formats import GROUP, NUMBER_FORMATS, Array, Numbers
+from ppd_runtime.models.native.formats import GROUP, NUMBER_FORMATS, Array, Numbers
 
 _Parts = tuple[Array, Array | None]
 """Whole numbers for scales, `[blocks, groups · halves]`, and those for minimums."""
@@ -69,7 +69,7 @@ _BLOCKS: Mapping[str, _Block] = {
     "IQ4_XS": _Block({"d": 2, "parts": 6, "q": 128}, (16,), _four_and_two_bits),
     "MXFP4": _Block({"d": 1, "q": 16}, (16,)),
 }
-QUANTISED: Mapping[str, tuple[int, int]] = {
+QUANTISED_TYPES: Mapping[str, tuple[int, int]] = {
     name: (NUMBER_FORMATS[name].inputs, sum(block.fields.values())) for name, block in _BLOCKS.items()
 }
 """Numbers and bytes of a block, by the quantised types that are read."""
@@ -77,7 +77,7 @@ QUANTISED: Mapping[str, tuple[int, int]] = {
 
 def numbers_of(rows: Array, kind: str) -> Numbers:
     """What rows of blocks hold, uint8 `[rows, bytes of a row]`."""
-    form, block, (_, size) = NUMBER_FORMATS[kind], _BLOCKS[kind], QUANTISED[kind]
+    form, block, (_, size) = NUMBER_FORMATS[kind], _BLOCKS[kind], QUANTISED_TYPES[kind]
     blocks, found, begin = rows.reshape(-1, size), dict[str, Array](), 0
     for name, length in block.fields.items():
         found[name] = blocks[:, begin : (begin := begin + length)]
@@ -85,6 +85,8 @@ def numbers_of(rows: Array, kind: str) -> Numbers:
     for plane, bits, run in zip("qh", form.planes, block.runs, strict=False):
         codes = codes | _spread(found[plane], bits, run) << np.uint8(shift)
         shift += bits
+    if kind == "Q8_0":
+        codes ^= 0x80  # whole numbers with a sign
     scales, minimums = found["d"].copy(), found["m"].copy().view(np.uint16) if form.has_minimum else None
     if minimums is not None and block.adds:
         minimums ^= 0x8000

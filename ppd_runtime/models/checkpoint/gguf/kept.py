@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.config import FLOATS
+from ppd_runtime.config import GGUF
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
 from ppd_runtime.files.checksummed import checksum, has_checksum, only_one
 from ppd_runtime.models.checkpoint.config import QUANTISED, SINGLE, read_json
@@ -22,8 +22,8 @@ from ppd_runtime.models.checkpoint.gguf.tensors import TensorPlan, check_kinds, 
 from ppd_runtime.models.checkpoint.gguf.tokenizer import BESIDE, write_tokenizer
 from ppd_runtime.models.checkpoint.weight_cache import version_of
 from ppd_runtime.models.checkpoint.weights_card import WeightsCard
-from ppd_runtime.models.native.formats import LAYOUT
 from ppd_runtime.models.native.library import is_available
+from ppd_runtime.models.native.packing import LAYOUT
 
 logger = logging.getLogger(__name__)
 _FOLDER, _ABOUT = "gguf", "made_of.json"
@@ -50,8 +50,8 @@ def is_kept(folder: Path) -> bool:
 def kept_folder(model: str) -> Path:
     """The folder of a GGUF file's model, written where there is none yet.
 
-    Its weights have the file's own numbers. Matrices in Q8_0 or Q4_0 are packed as int8 or int4 ones are here; what is
-    packed in the file but not here, such as the embedding, is in float32, which holds the numbers.
+    Its weights have the file's own numbers. Matrices of few bits keep their formats, each its own; what has few bits in
+    the file but not here, such as stacked experts, is in float32.
 
     Args:
         model: the file's path, as it was given.
@@ -102,8 +102,8 @@ def _write(path: Path, about: dict[str, Any], folder: Path) -> None:
     check_kinds(gguf)
     config = config_of(gguf, rope_factors_of(gguf))
     plan = plan_tensors(gguf, config)
-    if plan.weights and not is_available(torch.device("cpu"), torch.float32):
-        raise ValueError(f"has {plan.weights} weights, which need Linux and PyTorch 2.8 or newer; give a file in F16")
+    if plan.is_packed and not is_available(torch.device("cpu"), torch.float32):
+        raise ValueError("has weights of few bits, which need Linux and PyTorch 2.8 or newer; give a file in F16")
     _check_room(plan.num_bytes, folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as making:
         unfinished = Path(making, "model")
@@ -114,9 +114,9 @@ def _write(path: Path, about: dict[str, Any], folder: Path) -> None:
         (unfinished / "generation_config.json").write_text(json.dumps({"eos_token_id": ends or None}) + "\n")
         level = logging.WARNING if plan.num_bytes > _TAKES_LONG else logging.INFO
         logger.log(level, "%s is written as a model folder, once, to %s", path, folder)
-        weights = unfinished / (QUANTISED if plan.weights else SINGLE)
+        weights = unfinished / (QUANTISED if plan.is_packed else SINGLE)
         plan.write(weights, {"made_of": str(path)})
-        if plan.weights:
+        if plan.is_packed:
             _card(plan, path, folder.name, weights).write(unfinished)
         if about != _about(path):
             raise ValueError("has changed meanwhile; open it again")
@@ -126,8 +126,7 @@ def _write(path: Path, about: dict[str, Any], folder: Path) -> None:
 
 
 def _card(plan: TensorPlan, path: Path, name: str, weights: Path) -> WeightsCard:
-    assert plan.weights
-    return WeightsCard(plan.weights, plan.head or FLOATS, _RECIPE, str(path), name, checksum(weights))
+    return WeightsCard(GGUF, plan.head, _RECIPE, str(path), name, checksum(weights))
 
 
 def _check_room(num_bytes: int, place: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
-from ppd_runtime.models.checkpoint.gguf.blocks import QUANTISED
+from ppd_runtime.models.checkpoint.gguf.blocks import QUANTISED_TYPES
 
 Value: TypeAlias = int | float | bool | str | list[str] | np.ndarray[Any, Any]
 """Of metadata: a number, a text, texts, or an array of numbers."""
 
-BLOCKS: Mapping[str, tuple[int, int]] = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **QUANTISED}
+BLOCKS: Mapping[str, tuple[int, int]] = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **QUANTISED_TYPES}
 """Numbers and bytes of a block, by the types of tensors that are read."""
 _NAMES = (
     "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "

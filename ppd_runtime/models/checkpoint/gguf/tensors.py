@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ppd_runtime.config import FLOATS
+from ppd_runtime.config import GGUF as MIXED
 from ppd_runtime.models.checkpoint.config import skeleton_of
-from ppd_runtime.models.checkpoint.gguf.blocks import numbers_of
+from ppd_runtime.models.checkpoint.gguf.blocks import QUANTISED_TYPES, numbers_of
 from ppd_runtime.models.checkpoint.gguf.config import INTERLEAVED, OTHER_MODEL, ROPE_FACTORS
 from ppd_runtime.models.checkpoint.gguf.reader import BLOCKS, GGUF, StoredTensor, shown
-from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
+from ppd_runtime.models.checkpoint.quantisable import EMBEDDING, HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import bytes_of, header_of
-from ppd_runtime.models.native.formats import pack_values, row_bytes
+from ppd_runtime.models.native.formats import NUMBER_FORMATS, NumberFormat
+from ppd_runtime.models.native.packing import begin_and_end, packed_bytes, packed_rows
 from ppd_runtime.models.native.products import TILE
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PACKED = {"Q8_0": "int8", "Q4_0": "int4"}
-"""Our formats that have the same whole numbers and float16 scales, by types of tensors."""
-_SCALE_BYTES = 2
 _OTHER_FILE = "quantise it again to one of them, or give another file of the model"
 NAMES: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",
@@ -56,7 +56,7 @@ class _Written:
     of: StoredTensor
     dtype: torch.dtype
     shape: tuple[int, ...]
-    weights: str | None = None
+    form: NumberFormat | None = None
     """The format it is packed in."""
     head_dim: int | None = None
     """Rows of a head, where those that rotary turns together have to be parted."""
@@ -68,15 +68,18 @@ class TensorPlan:
 
     gguf: GGUF
     written: Mapping[str, _Written]
-    weights: str | None
-    """The layers' format, int8 or int4; None: floats."""
     dtype: torch.dtype
     """Holds every number of the file, where its matrices are floats; else float32, in which states are."""
 
     @property
-    def head(self) -> str | None:
-        """The head's format."""
-        return self.written[HEAD].weights if HEAD in self.written else None
+    def is_packed(self) -> bool:
+        """Whether any matrix is."""
+        return any(each.form for each in self.written.values())
+
+    @property
+    def head(self) -> str:
+        """What the head's weights are called."""
+        return MIXED if self.written.get(HEAD, self.written[EMBEDDING]).form else FLOATS
 
     @property
     def num_bytes(self) -> int:
@@ -93,8 +96,11 @@ class TensorPlan:
         with self.gguf.path.open("rb") as file, path.open("wb") as out:
             out.write(header_of({name: (each.dtype, each.shape) for name, each in self.written.items()}, about))
             for each in self.written.values():
+                begin, end = begin_and_end(each.form, *each.of.shape) if each.form else (b"", b"")
+                out.write(begin)
                 for rows in _blocks(file, each):
                     out.write(bytes_of(_converted(rows, each)))
+                out.write(end)
             out.flush()
             os.fsync(out.fileno())
 
@@ -128,25 +134,20 @@ def plan_tensors(gguf: GGUF, config: PretrainedConfig) -> TensorPlan:
     known = {tensor.name for tensor in places.values()} | _IGNORED
     if unknown := [name for name in gguf.tensors if name not in known]:
         raise ValueError(f"has {shown(unknown[0])}, which no {config.model_type} has here; {OTHER_MODEL}")
-    matrices = quantised_linears(skeleton)
-    weights = _format({name: places[name] for name in matrices if name != HEAD})
-    embedding = places["model.embed_tokens.weight"]
-    if tied and weights and embedding.kind in PACKED:
-        places[HEAD] = embedding  # a packed one is not the embedding itself, which is in floats
-    dtype = torch.float32 if weights else _narrowest(gguf, places.values())
+    kinds = {name: places[name].kind for name in (EMBEDDING, *quantised_linears(skeleton)) if name in places}
+    forms = {name: NUMBER_FORMATS[kind] for name, kind in kinds.items() if kind in QUANTISED_TYPES}
+    dtype = torch.float32 if forms else _narrowest(gguf, places.values())
     turned = config.head_dim if config.model_type in INTERLEAVED else None
     written = dict[str, _Written]()
     for name, of in places.items():
-        packs = PACKED.get(of.kind) if weights and name in matrices else None
         head_dim = turned if ".q_proj." in name or ".k_proj." in name else None
-        written[name] = _written(of, packs, dtype, head_dim)
-    return TensorPlan(gguf, written, weights, dtype)
+        written[name] = _written(of, forms.get(name), dtype, head_dim)
+    return TensorPlan(gguf, written, dtype)
 
 
-def _written(of: StoredTensor, packs: str | None, dtype: torch.dtype, head_dim: int | None) -> _Written:
-    if packs:
-        outputs, inputs = of.shape
-        return _Written(of, torch.uint8, (outputs, row_bytes(inputs, packs)), packs, head_dim)
+def _written(of: StoredTensor, form: NumberFormat | None, dtype: torch.dtype, head_dim: int | None) -> _Written:
+    if form:
+        return _Written(of, torch.uint8, (packed_bytes(form, *of.shape),), form, head_dim)
     stored = _FLOATS.get(of.kind, torch.float32)
     narrower = dtype if stored == torch.float32 and dtype.itemsize < stored.itemsize else stored
     return _Written(of, narrower, of.shape, None, head_dim)
@@ -167,12 +168,6 @@ def _place(gguf: GGUF, name: str, shape: tuple[int, ...]) -> StoredTensor:
     if len(shape) == 1 and found.kind not in _FLOATS:
         raise ValueError(f"has {place} in {found.kind}, and vectors in floats are read; {OTHER_MODEL}")
     return found
-
-
-def _format(matrices: Mapping[str, StoredTensor]) -> str | None:
-    """The format that the layers' matrices have in common; None for floats."""
-    formats = {PACKED.get(tensor.kind) for tensor in matrices.values()}
-    return formats.pop() if len(formats) == 1 else None
 
 
 def _narrowest(gguf: GGUF, tensors: Collection[StoredTensor]) -> torch.dtype:
@@ -225,7 +220,4 @@ def _converted(rows: np.ndarray[Any, Any], each: _Written) -> Tensor:
     numbers = numbers_of(rows, each.of.kind)
     if not numbers.are_finite:
         raise ValueError(f"is damaged: a scale of {each.of.name} is not finite")
-    if each.weights:
-        blocks = torch.from_numpy(np.ascontiguousarray(rows)).view(len(rows), -1, BLOCKS[each.of.kind][1])
-        return pack_values(blocks[..., _SCALE_BYTES:], torch.from_numpy(numbers.scales))
-    return torch.from_numpy(numbers.in_floats())
+    return torch.from_numpy(packed_rows(numbers) if each.form else numbers.in_floats())
