@@ -115,8 +115,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = field(default=None, metadata=_ADDED)
     """Biases by token id, such as {464: -100}, in [-100, 100]; each is added to the token's logit before all else."""
     min_new_tokens: int | None = field(default=None, metadata=_ADDED)
-    """Before there are so many new tokens, no token that ends a text is chosen; that is one of the model's, unless
-    `ignore_eos`, or of `stop_token_ids`."""
+    """Before there are so many new tokens, no token that ends a text is chosen. Such tokens are the model's, unless
+    `ignore_eos`, and those of `stop_token_ids`."""
     min_length: int | None = field(default=None, metadata=_ADDED)
     """The same with the prompt's tokens counted; of no matter where `min_new_tokens` is given."""
     no_repeat_ngram_size: int | None = field(default=None, metadata=_ADDED)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,12 +20,10 @@ def with_generation(folder: Path, of: Path, fields: object) -> Path:
     return folder
 
 
-def generated(folder: Path, prompt_ids: list[int], new: int = 40, **arguments: Any) -> tuple[int, ...]:
+def generated(folder: Path, prompt_ids: list[int], new: int) -> tuple[int, ...]:
     """By transformers' `generate`, greedily, as the folder says."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = torch.tensor([prompt_ids])
     with torch.inference_mode():
-        output = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=new, **arguments
-        )
+        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=new)
     return tuple(output[0, len(prompt_ids) :].tolist())

@@ -37,6 +37,28 @@ WITHOUT_OPTION = {
     "prefix_cache_tokens": "the same",
     "logprobs": "numbers for programs: Python and `ppd serve` give them",
     "prompt_logprobs": "numbers for programs, too",
+    **dict.fromkeys(
+        (
+            "logit_bias",
+            "sequence_bias",
+            "bad_words_ids",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+        ),
+        "token ids, which programs and models' files know",
+    ),
+    **dict.fromkeys(
+        (
+            "min_length",
+            "exponential_decay_length_penalty",
+            "encoder_repetition_penalty",
+            "encoder_no_repeat_ngram_size",
+            "renormalize_logits",
+        ),
+        "rare: a model's file may have it, and Python",
+    ),
 }
 OF_JOBS = {"placement_timeout_s", "gpus_per_worker", "max_requests", "max_cache_tokens", "prefix_cache_tokens"}
 JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
@@ -45,7 +67,11 @@ JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
     "run_ahead",
     "timeout_s",
 }
-NEGATED = {"no_run_ahead": "run_ahead", "no_repetitions": "repetitions"}
+NEGATED = {
+    "no_run_ahead": "run_ahead",
+    "no_repetitions": "repetitions",
+    "no_generation_config": "generation_config",
+}
 OWN = {setting.name: setting for kind in (RuntimeConfig, SamplingParams) for setting in fields(kind)}
 
 
@@ -136,7 +162,8 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], given:
         ),
         ("--threads 4096", "--threads 4096: there are"),
         ("--dtype int8", "--dtype int8: choose one of"),
-        ("--top-p 0", "--top-p 0.0: must be finite and in (0, 1]"),
+        ("--top-p 1.5", "--top-p 1.5: must be finite and in [0, 1]"),
+        ("--seed -2", "--seed -2: must be at least -1"),
         ("--min-p 2", "--min-p 2.0: must be"),
         ("--presence-penalty 3", "--presence-penalty 3.0: must be"),
         ("--frequency-penalty -3", "--frequency-penalty -3.0: must be"),

@@ -21,7 +21,7 @@ from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
 
 ModelFolder = Callable[..., Path]
-PROMPT, NEW = "def read_lines(path):\n", 40
+PROMPT, NEW = "def read_lines(path):\n", 32
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,17 @@ def test_greedy_tokens_are_generates_with_each_field(
     folder = with_generation(tmp_path / "model", DEMO, {"eos_token_id": 0} | FIELDS[name](text))
     with OrdinaryDecoding(folder, dtype="float32") as ordinary:
         result = ordinary.generate(PROMPT, max_new_tokens=NEW)
-    expected = generated(folder, list(result.prompt_ids))
+    expected = generated(folder, list(result.prompt_ids), NEW)
     assert result.token_ids == expected
     assert expected != text, "else the field was not tested"
+
+
+def test_they_can_be_left_out_but_for_the_tokens_that_end_a_text(text: tuple[int, ...], tmp_path: Path) -> None:
+    fields = FIELDS["many"](text) | {"eos_token_id": [text[9], 0], "temperature": 0.5}
+    folder = with_generation(tmp_path / "model", DEMO, fields)
     with OrdinaryDecoding(folder, dtype="float32", generation_config=False) as without:
-        ends = text.index(text[9]) + 1 if "eos_token_id" in FIELDS[name](text) else NEW
-        assert without.generate(PROMPT, max_new_tokens=NEW).token_ids == text[:ends], "the tokens that end a text stay"
+        assert without.generate(PROMPT, max_new_tokens=NEW).token_ids == text[: text.index(text[9]) + 1]
+        assert without.defaults.temperature is None
 
 
 def test_a_prompt_of_one_token_is_followed_by_the_forced_one(plain: OrdinaryDecoding, tmp_path: Path) -> None:
@@ -140,21 +145,21 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_as_makers_ship_them(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_as_makers_ship_them(
+    plain: OrdinaryDecoding, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     fields, expected, temperature = FILES[name]
-    folder = with_generation(tmp_path / "model", DEMO, fields)
+    folder, few = with_generation(tmp_path / "model", DEMO, fields), 16
     defaults = generation_defaults(describe(str(folder)))
     assert (defaults.params, defaults.temperature) == (SamplingParams(**expected), temperature)
     assert not caplog.records, "nothing is left out"
     with OrdinaryDecoding(folder, dtype="float32") as ordinary:
-        result = ordinary.generate(PROMPT, max_new_tokens=NEW)
-        assert result.token_ids == generated(folder, list(result.prompt_ids)), "greedy, whether it samples by default"
-        sampled = {name: value for name, value in expected.items() if value is not None}
-        for own in ({}, {"top_p": 0.5}, {"repetition_penalty": 1.0, "top_k": -1}):
-            by_file = ordinary.generate(PROMPT, max_new_tokens=NEW, temperature=0.8, seed=3, **own)
-            with OrdinaryDecoding("demo", dtype="float32") as plain:
-                said = plain.generate(PROMPT, max_new_tokens=NEW, temperature=0.8, seed=3, **{**sampled, **own})
-            assert by_file.token_ids[: len(said.token_ids)] == said.token_ids
+        result = ordinary.generate(PROMPT, max_new_tokens=few)
+        assert result.token_ids == generated(folder, list(result.prompt_ids), few), "greedy, whatever do_sample says"
+        for own in ({}, {"top_p": 0.5, "repetition_penalty": 1.0, "top_k": -1}):
+            asked = {"max_new_tokens": few, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+            by_file, said = ordinary.generate(PROMPT, **asked, **own), {**expected, **own}
+            assert by_file.token_ids == plain.generate(PROMPT, **asked, **said).token_ids
 
 
 def test_without_the_file_those_of_the_configuration_count(tmp_path: Path) -> None:
@@ -166,7 +171,7 @@ def test_without_the_file_those_of_the_configuration_count(tmp_path: Path) -> No
     with OrdinaryDecoding(folder, dtype="float32") as ordinary:
         result = ordinary.generate(PROMPT, max_new_tokens=NEW)
         assert ordinary.defaults.params.repetition_penalty == 1.5
-    assert result.token_ids == generated(folder, list(result.prompt_ids))
+    assert result.token_ids == generated(folder, list(result.prompt_ids), NEW)
 
 
 def test_what_is_said_wins(tmp_path: Path, text: tuple[int, ...]) -> None:

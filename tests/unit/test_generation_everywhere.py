@@ -68,7 +68,7 @@ def test_every_way_has_ordinary_decodings_tokens(tiny: Path, way: str) -> None:
     prompt, hits = [40, 7, 291, 65, 133, 9, 12, 250], 0
     cases = [{}, {"temperature": 0.8, "seed": 3}, {"logit_bias": {60: 3.0, 61: -100}, "temperature": 0.6, "seed": 4}]
     with OrdinaryDecoding(tiny, dtype="float32") as ordinary, open_method(tiny, **WAYS[way], dtype="float32") as method:
-        assert ordinary.generate(prompt, max_new_tokens=NEW).token_ids == generated(tiny, prompt)
+        assert ordinary.generate(prompt, max_new_tokens=NEW).token_ids == generated(tiny, prompt, NEW)
         for settings in cases:
             expected = ordinary.generate(prompt, max_new_tokens=NEW, **settings)
             result = method.generate(prompt, max_new_tokens=NEW, **settings)
@@ -87,7 +87,7 @@ def test_the_command_line_takes_and_leaves_them(tmp_path: Path, text: tuple[int,
     folder = with_generation(tmp_path / "model", DEMO, {"eos_token_id": 0, "repetition_penalty": 1.2})
     asked = ("generate", PROMPT, "--model", folder, "--method", "autoregressive", "--max-new-tokens", NEW, "--json")
     by_file = json.loads(run(*asked))
-    assert tuple(by_file["token_ids"]) == generated(folder, by_file["prompt_ids"])
+    assert tuple(by_file["token_ids"]) == generated(folder, by_file["prompt_ids"], NEW)
     for option in (["--no-generation-config"], ["--repetition-penalty", 1.0]):
         assert tuple(json.loads(run(*asked, *option))["token_ids"]) == text
 
