@@ -66,7 +66,8 @@ def measure(options: argparse.Namespace) -> Figures:
         info, found = describe(model), list[tuple[Way, Found]]()
         for way in ways(options.model, info):
             with OrdinaryDecoding(model, **way.settings) as decoding:
-                rows = _some(token_rows(decoding.tokenizer, data.held_out, options.length), options)
+                held_out = token_rows(decoding.tokenizer, data.held_out, options.length, info.vocab_size)
+                rows = _some(held_out, options)
                 ids = [decoding.tokenizer.encode(prompt.text)[: options.prompt_tokens] for prompt in prompts]
                 first = found[0][1].texts if found else None
                 found.append((way, _try(decoding, rows, ids, options.tokens, first)))

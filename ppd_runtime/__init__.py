@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from ppd_runtime.config import RuntimeConfig
     from ppd_runtime.methods.ordinary import OrdinaryDecoding
     from ppd_runtime.methods.registry import decode, open_method
+    from ppd_runtime.request_error import RequestError
     from ppd_runtime.results import GenerationResult, TokenEvent
     from ppd_runtime.runtime import PPDRuntime
     from ppd_runtime.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ __all__ = [
     "GenerationResult",
     "OrdinaryDecoding",
     "PPDRuntime",
+    "RequestError",
     "RuntimeConfig",
     "SamplingParams",
     "TokenEvent",
@@ -29,6 +31,7 @@ _HOMES = {
     "GenerationResult": "ppd_runtime.results",
     "OrdinaryDecoding": "ppd_runtime.methods.ordinary",
     "PPDRuntime": "ppd_runtime.runtime",
+    "RequestError": "ppd_runtime.request_error",
     "RuntimeConfig": "ppd_runtime.config",
     "SamplingParams": "ppd_runtime.sampling_params",
     "TokenEvent": "ppd_runtime.results",

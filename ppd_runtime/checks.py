@@ -93,3 +93,10 @@ def is_text(text: object, most: int) -> bool:
     if not isinstance(text, str) or not 0 < len(text) <= most:
         return False
     return not any("\ud800" <= character <= "\udfff" for character in text)  # half of a UTF-16 pair
+
+
+def foreign_token(token_ids: Collection[int], vocab_size: int) -> int | None:
+    """The first token id that a vocabulary of so many does not have; None where it has all."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return None
+    return next(token for token in token_ids if not 0 <= token < vocab_size)

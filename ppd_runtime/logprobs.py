@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ppd_runtime.request_error import no_numbers
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,9 +27,15 @@ class TokenLogprobs:
     """The likeliest tokens at this place and theirs, likeliest first; the token itself may be among them."""
 
 
-def token_logprobs(logits: "Tensor", token_id: int, most: int) -> TokenLogprobs:
-    """Of a token and of the `most` likeliest ones, from the whole model's `[vocab_size]` logits."""
-    found = logits.float().log_softmax(-1).nan_to_num(LEAST, LEAST, LEAST).clamp(LEAST, 0)
+def token_logprobs(logits: "Tensor", token_id: int, most: int, position: int) -> TokenLogprobs:
+    """Of a token and of the `most` likeliest ones, from the whole model's `[vocab_size]` logits for a position.
+
+    Raises:
+        RequestError: where these are no numbers.
+    """
+    found = logits.float().log_softmax(-1).clamp(LEAST, 0)
+    if found.isnan().any():
+        raise no_numbers(position)
     best = found.topk(min(most, len(found)))
     return TokenLogprobs(
         token_id, float(found[token_id]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))

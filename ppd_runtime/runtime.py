@@ -32,6 +32,7 @@ from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
 from ppd_runtime.process_names import process_name
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
@@ -257,6 +258,8 @@ class PPDRuntime(TextGenerator):
             totals = _totals(call, self._trace(call.reports, workers))
             news = call.reports.news(name_of)
             yield replace(totals, layout=self.layout, outside_guess_vocab=outside, news=news)
+        except RequestError:  # and nothing else: the workers are well
+            raise
         except RuntimeError:
             self.close()
             raise

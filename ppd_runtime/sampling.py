@@ -23,7 +23,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ppd_runtime.highest import NO_TOKEN, best, best_of_each, choice, choices
 from ppd_runtime.logprobs import TokenLogprobs, token_logprobs
+from ppd_runtime.request_error import RequestError, no_numbers, no_scores
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.score_changes import score_changes
 from ppd_runtime.tracing.recorder import Recorder
@@ -82,15 +84,25 @@ class Sampler:
             self._filters.append(MinPLogitsWarper(float(self._min_p)))
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
-        """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`."""
+        """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`.
+
+        Raises:
+            RequestError: where no number says which, or a processor of the request's fails.
+        """
         token = self._chosen(logits, history)
-        self.note(logits, token)
+        if token == NO_TOKEN:
+            raise self.no_choice(logits, len(history))
+        self.note(logits, token, len(history))
         return token
 
-    def note(self, logits: Tensor, token: int) -> None:
-        """Keep the log-probabilities of a token that was chosen, where they are asked for."""
+    def no_choice(self, logits: Tensor, position: int) -> RequestError:
+        """The error where no token can be chosen for a position: by the model's logits, or by what became of them."""
+        return no_numbers(position) if choice(logits) == NO_TOKEN else no_scores(position)
+
+    def note(self, logits: Tensor, token: int, position: int) -> None:
+        """Keep the log-probabilities of a token that was chosen for a position, where they are asked for."""
         if self.params.logprobs is not None:
-            own = token_logprobs(logits, token, self.params.logprobs)
+            own = token_logprobs(logits, token, self.params.logprobs, position)
             self._noted.append((*self._of_prompt, own))
             self._of_prompt = []
 
@@ -110,15 +122,17 @@ class Sampler:
             self._of_prompt = []
         most = self.params.logprobs or 0
         for row, token in enumerate(prompt_ids[position + 1 : position + 1 + hidden.shape[1]]):
-            self._of_prompt.append(token_logprobs(logits_of(hidden[:, row : row + 1]), token, most))
+            logits = logits_of(hidden[:, row : row + 1])
+            self._of_prompt.append(token_logprobs(logits, token, most, position + 1 + row))
 
     def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Of the first chosen token that none were taken of, the prompt's before it; empty where not asked for."""
         return self._noted.popleft() if self._noted else ()
 
     def _chosen(self, logits: Tensor, history: Sequence[int]) -> int:
+        """The token, or NO_TOKEN."""
         if self.plain:
-            return _first_highest(logits)
+            return choice(logits)
         logits = _on_the_cpu(logits)
         if self._by_numpy:
             token = self._choice_without_doubt(logits.numpy(), len(history))
@@ -150,21 +164,22 @@ class Sampler:
     @torch.inference_mode()
     def _choose(self, logits: Tensor, history: Sequence[int]) -> int:
         if self.params.greedy:
-            return _first_highest(self._changed(logits, history))
+            return choice(self._changed(logits, history))
         scores = self._temperature(None, self._changed(logits, history)[None])
-        noise = self.noise(len(history), 1, logits.shape[-1])
-        return int((self._filters(None, scores)[0] + noise[0]).argmax())
+        noise, kept = self.noise(len(history), 1, logits.shape[-1]), self._filters(None, scores)[0]
+        token = int((kept + noise[0]).argmax())
+        return token if kept[token].isfinite() else NO_TOKEN
 
     def choices(self, logits: Tensor) -> list[int] | None:
-        """As `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`; None where what was before
-        matters, or each has to be noted."""
+        """As `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`, or NO_TOKEN; None where what
+        was before matters, or each has to be noted."""
         if not self.plain or self.params.logprobs is not None:
             return None
-        return (logits.numpy() if logits.is_cpu else logits).argmax(-1).tolist()
+        return choices(logits)
 
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
-        return _best(self.noisy_scores(logits, history), k)
+        return best(self.noisy_scores(logits, history), k)
 
     def guesses(
         self, logits: Tensor, histories: Sequence[Sequence[int]], k: int, ranking: Ranking | None = None
@@ -177,10 +192,10 @@ class Sampler:
         scores = logits if self.plain else self._noisy_rows(logits, histories)
         if ranking and (found := ranking(scores, k, self._scale)) is not None:
             return found
-        best = _best_of_each(scores, k)
-        chances = self.chances(scores).gather(1, torch.tensor(best, device=scores.device)).tolist()
+        named = best_of_each(scores, k)
+        chances = self.chances(scores).gather(1, torch.tensor(named, device=scores.device)).tolist()
         numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # where scores are none, 0
-        return [list(zip(*row, strict=True)) for row in zip(best, numbers, strict=True)]
+        return [list(zip(*row, strict=True)) for row in zip(named, numbers, strict=True)]
 
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
@@ -201,7 +216,7 @@ class Sampler:
 
     @torch.inference_mode()
     def _noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        changed = self._changed(logits, history)
+        changed = self._guessed(logits, history)
         if self.params.greedy:
             return changed
         noise = self.noise(len(history), 1, logits.shape[-1])
@@ -228,12 +243,13 @@ class Sampler:
             behind = numbers - numbers[token]
         return token, 1 / float(np.exp(behind if self._scale == 1 else self._scale * behind).sum())
 
-    def distribution(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+    def distribution(self, logits: Tensor, history: Sequence[int], guessed: bool = False) -> Tensor:
         """`[vocab_size]` float64 probabilities of the tokens that may follow `history`; temperatures above 0 only.
 
-        They are NaN, all of them, where a logit is NaN or infinitely high.
+        They are NaN, all of them, where a logit is NaN or infinitely high. `guessed`: of logits that decide nothing.
         """
-        scores = self._temperature(None, self._changed(_on_the_cpu(logits), history)[None])
+        change = self._guessed if guessed else self._changed
+        scores = self._temperature(None, change(_on_the_cpu(logits), history)[None])
         return self._filters(None, scores)[0].softmax(-1, dtype=torch.float64)
 
     def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
@@ -282,6 +298,13 @@ class Sampler:
         for change in self._changes:
             scores = change(input_ids, scores)
         return scores[0]
+
+    def _guessed(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """As `_changed`, for a guess: behind a text that may never come, on which a processor may fail."""
+        try:
+            return self._changed(logits, history)
+        except RequestError:
+            return logits
 
 
 class Draws:
@@ -343,32 +366,6 @@ def _on_the_cpu(logits: Tensor) -> Tensor:
     another way each time, and so may the token at its border.
     """
     return logits if logits.is_cpu else logits.cpu()
-
-
-def _first_highest(scores: Tensor) -> int:
-    """Where `[n]` scores are highest, first among equals.
-
-    A search of NumPy's: in between two passes the caches are cold, and so few lines of code are what saves time. To ask
-    for a device's type, and to enter inference mode, takes ten microseconds each there.
-    """
-    return int((scores.numpy() if scores.is_cpu else scores).argmax())
-
-
-def _best(scores: Tensor, k: int) -> list[int]:
-    """The k highest, the first of them as `argmax` chooses among equals (`topk` may choose another)."""
-    first = _first_highest(scores)
-    if k == 1:
-        return [first]
-    return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]
-
-
-def _best_of_each(scores: Tensor, k: int) -> list[list[int]]:
-    """As `_best`, of each row of `[rows, n]` scores."""
-    firsts = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
-    if k == 1:
-        return [[first] for first in firsts]
-    rows = zip(firsts, scores.topk(k).indices.tolist(), strict=True)
-    return [[first, *(token for token in best if token != first)][:k] for first, best in rows]
 
 
 def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:

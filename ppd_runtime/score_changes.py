@@ -28,6 +28,7 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
 )
 
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling_params import LogitsProcessor, SamplingParams
 
 
@@ -127,8 +128,12 @@ def _without_repeated(params: SamplingParams, size: int, input_ids: Tensor, scor
 
 def _checked(processor: LogitsProcessor, input_ids: Tensor, scores: Tensor) -> Tensor:
     """What a request's own processor gives; it may write into its arguments."""
-    found = processor(input_ids.clone(), scores.clone())
+    try:
+        found = processor(input_ids.clone(), scores.clone())
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        raise RequestError(f"logits_processors: {processor!r:.200} raised {raised:.1000}") from error
     if not isinstance(found, Tensor) or found.shape != scores.shape:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"logits_processors: {processor!r:.200} gave {shape}, not scores {list(scores.shape)}")
+        raise RequestError(f"logits_processors: {processor!r:.200} gave {shape}, not scores {list(scores.shape)}")
     return found.to(scores)

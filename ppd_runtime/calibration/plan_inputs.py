@@ -1,6 +1,6 @@
 """What a plan needs of a model, measured here: match rates of tokens after the first, and a calibration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
@@ -103,8 +103,7 @@ class Measurement:
         most, new = self.ordinary.info.max_positions, self.sampling.max_new_tokens
         if new < 2:
             raise ValueError(f"max_new_tokens={new}: a plan is for tokens after the first, give at least 2")
-        encode: Callable[[str], list[int]] = self.ordinary.tokenizer.encode
-        fitting = [ids for ids in map(encode, texts) if ids and (most is None or len(ids) + new <= most)]
+        fitting = [ids for ids in self.ordinary.encoded(texts) if ids and (most is None or len(ids) + new <= most)]
         if not fitting:
             raise ValueError(
                 f"none of the {len(texts)} prompts and max_new_tokens={new} fit the model's {most} positions: "

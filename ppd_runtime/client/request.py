@@ -17,13 +17,16 @@ from ppd_runtime.pipeline.messages import (
     Finished,
     Foreseen,
     Message,
+    Refused,
     Report,
     Spans,
     Token,
     Tokens,
+    Unreadable,
 )
 from ppd_runtime.pipeline.span_messages import unpack
 from ppd_runtime.pipeline.wire import WireError
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import NOTHING_NEW, News
 from ppd_runtime.tracing.spans import ProcessSpans
 
@@ -35,6 +38,7 @@ _GAP_S = 0.1  # between two questions about lost tokens
 _SILENCE_DEADLINE_S = 120.0  # of a main process, and twice as long for each that takes its place: the same work waits
 _REPORT_DEADLINE_S = 2.0
 _MOST_PIECES = 256  # of spans that were not asked for
+_MOST_REFUSALS = 4  # of what can be sent once more, since the newest token
 _END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that does not answer
 
 
@@ -109,12 +113,14 @@ class RequestClient:
         self._cancelled = False
         self._main_starts, self._began, self._end_at = 0, time.monotonic(), math.inf
         self._patience, self._silences = _ASK_AGAIN_S, 0
+        self._refusals = 0  # since the newest token
         self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
 
     def tokens(self) -> Iterator[Token]:
         """Each new token as it comes; fewer where the request's `Ending` says so.
 
         Raises:
+            RequestError: where the request has failed, or a worker refuses what it waits for; the workers go on.
             RuntimeError: where the main process is lost and has been replaced too often.
         """
         self._exchange.open(self._begin.request)
@@ -127,6 +133,8 @@ class RequestClient:
                 yield from self._take_tokens(message)
             elif isinstance(message, Finished):
                 self._finish(message)
+            elif isinstance(message, Refused | Unreadable):
+                self._weigh(message)
             else:
                 self.reports.take(message)
 
@@ -135,6 +143,7 @@ class RequestClient:
         for token in [message] if isinstance(message, Token) else message.singly():
             if self._is_next(token):
                 self._delivered.append(token.token_id)
+                self._refusals = 0
                 self.winners[token.winner] += 1
                 self._supervisor.note_success(MAIN)
                 yield token
@@ -179,10 +188,25 @@ class RequestClient:
         """Where it was cancelled, what has come by now is all: a new main process may know nothing of the request."""
         if self._cancelled and message.num_tokens != len(self._delivered):
             message = self._cut_short()
-        if message.num_tokens == len(self._delivered):
-            self.reports.finished = self._with_reason(message)
-        else:
+        if message.num_tokens != len(self._delivered):
             self._ask_for_lost()
+            return
+        self.reports.finished = self._with_reason(message)
+        if message.error:
+            raise RequestError(message.error)
+
+    def _weigh(self, message: Refused | Unreadable) -> None:
+        """What was lost so may be sent once more, and heal; where that is in vain, the request has failed."""
+        self._refusals += 1
+        final = isinstance(message, Refused) and message.final
+        if self._cancelled or not (final or self._refusals >= _MOST_REFUSALS):
+            return
+        self._end_at = time.monotonic() + _END_DEADLINE_S  # who reads nothing does not read a cancel either
+        name_of = self._supervisor.name_of
+        if isinstance(message, Unreadable):
+            raise RequestError(f"what {name_of(message.sender)} sends cannot be read: {message.reason}")
+        what = "the request" if final else f"what {name_of(message.whose)} sends"
+        raise RequestError(f"{name_of(message.sender)} refuses {what}: {message.reason}")
 
     def _with_reason(self, message: Finished) -> Finished:
         reason = self._ending.reason() if message.reason == CANCELLED else None

@@ -116,8 +116,7 @@ def _validator(meter: MatchRateMeter, prompts: Sequence[str]) -> list[_Task]:
     ordinary, new = meter.ordinary, meter.setting.sampling.max_new_tokens
     most = ordinary.info.max_positions
     tasks = []
-    for number, prompt in enumerate(prompts):
-        token_ids = ordinary.tokenizer.encode(prompt, verbose=False)
+    for number, (prompt, token_ids) in enumerate(zip(prompts, ordinary.encoded(prompts), strict=True)):
         if token_ids and (most is None or len(token_ids) + new <= most):
             tasks.append(_Task(number, token_ids, hashlib.sha256(prompt.encode()).hexdigest()))
     if not tasks:

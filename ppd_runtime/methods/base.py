@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.methods.chat import Messages, chat_text, template_of
-from ppd_runtime.methods.prompts import Prompt, Prompts, token_ids_of
+from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, token_ids_of
 from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.methods.turns import Room, Turns
@@ -221,6 +221,10 @@ class TextGenerator(ABC):
     def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """A prompt's token ids; raises ValueError for what is none."""
         return token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
+
+    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each of several texts, which may be none; raises ValueError as `prompt_ids` does."""
+        return encoded_all(texts, self.tokenizer, self.info.vocab_size)
 
     def cancel(self) -> None:
         """End the requests that are running, from any thread: each finishes with the reason "cancelled" and what there

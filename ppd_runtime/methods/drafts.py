@@ -24,7 +24,7 @@ class Verified(NamedTuple):
     """What came of a draft that was verified in the call that made it. Times are seconds of `time.perf_counter`."""
 
     choices: Sequence[int]
-    """The whole model's behind each node, its highest logit."""
+    """The whole model's behind each node, its highest logit; or NO_TOKEN."""
     began: float
     """When the verification began."""
     chosen: tuple[float, float]

@@ -1,12 +1,12 @@
 """What a user may give as a prompt, brought to the one form that decoding takes: a list of token ids."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from ppd_runtime.checks import check_bool
+from ppd_runtime.checks import check_bool, foreign_token
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,24 +27,34 @@ def token_ids_of(
     """A prompt's token ids; a text is encoded, with the tokenizer's special tokens or without.
 
     Raises:
-        ValueError: for what is no prompt, is empty, or holds several prompts.
+        ValueError: for what is no prompt, is empty, or holds several prompts, and for a token that the model lacks.
     """
     check_bool("add_special_tokens", add_special_tokens)
     if isinstance(prompt, str):
-        token_ids = _encode(prompt, tokenizer, add_special_tokens)
+        token_ids = encoded(prompt, tokenizer, vocab_size, add_special_tokens)
     elif not add_special_tokens:
         raise ValueError("add_special_tokens=False is for a text: token ids are taken as they are, leave it out")
     else:
-        token_ids = [_token_id(token, vocab_size) for token in _only_row(prompt)]
+        token_ids = [_token_id(token) for token in _only_row(prompt)]
+        if (foreign := foreign_token(token_ids, vocab_size)) is not None:
+            raise ValueError(f"token id {foreign} is outside the vocabulary: choose 0 to {vocab_size - 1}")
     if not token_ids:
         raise ValueError("the prompt is empty: give some text, or at least one token id")
     return token_ids
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
+def encoded(
+    text: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, add_special_tokens: bool = True
+) -> list[int]:
+    """A text's token ids; none, perhaps.
+
+    Raises:
+        ValueError: for half a character, and for a token that the model lacks.
+    """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"prompt={text!r:.200}: holds half a character (a lone surrogate), which is no text")
-    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+    check_known(token_ids, tokenizer, vocab_size)
     beginning = tokenizer.bos_token_id
     if beginning is not None and token_ids[:2] == [beginning, beginning]:
         logger.warning(
@@ -53,6 +63,27 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: b
             tokenizer.bos_token,
         )
     return token_ids
+
+
+def encoded_all(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[list[int]]:
+    """As `encoded`, of each of several; a refusal says which it is."""
+    rows = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            rows.append(encoded(text, tokenizer, vocab_size))
+        except ValueError as error:
+            raise ValueError(f"prompt {number} of {len(texts)}: {error}") from error
+    return rows
+
+
+def check_known(token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise ValueError where a text's tokens are not all the model's: a tokenizer may have been given more."""
+    if (foreign := foreign_token(token_ids, vocab_size)) is not None:
+        named = tokenizer.convert_ids_to_tokens(foreign)
+        raise ValueError(
+            f"the tokenizer makes {named!r:.200} token id {foreign}, which the model lacks (it has 0 to "
+            f"{vocab_size - 1}): leave it out of the text, or give the model the tokenizer that it was trained with"
+        )
 
 
 def _only_row(prompt: Any) -> Iterable[Any]:
@@ -85,10 +116,7 @@ def _plain(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _token_id(token: object, vocab_size: int) -> int:
+def _token_id(token: object) -> int:
     if isinstance(token, bool) or not hasattr(token, "__index__"):
         raise ValueError(f"token id {token!r:.200}: give a text or a list of whole numbers")
-    number = int(token.__index__())
-    if not 0 <= number < vocab_size:
-        raise ValueError(f"token id {number} is outside the vocabulary: choose 0 to {vocab_size - 1}")
-    return number
+    return int(token.__index__())

@@ -12,6 +12,7 @@ from ppd_runtime.methods.verification import AcceptanceRule, Verdict, equal_to
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import Speculation
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.recorder import Recorder
@@ -136,7 +137,11 @@ def speculate(
         most = len(prompt_ids) + most_tokens - len(history) - 1
         together = stage.most_together(len(history) - 1)
         most = most if together is None else min(most, together - 1)
-        draft, verdict = _round(method, stage, rule, propose, history, most, progress)
+        try:
+            draft, verdict = _round(method, stage, rule, propose, history, most, progress)
+        except RequestError:  # a guess' numbers, which are nobody's business, may have come into those before it
+            stage.cache.clear_behind(len(history) - 1)
+            draft, verdict = _round(method, stage, rule, propose, history, 0, progress)
         progress.lengths.append(0)
         right: bool | None
         for token, right in _outcome(draft, verdict):
@@ -162,7 +167,7 @@ def _round(
     draft = method.draft(history, most, propose)
     drafted, verified_before = time.perf_counter(), 0.0
     if verified := draft.verified:
-        verdict, chosen = equal_to(verified.choices, draft), verified.chosen
+        verdict, chosen = equal_to(verified.choices, draft, len(history)), verified.chosen
         ended, verified_before = time.perf_counter(), verified.chosen[1] - verified.began
     else:
         logits = stage.token_logits(method.verify(draft, len(history) - 1))

@@ -4,14 +4,16 @@ Both rules are exact samplers: what they let through is distributed as ordinary 
 gives ordinary decoding's very tokens; `RejectionSampling` is what the papers use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ppd_runtime.highest import NO_TOKEN
 from ppd_runtime.methods.drafts import Draft, Proposal
+from ppd_runtime.request_error import RequestError, no_numbers
 from ppd_runtime.sampling import Draws, Sampler
 
 
@@ -47,7 +49,11 @@ class AcceptanceRule(Protocol):
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
         """What stays of `draft`, whose node 0 is the newest token of `history`.
 
-        `logits` are the whole model's behind each node, `[nodes, vocab_size]`.
+        `logits` are the whole model's behind each node, `[nodes, vocab_size]`. Where they choose no token behind a node
+        further down, nothing stays of the draft from there on: the text may end before.
+
+        Raises:
+            RequestError: where they choose none behind node 0.
         """
         ...
 
@@ -84,23 +90,54 @@ class SharedNoise:
         """Goes down while a node has a child that is the whole model's choice."""
         choices = self.sampler.choices(logits)
         if choices is not None:
-            return equal_to(choices, draft)
-        path, text = [0], list(history)
-        while True:
-            token = self.sampler.choose(logits[path[-1]], text)
-            child = draft.child_with(path[-1], token)
-            if child is None:
-                return Verdict(tuple(path), token)
-            path.append(child)
-            text.append(token)
+            return equal_to(choices, draft, len(history))
+
+        def decide(node: int, text: Sequence[int]) -> tuple[int | None, int]:
+            token = self.sampler.choose(logits[node], text)
+            return draft.child_with(node, token), token
+
+        return _judged(draft, history, decide)
 
 
-def equal_to(choices: Sequence[int], draft: Draft) -> Verdict:
-    """What stays of `draft` where the whole model chooses `choices` behind its nodes."""
+def equal_to(choices: Sequence[int], draft: Draft, position: int) -> Verdict:
+    """What stays of `draft` where the whole model chooses `choices` behind its nodes, or NO_TOKEN.
+
+    Raises:
+        RequestError: where it chooses none behind node 0, for `position`.
+    """
+    if choices[0] == NO_TOKEN:
+        raise no_numbers(position)
     path = [0]
     while (child := draft.child_with(path[-1], choices[path[-1]])) is not None:
         path.append(child)
+    if choices[path[-1]] == NO_TOKEN:
+        return _up_to_last(path, draft)
     return Verdict(tuple(path), choices[path[-1]])
+
+
+def _judged(
+    draft: Draft, history: Sequence[int], decide: Callable[[int, Sequence[int]], tuple[int | None, int]]
+) -> Verdict:
+    """Goes down while `decide` names a child that stays; it is given a node and the text up to it, and names the token
+    behind it too.
+    """
+    path, text = [0], list(history)
+    while True:
+        try:
+            child, token = decide(path[-1], text)
+        except RequestError:
+            if len(path) == 1:
+                raise
+            return _up_to_last(path, draft)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
+        text.append(token)
+
+
+def _up_to_last(path: Sequence[int], draft: Draft) -> Verdict:
+    """What stays where no token is chosen behind the last node of a path."""
+    return Verdict(tuple(path[:-1]), draft.tokens[path[-1]])
 
 
 class RejectionSampling:
@@ -117,14 +154,14 @@ class RejectionSampling:
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
         """A draw from p."""
-        token = self._draws.token(self.sampler.distribution(logits, history))
-        self.sampler.note(logits, token)
+        token = self._draws.token(self._law(logits, history))
+        self.sampler.note(logits, token, len(history))
         return token
 
     @torch.inference_mode()
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
         """A draw from q; where several are asked for, or q is no distribution, the likeliest, named outright."""
-        chances = self.sampler.distribution(logits, history)
+        chances = self.sampler.distribution(logits, history, guessed=True)
         if most > 1 or chances[0].isnan():
             return _likeliest(chances, most)
         token = self._draws.token(chances)
@@ -133,15 +170,20 @@ class RejectionSampling:
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
         """Goes down while a child stays."""
-        path, text = [0], list(history)
-        while True:
-            chances = self.sampler.distribution(logits[path[-1]], text)
-            child, token = self._decide(draft, path[-1], chances)
-            self.sampler.note(logits[path[-1]], token)
-            if child is None:
-                return Verdict(tuple(path), token)
-            path.append(child)
-            text.append(token)
+
+        def decide(node: int, text: Sequence[int]) -> tuple[int | None, int]:
+            found = self._decide(draft, node, self._law(logits[node], text))
+            self.sampler.note(logits[node], found[1], len(text))
+            return found
+
+        return _judged(draft, history, decide)
+
+    def _law(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """p; raises RequestError where there is none."""
+        chances = self.sampler.distribution(logits, history)
+        if chances[0].isnan():
+            raise self.sampler.no_choice(logits, len(history))
+        return chances
 
     def _decide(self, draft: Draft, node: int, chances: Tensor) -> tuple[int | None, int]:
         """The child that stays, if any, and the token behind `node`."""

@@ -248,6 +248,8 @@ class Finished(Message):
     num_tokens: Count
     """Tokens behind the prompt."""
     path: Annotated[PathStats, AsRecord()]
+    error: str = ""
+    """Why the request failed behind them; empty where it did not. The worker has not: it answers the next request."""
 
     @staticmethod
     def cut_short(request: int, num_tokens: int = 0, latency_s: float = 0.0) -> "Finished":
@@ -263,6 +265,26 @@ class Report(Message):
     coherence_layer_passes: Count
     first_boundary: Numbers = ()
     """Of the first stage: tokens that boundary 1, 2, … was the first to name, and last those that none named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Message):
+    """Any worker → client: it has left out a message that the request waits for, and why."""
+
+    whose: Rank
+    """Who sent that message."""
+    reason: str
+    final: bool
+    """Whether it would leave it out again, however often it is sent; else what was lost may be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable(Message):
+    """What an endpoint gives in the place of bytes that are no message, but name a sender and a request; never sent."""
+
+    kind: str
+    """What they would have been; empty where they do not say."""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ of their own. Decoding trusts nothing: every length, type, range and shape is ch
 whatever is wrong becomes a `WireError`.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Peers,
     PromptStates,
+    Refused,
     Report,
     Rows,
     Shutdown,
@@ -44,10 +46,12 @@ from ppd_runtime.pipeline.messages import (
     TensorAnnouncement,
     Token,
     Tokens,
+    Unreadable,
 )
 from ppd_runtime.pipeline.tensors import Frame, arriving, on_the_host, outgoing
 from ppd_runtime.sampling_params import BY_CHANCE
 
+logger = logging.getLogger(__name__)
 WIRE_VERSION = 18
 _MAX_HEADER_BYTES = 16 * 2**20
 
@@ -75,6 +79,7 @@ _KINDS: tuple[type[Message], ...] = (
     Rows,
     Guesses,
     Foreseen,
+    Refused,
 )
 KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""
@@ -88,6 +93,7 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
+_SENDER_AND_REQUEST = make_plan(-1, Message)
 _PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
 _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
     Begin: lambda begin: len(begin.delivered) <= begin.params.max_new_tokens and begin.params.seed != BY_CHANCE,
@@ -164,9 +170,7 @@ def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
     Raises:
         WireError: for anything that `encode` of this version would not have written.
     """
-    if not frames or isinstance(frames[0], Tensor) or len(frames[0]) > _MAX_HEADER_BYTES:
-        raise WireError("no header, or one that is too long")
-    header = _unpack(frames[0])
+    header = _header_of(frames)
     kind = _kind(header)
     plan = _PLANS[kind]
     if len(header) != 2 + plan.num_fields:
@@ -184,6 +188,29 @@ def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
     return message
 
 
+def received(frames: Sequence[bytes | memoryview | Tensor]) -> Message | None:
+    """The message that `frames` hold. What is none is logged; it becomes an `Unreadable`, or None where it does not say
+    whose it is.
+    """
+    try:
+        return decode(frames)
+    except WireError as error:
+        logger.warning("dropped what arrived: %s", error)
+        return _unreadable(frames, str(error))
+
+
+def _unreadable(frames: Sequence[bytes | memoryview | Tensor], reason: str) -> Unreadable | None:
+    """Of other versions too: the first members of a header are the same in all of them."""
+    try:
+        header = _header_of(frames)
+        version, number, sender, request = header[:4]
+        _SENDER_AND_REQUEST.read([version, number, sender, request])
+    except (WireError, ValueError, TypeError):
+        return None
+    known = version == WIRE_VERSION and type(number) is int and 0 <= number < len(_KINDS)
+    return Unreadable(sender, request, KIND_NAMES[number] if known else "", reason)
+
+
 def _num_rows(entries: Tensor) -> int:
     return len(entries) if entries.dim() else 1
 
@@ -197,8 +224,10 @@ def _kind(header: list[Any]) -> type[Message]:
     return _KINDS[number]
 
 
-def _unpack(header: bytes | memoryview) -> Any:
+def _header_of(frames: Sequence[bytes | memoryview | Tensor]) -> Any:
+    if not frames or isinstance(frames[0], Tensor) or len(frames[0]) > _MAX_HEADER_BYTES:
+        raise WireError("no header, or one that is too long")
     try:
-        return msgpack.unpackb(header, max_array_len=MOST_TEXTS, max_map_len=0, max_ext_len=0)
+        return msgpack.unpackb(frames[0], max_array_len=MOST_TEXTS, max_map_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a header: {type(error).__name__}") from error

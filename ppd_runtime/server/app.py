@@ -17,6 +17,7 @@ from ppd_runtime import __version__
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.completions import Completions
 from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused
@@ -118,6 +119,10 @@ def _add_errors(app: FastAPI) -> None:
         answer.headers.update(error.headers or {})
         return answer
 
+    async def request_error(request: Request, error: Exception) -> Response:
+        logger.error("request %s failed: %s", request.state.request_id, error)
+        return ApiError(500, str(error)).response()
+
     async def failure(request: Request, error: Exception) -> Response:
         logger.error("request %s failed", request.state.request_id, exc_info=error)
         return ApiError(500, f"the server failed: {type(error).__name__}; its log says more").response()
@@ -125,6 +130,7 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(RuntimeError, failure)
     app.add_exception_handler(Exception, failure)
 

@@ -1,5 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`: from a request to its answer."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling
 from ppd_runtime.server.text_threads import TextThreads
 from ppd_runtime.server.timeline import layout_of
 
+logger = logging.getLogger(__name__)
 _MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
 _LEAST_NEW_TOKENS = 256  # where it names none, and its prompt leaves fewer of its share of the room
 
@@ -129,13 +131,13 @@ class EventStream(Response):
         """ASGI."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await while_connected(receive, self._send_events(send))
+            await while_connected(receive, self._send_events(send, scope["state"]["request_id"]))
         except (ClientGone, OSError):
             return
         finally:
             self._room.close()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, request_id: str) -> None:
         async def tell(chunk: Any) -> None:
             await send({"type": "http.response.body", "body": b"data: " + as_json(chunk) + b"\n\n", "more_body": True})
 
@@ -156,5 +158,6 @@ class EventStream(Response):
         except ApiError as error:  # the status is told already
             await tell(error.body)
         except RuntimeError as error:
+            logger.error("request %s failed: %s", request_id, error)
             await tell(ApiError(500, str(error)).body)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -99,8 +99,8 @@ class TrainingRun(ABC):
         texts, tokenizer = read_texts(self.data), load_tokenizer(self.info)
         length = min(self._recipe.max_length, self.info.max_positions or self._recipe.max_length)
         held_out_length = min(length, HELD_OUT_LENGTH)
-        rows = token_rows(tokenizer, texts.training, length)
-        held_out = token_rows(tokenizer, texts.held_out, held_out_length)
+        rows = token_rows(tokenizer, texts.training, length, self.info.vocab_size)
+        held_out = token_rows(tokenizer, texts.held_out, held_out_length, self.info.vocab_size)
         for name, some, needed in (("training", rows, length), ("held-out", held_out, held_out_length)):
             if not len(some):
                 raise ValueError(

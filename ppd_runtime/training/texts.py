@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.measure.prompt_files import texts_under
+from ppd_runtime.methods.prompts import check_known
 from ppd_runtime.training.corpus import read_standard_library
 
 DEMO = "demo"
@@ -54,14 +55,19 @@ def read_texts(source: str) -> Texts:
     return _hold_out(path, texts)
 
 
-def token_rows(tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], length: int) -> Tensor:
+def token_rows(tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], length: int, vocab_size: int) -> Tensor:
     """`[rows, length + 1]` token ids of all texts one after the other, each ended by the end token if there is one.
 
     The last token of a row is the label of its last but one; what does not fill a row is left out.
+
+    Raises:
+        ValueError: for a token that is not among the `vocab_size` of the model.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = tokenizer(list(texts), verbose=False).input_ids
-    tokens = torch.tensor([token for row in rows for token in [*row, *end]])
+    token_ids = [token for row in rows for token in [*row, *end]]
+    check_known(token_ids, tokenizer, vocab_size)
+    tokens = torch.tensor(token_ids)
     return tokens[: tokens.numel() // (length + 1) * (length + 1)].view(-1, length + 1)
 
 

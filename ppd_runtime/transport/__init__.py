@@ -21,7 +21,10 @@ class Endpoint(Protocol):
         """
 
     def receive(self, timeout: float | None) -> Message | None:
-        """The next message, or None after `timeout` seconds (0: only what is there; None: wait for ever)."""
+        """The next message, or None after `timeout` seconds (0: only what is there; None: wait for ever).
+
+        What arrives and is no message is logged and left out, or an `Unreadable` where it says whose it is.
+        """
 
     def close(self) -> None:
         """Release what the endpoint holds; what was sent has a moment to be delivered."""

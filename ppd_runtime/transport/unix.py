@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ppd_runtime.pipeline.messages import Entries, Message
 from ppd_runtime.pipeline.tensors import Frame
-from ppd_runtime.pipeline.wire import WireError, decode, encode
+from ppd_runtime.pipeline.wire import WireError, encode, received
 from ppd_runtime.transport.network import socket_path
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class UnixEndpoint:
             self._waiting.add(outlet)
 
     def receive(self, timeout: float | None) -> Message | None:
-        """The next message, or None after `timeout` seconds; what is no message is logged and left out."""
+        """The next message, or None after `timeout` seconds."""
         if self._arrived:
             return self._arrived.popleft()
         self._take(0)
@@ -192,10 +192,8 @@ class _Inlet:
             tensor = header + header_size
             self._begin += size
             frames = [self._buffer[header:tensor], self._buffer[tensor : self._begin]]
-            try:
-                arrived.append(decode(frames if tensor_size else frames[:1]))
-            except WireError as error:
-                logger.warning("dropped what arrived: %s", error)
+            if message := received(frames if tensor_size else frames[:1]):
+                arrived.append(message)
         if self._begin == self._end:
             self._begin = self._end = 0
         else:

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ppd_runtime.pipeline.messages import Entries, Message
 from ppd_runtime.pipeline.tensors import Frame
-from ppd_runtime.pipeline.wire import WireError, decode, encode
+from ppd_runtime.pipeline.wire import encode, received
 from ppd_runtime.transport.network import Keys, Network, check_interface, socket_path
 
 logger = logging.getLogger(__name__)
@@ -99,17 +99,17 @@ class ZmqEndpoint:
             logger.warning("peer %d takes no messages: dropped a %s", address, type(message).__name__)
 
     def receive(self, timeout: float | None) -> Message | None:
-        """The next message, or None after `timeout` seconds; what is no message is logged and left out."""
+        """The next message, or None after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             if not self._has_message() and (timeout == 0 or not self._wait(deadline)):
                 return None
             try:
-                return decode(self._inbox.recv_multipart(zmq.NOBLOCK))
+                message = received(self._inbox.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 continue
-            except WireError as error:
-                logger.warning("dropped what arrived: %s", error)
+            if message is not None:
+                return message
 
     def _has_message(self) -> bool:
         return bool(int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN)  # far cheaper than a poll or a vain receive

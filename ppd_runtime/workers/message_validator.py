@@ -1,11 +1,12 @@
 """Whether what arrives can be of use to this very model: what the wire format alone cannot tell."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ppd_runtime.checks import foreign_token
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.pipeline.messages import (
     CLIENT,
@@ -29,34 +30,50 @@ class MessageValidator:
     def __init__(self, stage: Stage, dtype: torch.dtype, vocab_size: int, head_start: int, num_subs: int) -> None:
         self._stage, self._dtype, self._hidden_size = stage, dtype, stage.model.config.hidden_size
         self._vocab_size, self._head_start, self._num_subs = vocab_size, head_start, num_subs
-        self._checks: dict[type[Message], Callable[[Any], bool]] = {
-            Begin: self._is_request,
-            Token: lambda m: m.token_id < vocab_size and (m.hidden is None or self._are_states(m.hidden, 1)),
-            ExitState: lambda m: self._are_states(m.hidden, 1),
-            Candidate: lambda m: self._are_tokens(m.token_ids),
-            HeadStart: lambda m: self._are_tokens(m.token_ids) and self._are_states(m.hidden, len(m.token_ids)),
-            PromptStates: lambda m: m.hidden.dim() == 3 and self._are_states(m.hidden, m.hidden.shape[1]),
-            Rows: lambda m: self._are_tokens(m.token_ids) and self._are_states(m.hidden, len(m.nodes)),
-            Guesses: lambda m: self._are_tokens(m.token_ids),
-            Entries: lambda m: self._are_entries(m.entries),
-            CatchUp: lambda m: self._are_tokens(m.token_ids) and (m.entries is None or self._are_entries(m.entries)),
+        tokens, states, entries = self._of_tokens, self._of_states, self._of_entries
+        self._faults: dict[type[Message], Callable[[Any], str]] = {
+            Begin: self._of_request,
+            Token: lambda m: tokens((m.token_id,)) or ("" if m.hidden is None else states(m.hidden, 1)),
+            ExitState: lambda m: states(m.hidden, 1),
+            Candidate: lambda m: tokens(m.token_ids),
+            HeadStart: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.token_ids)),
+            PromptStates: lambda m: states(m.hidden, m.hidden.shape[1] if m.hidden.dim() == 3 else 1),
+            Rows: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.nodes)),
+            Guesses: lambda m: tokens(m.token_ids),
+            Entries: lambda m: entries(m.entries),
+            CatchUp: lambda m: tokens(m.token_ids) or ("" if m.entries is None else entries(m.entries)),
         }
 
-    def takes(self, message: Message) -> bool:
-        """Whether sender, tokens and tensors are of this runtime, this vocabulary and the stage's shapes and dtype."""
-        check = self._checks.get(type(message))
-        return CLIENT <= message.sender <= self._num_subs and (check is None or check(message))
+    def fault(self, message: Message) -> str:
+        """Why a message's sender, tokens or tensors are not of this runtime, this vocabulary, or the stage's shapes and
+        dtype; empty where they are.
+        """
+        if not CLIENT <= message.sender <= self._num_subs:
+            return f"process {message.sender} is none of this runtime"
+        fault = self._faults.get(type(message))
+        return fault(message) if fault else ""
 
-    def _is_request(self, begin: Begin) -> bool:
+    def _of_request(self, begin: Begin) -> str:
         named = [token for _, token in begin.params.named_tokens()]
-        return all(map(self._are_tokens, (begin.prompt_ids, begin.delivered, named)))
+        fault = next(filter(None, map(self._of_tokens, (begin.prompt_ids, begin.delivered, named))), "")
+        return fault or ("" if begin.prompt_ids else "an empty prompt")
 
-    def _are_tokens(self, token_ids: list[int] | tuple[int, ...]) -> bool:
-        return not token_ids or max(token_ids) < self._vocab_size
+    def _of_tokens(self, token_ids: Sequence[int]) -> str:
+        foreign = foreign_token(token_ids, self._vocab_size)
+        return "" if foreign is None else f"token id {foreign} is not among the model's {self._vocab_size}"
 
-    def _are_states(self, hidden: Tensor, tokens: int) -> bool:
-        return hidden.shape == (1, tokens, self._hidden_size) and hidden.dtype == self._dtype
+    def _of_states(self, hidden: Tensor, tokens: int) -> str:
+        shape = (1, tokens, self._hidden_size)
+        if hidden.shape == shape and hidden.dtype == self._dtype:
+            return ""
+        return f"hidden states {_form(hidden)} and not {[*shape]} in {self._dtype}"
 
-    def _are_entries(self, entries: Tensor) -> bool:
+    def _of_entries(self, entries: Tensor) -> str:
         shape = (self._head_start, 2, *self._stage.cache.entry_shape(self._head_start))
-        return entries.dim() == 5 and entries.shape[1 : 1 + len(shape)] == shape and entries.dtype == self._dtype
+        if entries.dim() == 5 and entries.shape[1 : 1 + len(shape)] == shape and entries.dtype == self._dtype:
+            return ""
+        return f"entries {_form(entries)} and not of each token {[*shape]} in {self._dtype}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{[*tensor.shape]} in {tensor.dtype}"

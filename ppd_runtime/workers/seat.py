@@ -34,6 +34,7 @@ _LONGEST_HOLD_S = 1.0
 _MOST_HELD = 2**16
 _SHOW_EVERY_S = 0.03
 _SILENCE_S = 10.0  # behind which a client that asks is told whether there were passes
+_MOST_WORDS = 10_000  # characters of an error
 _STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
 
@@ -125,14 +126,14 @@ class Seat:
             self._told, self._told_computed_s = now, computed_s
             self._deliver(CLIENT, Tokens(self._rank, self.begin.request, 0, [], []))
 
-    def finish(self, main: Decider) -> None:
-        """The main process' end: tell the client all that it has not been told."""
+    def finish(self, main: Decider, error: str = "") -> None:
+        """The main process' end, or a request's that has failed: tell the client all that it has not been told."""
         self.release_tokens()
         ended, ledger = self.recorder.pause(), self.recorder.ledger()
         self.finished = Finished(
             sender=self._rank,
             request=self.begin.request,
-            reason=main.finish_reason,
+            reason="error" if error else main.finish_reason,
             num_tokens=len(main.history) - len(self.begin.prompt_ids),
             path=PathStats(
                 latency_s=ended - self.recorder.began,
@@ -144,6 +145,7 @@ class Seat:
                 ledger=ledger,
                 first_token_ledger=self._first_ledger or ledger,
             ),
+            error=error[:_MOST_WORDS],
         )
         self._ship_spans()
         self._endpoint.send(CLIENT, self.finished)

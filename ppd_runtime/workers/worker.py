@@ -1,6 +1,5 @@
 """Runs the state machines on a real stage and a real transport; of the staged layout, for several requests at once."""
 
-import logging
 import os
 import time
 from collections import deque
@@ -45,7 +44,7 @@ from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
-from ppd_runtime.process_names import named_process
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.recorder import Recorder
@@ -54,10 +53,10 @@ from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.joint_passes import JointPasses
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.open_requests import OpenRequests
+from ppd_runtime.workers.refusals import Refusals
 from ppd_runtime.workers.seat import Seat, next_in_turn
 from ppd_runtime.workers.spec import WorkerSpec
 
-logger = logging.getLogger(__name__)
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
 _MOST_EARLY = 64  # of them that it keeps
 
@@ -94,7 +93,8 @@ class Worker:
             kept, room = spec.prefix_cache_tokens, spec.cache_tokens
             self._row_stage = RowStage(self.stage, MOST_HELD, kept, room) if spec.cuts else None
         head_start = spec.info.num_layers - spec.exit_layer
-        self._validator = MessageValidator(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
+        validator = MessageValidator(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
+        self._refusals = Refusals(spec, validator)
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._backoff = SpeculationBackoff()
@@ -148,11 +148,8 @@ class Worker:
                     self._endpoint.introduce(address, location)
                 if self._row_stage and self.spec.rank == MAIN:
                     return message  # a new process there lacks what is under way
-            elif self._validator.takes(message):
+            elif not self._refusals.refuses(message, self._endpoint):
                 return message
-            else:
-                sender, kind = named_process(message.sender, self.spec.num_stages), type(message).__name__
-                logger.warning("left out what %s sent, a %s: not of this model", sender, kind)
         return None
 
     def _time_left(self) -> float | None:
@@ -288,6 +285,9 @@ class Worker:
         except StopIteration:
             self._end(seat)
             return
+        except RequestError as error:  # of who decides: its guesses fail nobody
+            self._end(seat, str(error))
+            return
         if isinstance(wanted, Computation):
             seat.ask()
             self._joint.add(seat, wanted)
@@ -296,11 +296,11 @@ class Worker:
         others = sum(other.patience for other in self._seats.values() if other is not seat) if waits else 0
         seat.wait_for(wanted, self.stage.layer_seconds, others)
 
-    def _end(self, seat: Seat) -> None:
-        """Its machine has come to its end."""
+    def _end(self, seat: Seat, error: str = "") -> None:
+        """Its machine has come to its end, or the request has failed."""
         machine = seat.machine
         if isinstance(machine, MainProcess | LastStage):
-            seat.finish(machine)
+            seat.finish(machine, error)
         elif machine is not None:
             seat.report(machine)
         self._past[seat.begin.request] = seat

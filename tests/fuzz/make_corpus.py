@@ -29,6 +29,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Peers,
     PromptStates,
+    Refused,
     Report,
     Rows,
     Shutdown,
@@ -79,6 +80,8 @@ MESSAGES: tuple[Message, ...] = (
     Guesses(1, 1, 2, 7, (12,), (17, 18), (500_000, 250_000)),
     Token(0, 1, 5, 17, 1, None, (-0.5, -0.25, -1.5), (17, 18)),
     Foreseen(1, 1, 5, 2),
+    Finished(0, 1, "error", 3, PathStats(0.25), "no numbers"),
+    Refused(1, 1, -1, "token id 300", True),
 )
 
 

@@ -341,7 +341,8 @@ def test_what_weights_of_few_bits_cost(model_folder, tmp_path):
     assert (stored["weights"], stored["states"], half["states"]) == ("bfloat16", "float32", "bfloat16")
     assert (stored["more_loss"], stored["equal_tokens"], stored["equal_texts"]) == (0, 36, 3)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = token_rows(load_tokenizer(describe(str(folder))), read_texts(data).held_out, 32)
+    tokenizer, held_out = load_tokenizer(describe(str(folder))), read_texts(data).held_out
+    rows = token_rows(tokenizer, held_out, 32, model.config.vocab_size)
     losses = [model(row[None], labels=row[None]).loss.item() for row in (rows[len(rows) * n // 3] for n in range(3))]
     assert stored["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
     assert figures["held_out_tokens"] == 96

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from heads_for_tests import shake, write_texts
-from models_for_tests import END_ID, load_stage
+from models_for_tests import END_ID, VOCAB_SIZE, load_stage
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -304,7 +304,7 @@ def test_rows_of_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ("The quick", "brown fox jumps")
     ids = [[*tokenizer.encode(text), END_ID] for text in texts]
     flat = list(itertools.chain(*ids))
-    rows = token_rows(tokenizer, texts, 3)
+    rows = token_rows(tokenizer, texts, 3, VOCAB_SIZE)
     assert rows.shape == (len(flat) // 4, 4)
     assert rows.flatten().tolist() == flat[: len(flat) // 4 * 4]
 

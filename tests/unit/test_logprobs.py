@@ -87,7 +87,7 @@ def test_a_prompt_of_one_token_has_none(ordinary: OrdinaryDecoding) -> None:
 
 def test_infinite_logits_have_finite_ones() -> None:
     logits = torch.tensor([0.0, -float("inf"), 1.0])
-    noted = token_logprobs(logits, 1, 5)
+    noted = token_logprobs(logits, 1, 5, 4)
     assert noted.logprob == LEAST
     assert [token for token, _ in noted.top] == [2, 0, 1]
 

@@ -93,6 +93,7 @@ def misfits(good: dict[str, Message], vocab_size: int) -> list[Message]:
         *(replace(good["catch-up"], token_ids=[token]) for token in tokens),
         *(replace(good["begin"], prompt_ids=[1, token]) for token in tokens),
         *(replace(good["begin"], delivered=[token]) for token in tokens),
+        replace(good["begin"], prompt_ids=[]),
         *(replace(message, sender=3) for message in good.values()),
         *(replace(message, sender=-2) for message in good.values()),
     ]
@@ -147,7 +148,9 @@ def test_what_fits_is_taken_and_what_does_not_is_logged_and_left_out(
 ) -> None:
     good = good_messages(worker)
     check_what_is_taken(worker, [*good.values()], misfits(good, worker.spec.info.vocab_size), caplog)
-    assert caplog.messages[0] == "left out what the main process sent, a ExitState: not of this model"
+    width, number = worker.stage.model.config.hidden_size, worker.spec.dtype
+    states = f"hidden states [1, 1, {width - 1}] in {number} and not [1, 1, {width}] in {number}"
+    assert caplog.messages[0] == f"left out what the main process sent, a ExitState: {states}"
 
 
 def test_stages_take_states_rows_and_guesses_of_their_model_alone(
@@ -156,4 +159,4 @@ def test_stages_take_states_rows_and_guesses_of_their_model_alone(
     good = staged_messages(stage_worker)
     bad = staged_misfits(good, stage_worker.spec.info.vocab_size)
     check_what_is_taken(stage_worker, [*good.values()], bad, caplog)
-    assert caplog.messages[0] == "left out what stage 1 sent, a PromptStates: not of this model"
+    assert caplog.messages[0].startswith("left out what stage 1 sent, a PromptStates: hidden states [1, 2, ")

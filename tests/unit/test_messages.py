@@ -38,6 +38,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Peers,
     PromptStates,
+    Refused,
     Report,
     Rows,
     Shutdown,
@@ -45,8 +46,9 @@ from ppd_runtime.pipeline.messages import (
     TensorAnnouncement,
     Token,
     Tokens,
+    Unreadable,
 )
-from ppd_runtime.pipeline.wire import WireError, decode, encode, split
+from ppd_runtime.pipeline.wire import WireError, decode, encode, received, split
 from ppd_runtime.results import PathStats
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
@@ -75,6 +77,7 @@ KINDS = (
     Rows,
     Guesses,
     Foreseen,
+    Refused,
 )
 """In the order of their numbers on the wire."""
 
@@ -768,3 +771,30 @@ def test_log_probabilities_out_of_range_are_refused(number: float) -> None:
     frames = on_the_wire(Token(0, 1, 5, 7, 1, None, (-0.5, number)))
     with pytest.raises(WireError, match="logprobs"):
         decode(frames)
+
+
+def head_of(message: Message) -> list[object]:
+    return msgpack.unpackb(on_the_wire(message)[0])
+
+
+def test_what_cannot_be_read_says_whose_it_is() -> None:
+    """So far as it says: of another version, too."""
+    begin, token = head_of(Begin(-1, 7, [1], SamplingParams(3), True)), head_of(Token(2, 7, 5, 17, 1))
+    other = msgpack.packb([VERSION - 1, *begin[1:]])
+    reason = f"not a message of wire version {VERSION}"
+    assert received([other]) == Unreadable(-1, 7, "", reason)
+    assert received([msgpack.packb(token[:-1])]) == Unreadable(2, 7, "Token", "a Token with the wrong number of fields")
+    late = msgpack.packb([*token[:5], 2**31, *token[6:]])
+    assert received([late]) == Unreadable(2, 7, "Token", "Token.token_id of the wrong type or out of range")
+    unknown = msgpack.packb([VERSION, len(KINDS), 2, 7])
+    assert received([unknown]) == Unreadable(2, 7, "", "unknown kind of message")
+    for nobodys in ([VERSION, 4], [VERSION, 4, 2, -1], [VERSION, 4, "2", 7], [VERSION, 4, 2**21, 7], 5, {}):
+        assert received([msgpack.packb(nobodys)]) is None
+    assert received([]) is None
+    assert received([b"\xc1"]) is None
+    assert received(on_the_wire(Token(2, 7, 5, 17, 1))) == Token(2, 7, 5, 17, 1)
+
+
+def test_what_stands_for_what_cannot_be_read_is_never_sent() -> None:
+    with pytest.raises(KeyError):
+        encode(Unreadable(2, 7, "Token", "late"))

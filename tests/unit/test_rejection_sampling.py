@@ -40,6 +40,7 @@ from ppd_runtime.methods.verification import RejectionSampling
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.adapter import new_adapter
 from ppd_runtime.models.trained.probe import Probe
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Draws, Sampler, gumbel_noise
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -257,10 +258,15 @@ def test_logits_without_probabilities(wrong: float) -> None:
     assert proposal.distribution is None
     assert rule.judge(Draft(0), logits[1:], [0]).token in range(VOCABULARY)
     for judge in (lambda: rule.choose(logits[0], [0]), lambda: rule.judge(Draft(0), logits, [0])):
-        with pytest.raises(ValueError, match="sum to nan: choose another dtype, as float32"):
+        with pytest.raises(RequestError, match="logits for position 1 are NaN or infinite"):
             judge()
-    with pytest.raises(ValueError, match="sum to nan"):
+    with pytest.raises(RequestError, match="NaN or infinite"):
         rule.judge(drafted(1, torch.full((3,), 1 / 3)), logits, [0])
+    draft = drafted(1, torch.full((3,), 1 / 3))
+    further = rule.judge(draft, logits.flip(0), [0])
+    while further.token != 1:  # until it stays
+        further = rule.judge(draft, logits.flip(0), [0])
+    assert further.path == (0,), "the text may end before the model has no number"
 
 
 def test_requests_have_numbers_of_their_own() -> None:

@@ -17,7 +17,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ppd_runtime.highest import NO_TOKEN
 from ppd_runtime.methods.verification import SharedNoise, acceptance_rule
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler, gumbel_noise
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -226,7 +228,7 @@ def test_what_a_request_counts_as_generated_goes_on_where_it_is_split() -> None:
 
 def test_a_processor_that_gives_no_scores_is_named() -> None:
     for wrong in (lambda ids, scores: None, lambda ids, scores: scores[0], lambda ids, scores: scores[:, :3]):
-        with pytest.raises(ValueError, match="logits_processors: .* gave"):
+        with pytest.raises(RequestError, match="logits_processors: .* gave"):
             Sampler(SamplingParams(logits_processors=(wrong,))).choose(random_logits(50, 0), HISTORY)
 
 
@@ -463,13 +465,34 @@ def test_the_likeliest_is_the_best_of_the_chances(temperature: float, settings: 
         assert chance == pytest.approx(float(chances[token]), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "scores", [[1.0, 3.0, 3.0, 2.0], [0.0, -0.0, 0.0], [1.0, torch.nan, 2.0, torch.nan], [-torch.inf] * 2]
-)
+@pytest.mark.parametrize("scores", [[1.0, 3.0, 3.0, 2.0], [0.0, -0.0, 0.0], [-torch.inf, 1.0, 1.0]])
 def test_among_equals_the_first_is_chosen_as_pytorch_does(scores: list[float]) -> None:
     logits, sampler = torch.tensor(scores), Sampler(SamplingParams())
     expected = int(logits.argmax())
     assert sampler.choose(logits, HISTORY) == expected == sampler.rank(logits, HISTORY, 1)[0]
+    assert sampler.choices(torch.stack([logits, logits.flip(0)])) == [expected, int(logits.flip(0).argmax())]
+
+
+@pytest.mark.parametrize("settings", [{}, {"logprobs": 1}, *SETTINGS, *BY_THE_TEXT[:5]], ids=str)
+@pytest.mark.parametrize("spoilt", [{5: torch.nan, 7: torch.nan}, {5: torch.inf, 6: -torch.inf}, None], ids=str)
+def test_what_is_no_number_chooses_nothing(spoilt: dict[int, float] | None, settings: dict[str, object]) -> None:
+    logits, sampler = random_logits(VOCAB, 0), Sampler(SamplingParams(**settings))
+    for token, number in (spoilt or dict.fromkeys(range(VOCAB), -torch.inf)).items():
+        logits[token] = number
+    with pytest.raises(RequestError, match=f"logits for position {len(HISTORY)} are NaN or infinite"):
+        sampler.choose(logits, HISTORY)
+    assert sorted(sampler.rank(logits, HISTORY, VOCAB)) == [*range(VOCAB)], "a guess like any other"
+    assert sampler.choices(torch.stack([logits, random_logits(VOCAB, 1)])) in (
+        None,
+        [NO_TOKEN, int(random_logits(VOCAB, 1).argmax())],
+    )
+
+
+def test_single_logits_of_minus_infinity_are_a_mask() -> None:
+    logits = torch.full((VOCAB,), -torch.inf)
+    logits[7] = -3.0
+    for settings in ({}, {"logprobs": 2}, *SETTINGS, *BY_THE_TEXT[:5]):
+        assert Sampler(SamplingParams(**settings)).choose(logits, HISTORY) == 7
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.4}], ids=str)

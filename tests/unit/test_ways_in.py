@@ -235,7 +235,7 @@ def beginning(folder: str) -> TextGenerator:
     tokenizer.bos_token = "<|end|>"
     plain = tokenizer.encode
 
-    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(text: str, add_special_tokens: bool = True, **_: object) -> list[int]:
         return ([tokenizer.bos_token_id] if add_special_tokens else []) + plain(text)
 
     tokenizer.encode = encode

@@ -164,14 +164,14 @@ def _tasks(
     methods: Methods, prompts: Sequence[GroupedPrompt], sampling: SamplingParams, rounds: int
 ) -> tuple[list[Task], int]:
     """The tasks, and how many prompts were cut."""
-    info, encode = methods.ordinary.info, methods.ordinary.tokenizer.encode
+    info = methods.ordinary.info
     room = None if info.max_positions is None else info.max_positions - sampling.max_new_tokens
     if room is not None and room < 1:
         raise ValueError(
             f"max_new_tokens={sampling.max_new_tokens} leaves no room for prompts in the model's {info.max_positions} "
             "positions: ask for fewer tokens"
         )
-    whole = [encode(prompt.text, verbose=False) for prompt in prompts]
+    whole = methods.ordinary.encoded([prompt.text for prompt in prompts])
     empty = next((prompt.text for prompt, token_ids in zip(prompts, whole, strict=True) if not token_ids), None)
     if empty is not None:
         raise ValueError(f"prompt {empty!r:.100}: has no tokens; leave it out")

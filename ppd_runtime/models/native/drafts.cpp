@@ -60,13 +60,15 @@ struct Chain {
   int64_t part_length;      // tokens that the part has read before
 
   int64_t* found;           // [most]: the drafts
-  int64_t* choices;         // [most + 1]: what the whole model chooses behind `token` and behind each draft
+  int64_t* choices;         // [most + 1]: what the whole model chooses behind `token` and behind each draft; or NO_TOKEN
   float* states;            // [most + 1, width]: of each token that ran through `layers`, behind them
   double* times;            // [most + 1, 5]: of each, seconds before and behind layers, and behind part, head and choice
   double* spent;            // [4]: seconds in all layers but the part's, in the part, in heads, and in the drafts' choice
   double* verified;         // [4]: seconds before and behind verifying layers, and behind head and choice
   int64_t num_drafts, num_verified;  // the second is 0 where nothing was verified
 };
+
+constexpr int64_t NO_TOKEN = -1;  // as in highest.py
 
 // What the first layer is given for a token, [width]; false where the embedding has no such row.
 bool embed(const Chain& chain, int64_t token, float* row) {
@@ -163,7 +165,10 @@ int verify(Chain& chain) {
   const float* logits = hidden.at ? numbers_of(hidden, tokens * chain.vocab) : nullptr;
   if (!logits) return 5;
   times[2] = now();
-  for (int64_t i = 0; i < tokens; ++i) chain.choices[i] = highest(logits + i * chain.vocab, chain.vocab);
+  for (int64_t i = 0; i < tokens; ++i, logits += chain.vocab) {
+    const int64_t place = highest(logits, chain.vocab);
+    chain.choices[i] = std::isfinite(logits[place]) ? place : NO_TOKEN;
+  }
   times[3] = now();
   chain.spent[0] += times[1] - times[0], chain.spent[2] += times[2] - times[1];
   chain.num_verified = tokens;

@@ -59,7 +59,8 @@ class DraftedChain(NamedTuple):
     spent: Sequence[float]
     """Seconds of all of it together: of layers, part, heads, and the drafts' choice; not its own."""
     choices: list[int] | None
-    """The whole model's behind each token, the first one and each draft; None where they were not verified."""
+    """The whole model's behind each token, the first one and each draft, or NO_TOKEN; None where they were not
+    verified."""
     verified: Sequence[float]
     """Before the verifying layers, behind them, behind the head and its choice, as `times`; not its own."""
 

@@ -202,6 +202,16 @@ class StageCache:
         for layer in self.layers:
             layer.length = min(layer.length, length)
 
+    @torch.inference_mode()
+    def clear_behind(self, length: int) -> None:
+        """As `truncate`, with zeros in the place of the newer ones: numbers that are not finite would be seen through a
+        mask.
+        """
+        self.truncate(length)
+        free = self.memory.order.rows(length, self.capacity)
+        for rows in (rows for layer in self.layers for rows in layer.rows):
+            rows[free] = 0
+
     def set_length(self, length: int) -> None:
         """Have the stage's layers hold so many tokens, whose entries lie in the first rows."""
         for layer in self.layers[self._first :]:

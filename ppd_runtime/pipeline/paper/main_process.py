@@ -31,6 +31,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -95,7 +96,11 @@ class MainProcess:
         self.send(self.subs, self.begin)
         self.backoff.begin()
         inputs = yield from self._replay(stop)
-        last = None if self.finish_reason else (yield from self._go_on(inputs, sampler, stop))
+        try:
+            last = None if self.finish_reason else (yield from self._go_on(inputs, sampler, stop))
+        except RequestError:
+            self.send(self.subs, End(MAIN, self.begin.request))
+            raise
         self.send(self.subs, End(MAIN, self.begin.request))
         if last is not None:
             self._tell_client(last, NOT_ASKED)
@@ -204,7 +209,8 @@ class MainProcess:
         """The early start of the newest token, or None.
 
         Only a sub-process that has named this very token is waited for, and no longer than its layers would take
-        here: a candidate that is not even named yet cannot be ready sooner than that.
+        here: a candidate that is not even named yet cannot be ready sooner than that. Numbers that are not finite may
+        be another candidate's, where several ran together or one after the other in the same rows.
         """
         position = len(self.history) - 1
         while self.backoff.now or self._early_start(position, token) is None:
@@ -229,7 +235,7 @@ class MainProcess:
         if self._heard_of:  # with all gone, none can be wrong or in the way
             self.backoff.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
         self._heard_of = False
-        return early
+        return early if early is None or _state_of(token, early).isfinite().all() else None
 
     def _early_start(self, position: int, token: int) -> HeadStart | None:
         head_starts = self._heard[position].head_starts.values()

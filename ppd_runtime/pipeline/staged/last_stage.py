@@ -30,6 +30,7 @@ from ppd_runtime.pipeline.staged.machine import Logits, RowStageLike
 from ppd_runtime.pipeline.staged.passes import run_nodes
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
@@ -81,11 +82,19 @@ class LastStage:
         before = self.stage.layer_passes
         reasons = [stop.finish_reason(token) for token in self.begin.delivered]
         self.finish_reason = (reasons[-1] if reasons else "") or ""
-        last = None if self.finish_reason else (yield from self._decode(sampler, stop))
-        self.send(self.others, End(MAIN, self.begin.request))
+        try:
+            last = None if self.finish_reason else (yield from self._decode(sampler, stop))
+        except RequestError:
+            self._end(before)
+            raise
+        self._end(before)
         if last is not None:
             self._tell_client(Token(MAIN, self.begin.request, len(self.history) - 1, last, NOT_ASKED))
-        self.layer_passes = self.stage.layer_passes - before
+
+    def _end(self, passes_before: int) -> None:
+        """For all stages."""
+        self.send(self.others, End(MAIN, self.begin.request))
+        self.layer_passes = self.stage.layer_passes - passes_before
 
     def repeat(self, delivered: int) -> None:
         """Send the client again what follows the first `delivered` tokens behind the prompt."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.pipeline.messages import LinkNote, Message, TensorAnnouncement
-from ppd_runtime.pipeline.wire import WireError, decode
+from ppd_runtime.pipeline.wire import received
 from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, PairStore, Transfer
 
 logger = logging.getLogger(__name__)
@@ -244,12 +244,7 @@ class Link:
         self._num_taken = arriving.announcement.number + 1
         if self._num_taken % _TELL_EVERY < len(arriving.transfers):
             self._note(_TAKEN, str(self._num_taken).encode())
-        try:
-            message = decode([arriving.announcement.header, arriving.transfers[-1].raw])
-        except WireError as error:
-            logger.warning("dropped what arrived: %s", error)
-            return None
-        return message
+        return received([arriving.announcement.header, arriving.transfers[-1].raw])
 
     def _break(self, reason: str, tell: bool = True) -> None:
         """Give the link up; tensors go with their messages from now on."""

@@ -1,0 +1,56 @@
+"""Where scores are highest, the first among equals; and whether a token may be chosen there at all.
+
+The searches are NumPy's on CPUs: in between two passes the caches are cold, and so few lines of code are what saves
+time. To ask for a device's type, and to enter inference mode, takes ten microseconds each there. What is no number
+comes before all numbers, for NumPy and PyTorch alike. So the highest score alone says whether all are fit to choose by:
+it is finite, unless one is NaN or infinitely high, or all are infinitely low.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+NO_TOKEN = -1
+"""In the place of a choice by scores of which one is NaN or infinitely high, or all are infinitely low."""
+
+
+def first_highest(scores: Tensor) -> int:
+    """Where `[n]` scores are highest."""
+    return int((scores.numpy() if scores.is_cpu else scores).argmax())
+
+
+def choice(scores: Tensor) -> int:
+    """As `first_highest`, or NO_TOKEN."""
+    if not scores.is_cpu:
+        return choices(scores[None])[0]
+    numbers = scores.numpy()
+    token = int(numbers.argmax())
+    return token if math.isfinite(numbers[token]) else NO_TOKEN
+
+
+def choices(scores: Tensor) -> list[int]:
+    """As `choice`, of each row of `[rows, n]` scores."""
+    if not scores.is_cpu:  # where each look at a number is a wait
+        places = scores.argmax(-1)
+        return torch.where(scores.gather(-1, places[:, None])[:, 0].isfinite(), places, NO_TOKEN).tolist()
+    rows = scores.numpy()
+    tokens = rows.argmax(-1)
+    return [int(token) if math.isfinite(row[token]) else NO_TOKEN for row, token in zip(rows, tokens, strict=True)]
+
+
+def best(scores: Tensor, k: int) -> list[int]:
+    """The k highest of `[n]` scores, the first of them as `argmax` chooses among equals (`topk` may choose another)."""
+    first = first_highest(scores)
+    if k == 1:
+        return [first]
+    return [first, *(token for token in scores.topk(k).indices.tolist() if token != first)][:k]
+
+
+def best_of_each(scores: Tensor, k: int) -> list[list[int]]:
+    """As `best`, of each row of `[rows, n]` scores."""
+    firsts = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
+    if k == 1:
+        return [[first] for first in firsts]
+    rows = zip(firsts, scores.topk(k).indices.tolist(), strict=True)
+    return [[first, *(token for token in best if token != first)][:k] for first, best in rows]

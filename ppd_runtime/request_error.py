@@ -1,0 +1,18 @@
+"""What ends one request, and nothing else: the generator that raises it answers the next one."""
+
+
+class RequestError(RuntimeError):
+    """A request has failed: the model gives no numbers to choose a token by, say, or a worker does not take it."""
+
+
+def no_numbers(position: int) -> RequestError:
+    """The error where the model's logits for a position choose no token."""
+    return RequestError(
+        f"the model's logits for position {position} are NaN or infinite: a weight is damaged (check the model's "
+        "files), or float16 overflows (choose dtype float32 or bfloat16)"
+    )
+
+
+def no_scores(position: int) -> RequestError:
+    """The error where penalties and the request's own processors leave none to choose."""
+    return RequestError(f"logits_processors and penalties leave no finite score for position {position}: give others")

@@ -1,0 +1,70 @@
+"""Messages that are of no use to a worker: it leaves them out, and says so where a request waits for them."""
+
+import logging
+import time
+
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    Begin,
+    CatchUp,
+    Message,
+    PromptStates,
+    Refused,
+    Rows,
+    Token,
+    Unreadable,
+)
+from ppd_runtime.process_names import named_process
+from ppd_runtime.transport import Endpoint
+from ppd_runtime.workers.message_validator import MessageValidator
+from ppd_runtime.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+_NEEDED = frozenset(kind.__name__ for kind in (Begin, Token, CatchUp, PromptStates, Rows))
+"""Of stages, what no token is decided without."""
+_TELL_AGAIN_S = 0.1  # what comes together is told once
+_MOST_TOLD = 256  # requests
+_MOST_REASON = 1000  # characters
+
+
+class Refusals:
+    """What one worker refuses.
+
+    What only speculates costs time where it is left out, and is in the log alone. Of what is needed the client hears:
+    it knows when to wait no longer for what may be sent once more.
+    """
+
+    def __init__(self, spec: WorkerSpec, validator: MessageValidator) -> None:
+        self._spec, self._validator = spec, validator
+        self._told: dict[int, float] = {}  # when, by request
+
+    def refuses(self, message: Message, endpoint: Endpoint) -> bool:
+        """Whether a message is left out; says so then."""
+        if isinstance(message, Unreadable):
+            kind, fault = message.kind or "message", message.reason
+        else:
+            kind, fault = type(message).__name__, self._validator.fault(message)
+        if not fault:
+            return False
+        sender = named_process(message.sender, self._spec.num_stages)
+        logger.warning("left out what %s sent, a %s: %s", sender, kind, fault)
+        final = isinstance(message, Begin) and message.sender == CLIENT
+        if (final or self._is_needed(message, kind)) and self._may_tell(message.request, final):
+            refused = Refused(self._spec.rank, message.request, message.sender, fault[:_MOST_REASON], final)
+            endpoint.send(CLIENT, refused)
+        return True
+
+    def _is_needed(self, message: Message, kind: str) -> bool:
+        if not CLIENT <= message.sender <= self._spec.num_subs:
+            return False
+        return message.sender == CLIENT or (bool(self._spec.cuts) and kind in (*_NEEDED, "message"))
+
+    def _may_tell(self, request: int, final: bool) -> bool:
+        """Once in a while of the same request."""
+        now = time.monotonic()
+        if not final and now < self._told.get(request, 0.0) + _TELL_AGAIN_S:
+            return False
+        if len(self._told) >= _MOST_TOLD:
+            self._told.clear()
+        self._told[request] = now
+        return True
