@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from compilers import needs_compiler
+from damage import with_numbers
 from grids import nightly, pairs_first
 from models_for_tests import END_ID, load_stage
 from transformers import PreTrainedModel
 
-from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime import OrdinaryDecoding, RequestError, highest, open_method
+from ppd_runtime.highest import NO_TOKEN
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.early_exit import EarlyExitDrafting
 from ppd_runtime.methods.fused_drafting import GreedyChains
@@ -120,8 +122,7 @@ def choices(method: SpeculativeMethod, draft: Draft, position: int) -> list[int]
     """The whole model's behind each node, verified by now."""
     if draft.verified:
         return list(draft.verified.choices)
-    found: list[int] = method.stage.token_logits(method.verify(draft, position)).argmax(-1).tolist()
-    return found
+    return highest.choices(method.stage.token_logits(method.verify(draft, position)))
 
 
 @pytest.mark.parametrize("family", ["mistral", pytest.param("llama", marks=nightly)])
@@ -240,13 +241,13 @@ def spoil(weight: torch.Tensor, what: str) -> set[int]:
     """Make some logits equal, or no numbers, or infinite; the tokens that can be chosen then."""
     if what == "no number":
         weight[[7, 260]] = NAN
-        return {7}
+        return {NO_TOKEN}
     if what == "the last no number":
         weight[299] = NAN
-        return {299}
+        return {NO_TOKEN}
     if what == "infinite":
         weight[11, 0], weight[290, 0] = INF, -INF
-        return {11, 290}
+        return {NO_TOKEN}
     if what == "all equal":
         weight[:] = 0
         return {0}
@@ -256,7 +257,9 @@ def spoil(weight: torch.Tensor, what: str) -> set[int]:
 
 @pytest.mark.parametrize("what", ["no number", "the last no number", "infinite", "all equal", "two equal"])
 def test_choices_are_the_first_highest_logits(model_folder: ModelFolder, what: str) -> None:
-    """As those of ordinary decoding: what is no number before all others. So are drafts, and where they end."""
+    """As those of ordinary decoding, and none where it has none. Drafts are likewise, and where they end: what is no
+    number before all others.
+    """
     folder = model_folder("llama", quiet_from=1)
     for stopping in (Stopping("constant", 4), Stopping("confidence", 4, 0.1), Stopping("product", 4, 0.1)):
         made = []
@@ -271,6 +274,24 @@ def test_choices_are_the_first_highest_logits(model_folder: ModelFolder, what: s
             made.append((draft.tokens, choices(method, draft, len(PROMPT))))
         assert made[0] == made[1]
         assert set(made[0][1]) <= possible, "else it is not what was to be tested"
+
+
+@pytest.mark.parametrize("options", [{"method": "layerskip"}, {"method": "swift", "widest": 1}], ids=str)
+def test_a_text_that_comes_to_no_number_ends_there(
+    model_folder: ModelFolder, tmp_path: Path, options: dict[str, object]
+) -> None:
+    """With ordinary decoding's tokens up to there, and its error."""
+    folder = model_folder("llama", quiet_from=1, tied=False)
+    whole = OrdinaryDecoding(str(folder), dtype="float32").generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    last = next(place for place, token in enumerate(whole.token_ids[10:], 10) if token not in whole.token_ids[:place])
+    place = ("model.embed_tokens.weight", whole.token_ids[last], NAN)
+    damaged = str(with_numbers(folder, tmp_path / "damaged", *place))
+    for prompt in (PROMPT, [*PROMPT, *whole.token_ids[:4]]):
+        with open_method(damaged, dtype="float32", compile=True, **options) as method:
+            stream, found = method.stream(prompt, max_new_tokens=40, ignore_eos=True), []
+            with pytest.raises(RequestError, match=f"position {len(PROMPT) + last + 1} are NaN or infinite"):
+                found.extend(event.token_id for event in stream)
+            assert [*prompt, *found] == [*PROMPT, *whole.token_ids[: last + 1]]
 
 
 def times_of(method: EarlyExitDrafting, traced: bool) -> dict[Kind, float]:
