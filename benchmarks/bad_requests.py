@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 
 _ANSWER_S = 60.0
 _MANY = 10**9
+_NESTED: Any = json.loads("[" * 500 + "]" * 500)
 
 _SAMPLING: Mapping[str, Sequence[Any]] = {
-    "max_tokens": (-1, 2**31, 1.5, "5", True, [], {}, 10**40),
+    "max_tokens": (-2, 2**31, 1.5, "5", True, [], {}, 10**40),
     "temperature": (-0.1, 101, "hot", [], True, float("inf"), float("nan")),
     "top_p": (-0.1, -1, 1.01, "x", float("nan")),
     "top_k": (-2, 1.5, "x", 2**31),
@@ -57,11 +58,18 @@ _CHAT: Mapping[str, Sequence[Any]] = {
         [{"role": "nobody", "content": "a"}],
         [{"role": "user", "content": 5}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-        [{"role": "user", "content": "a", "extra": 1}],
+        [{"role": "user", "content": [{}] * 5000}],
+        [{"role": "user", "content": None, "tool_calls": []}],
+        [{"role": "assistant", "content": None, "audio": {"id": "a"}}],
+        [{"role": "assistant", "content": "a", "x": _NESTED}],
     ),
-    "max_completion_tokens": (0, -1, "x", 2**31),
+    "max_completion_tokens": (0, -2, "x", 2**31),
     "logprobs": (5, "x"),
     "top_logprobs": (2, -1, "x"),
+    "add_generation_prompt": (5, "yes"),
+    "continue_final_message": (5, "content"),
+    "chat_template_kwargs": (5, [], {"messages": []}, {"tokenize": True}, {"bos_token": "x"}, {"x": _NESTED}),
+    "chat_template": ("{{ messages }}",),
 }
 _WRONG: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Sequence[Any]]]] = {
     "/v1/completions": ({"prompt": "a", "max_tokens": 1}, _COMPLETION),

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ppd_runtime.config import UNSET, RuntimeConfig
 from ppd_runtime.methods.base import Generation, TextGenerator
-from ppd_runtime.methods.chat import Messages
+from ppd_runtime.methods.chat import Messages, options_of
 from ppd_runtime.methods.prompts import Prompt, Prompts
 from ppd_runtime.methods.several import exhaust
 from ppd_runtime.results import GenerationResult, TokenEvent
@@ -56,7 +56,7 @@ class AsyncDecoding(Generic[Decoder]):
         **settings: Any,
     ) -> Any:
         """As `PPDRuntime.chat`."""
-        prompt = self.generator.chat_prompt(messages, chat_template)
+        prompt = self.generator.chat_prompt(messages, chat_template, **options_of(settings))
         return await self.generate(prompt, params, add_special_tokens=False, **settings)
 
     def stream(

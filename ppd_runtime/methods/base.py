@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.logprobs import TokenLogprobs
-from ppd_runtime.methods.chat import Messages, chat_text, template_of
+from ppd_runtime.methods.chat import Messages, TemplateOptions, chat_text, options_of, template_of
 from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, token_ids_of
 from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
@@ -23,7 +23,7 @@ from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.text import TextStream
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 
 class TextGenerator(ABC):
@@ -175,19 +175,23 @@ class TextGenerator(ABC):
         """As `generate`, for the next message of a conversation.
 
         Args:
-            messages: dictionaries with a "role" (system, user or assistant) and a "content", oldest first.
-            params, settings: as `generate` has them.
+            messages: dictionaries with a "role" (such as system, user, assistant or tool) and a "content", oldest
+                first, or objects of openai's client. What they have besides goes to the template as it is.
+            params: as `generate` has them.
             chat_template: a Jinja template or a file that holds one; None is the tokenizer's own.
+            settings: as `generate` has them, and `TemplateOptions` by name.
 
         Raises:
             ValueError: where there is no template, or it does not take these messages.
         """
-        prompt = self.chat_prompt(messages, chat_template)
+        prompt = self.chat_prompt(messages, chat_template, **options_of(settings))
         return self.generate(prompt, params, add_special_tokens=False, **settings)
 
-    def chat_prompt(self, messages: Messages, chat_template: str | Path | None = None) -> str:
+    def chat_prompt(
+        self, messages: Messages, chat_template: str | Path | None = None, **options: "Unpack[TemplateOptions]"
+    ) -> str:
         """The text in which a model reads a conversation, its special tokens among it (`add_special_tokens=False`)."""
-        return chat_text(messages, self.tokenizer, template_of(chat_template))
+        return chat_text(messages, self.tokenizer, template_of(chat_template), options)
 
     def stream(
         self,

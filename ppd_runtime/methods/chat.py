@@ -1,17 +1,48 @@
 """Conversations as prompts, by the tokenizer's template or one of the user's."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""Each with a "role" and a "content", oldest first."""
+from ppd_runtime.checks import check_bool
+
+Messages: TypeAlias = Sequence[Any]
+"""Each a mapping, or an object that gives one as `model_dump()`, with a "role" and a "content", oldest first."""
 
 _MOST_CHARACTERS = 2**20
+_MOST_LEVELS, _MOST_VARIABLES = 64, 200
+_MOST_TOLD = 300
+_MAY_SAY_NOTHING = ("assistant", "tool", "function")
+_FOR_TEMPLATES = {"documents"}
+"""What transformers names as an argument, though only templates read it."""
+_ARGUMENTS = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+    "messages",
+} - _FOR_TEMPLATES
+
+
+class TemplateOptions(TypedDict, total=False):
+    """How a template reads a conversation; transformers' names and meanings."""
+
+    add_generation_prompt: bool | None
+    """Begin the assistant's next message; None: unless the last one is continued."""
+    continue_final_message: bool
+    """Leave the last message open, so that the text goes on with it."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Further variables for the template, such as `enable_thinking`."""
+
+
+def options_of(settings: dict[str, Any]) -> TemplateOptions:
+    """Those of a template, taken out of the settings of a call."""
+    found = {name: settings.pop(name) for name in TemplateOptions.__annotations__ if name in settings}
+    return TemplateOptions(**found)  # type: ignore[typeddict-item]
 
 
 def template_of(given: str | Path | None) -> str | None:
@@ -26,36 +57,161 @@ def template_of(given: str | Path | None) -> str | None:
     if isinstance(given, Path) or "{" not in text:
         text = _read(Path(given))
     try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except TemplateError as error:
-        raise ValueError(f"chat_template={str(given)!r:.200}: no Jinja template: {error}; give another") from error
+        render_jinja_template([], chat_template=text)  # of no conversation: transformers compiles it, and keeps it
+    except Exception as error:
+        what = f"no Jinja template{_told(error)}"
+        raise ValueError(f"chat_template={str(given)!r:.200}: {what}; give another") from error
     return text
 
 
-def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    """The text in which a model reads `messages` and begins its answer, special tokens among it.
+def has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> bool:
+    """Whether there is any."""
+    return template is not None or tokenizer.chat_template is not None
+
+
+def chat_text(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, template: str | None, options: TemplateOptions
+) -> str:
+    """The text in which a model reads `messages` and begins or continues its answer, special tokens among it.
 
     Raises:
-        ValueError: without a template, for messages of another form, and for those that the template refuses.
+        ValueError: without a template, for messages of another form, for variables that are not the template's, and
+            for what the template refuses.
     """
-    if template is None and tokenizer.chat_template is None:
-        raise ValueError("messages: the model's tokenizer has no chat template, give one as chat_template")
+    if not has_template(tokenizer, template):
+        raise ValueError("messages: the model's tokenizer has no chat template, give one: chat_template=…")
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages={messages!r:.200}: give a list of messages with a role and a content")
-    for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"messages: {message!r:.200} is none, give a role and a content")
+    _check_levels(messages, "messages")
+    given, settings = [_message(message) for message in messages], _settings(options, tokenizer)
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=template,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        )
+        return _rendered(given, tokenizer, template, settings)
     except Exception as error:
-        raise ValueError(f"messages: the chat template does not take them: {error}") from error
+        raise ValueError(f"messages: the chat template does not take them{_told(error)}") from error
+
+
+def _rendered(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, template: str | None, settings: dict[str, Any]
+) -> str:
+    def render(given: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(given, chat_template=template, tokenize=False, **settings))
+
+    try:
+        return render(messages)
+    except Exception:
+        if (others := [_as_some_ask(message) for message in messages]) == messages:
+            raise
+        return render(others)
+
+
+def _as_some_ask(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for templates that take none without a content, and calls' arguments as objects alone, not as JSON."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_with_objects(call) for call in calls]}
+    return {"content": "", **message}
+
+
+def _with_objects(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _message(given: Any) -> dict[str, Any]:
+    """One as templates read it: its text in one piece, and what it has besides as it came."""
+    dumped = given.model_dump() if hasattr(given, "model_dump") else given
+    if not isinstance(dumped, Mapping) or not isinstance(dumped.get("role"), str):
+        raise ValueError(f"messages: {given!r:.200} is none, give a role and a content")
+    message = {name: value for name, value in dumped.items() if value is not None}
+    if "content" in message:
+        message["content"] = _text_of(message["content"])
+    elif message["role"] not in _MAY_SAY_NOTHING:
+        raise ValueError(f"messages: {given!r:.200} has no content, give one")
+    if "audio" in message:
+        raise ValueError(f"messages: {given!r:.200} has audio, and only text is read: leave it out")
+    if message["role"] == "developer":  # the newer name of it, which templates do not have
+        message["role"] = "system"
+    return message
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ValueError(f"messages: content={content!r:.200}: give a text, or a list of parts that are texts")
+    return "".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: Any) -> str:
+    """A part's text, or that of a refusal; hints beside it, as `cache_control`, are left aside."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("text", "refusal"):
+        named = f"of type {kind!r:.50}" if isinstance(kind, str) else f"{part!r:.100}"
+        raise ValueError(f"messages: a part {named} is no text, and only text is read: leave it out")
+    if not isinstance(part.get(kind), str):
+        raise ValueError(f"messages: a part {part!r:.200} has no {kind}, give it")
+    return str(part[kind])
+
+
+def _settings(options: TemplateOptions, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Of `apply_chat_template`."""
+    begins, continues = options.get("add_generation_prompt"), options.get("continue_final_message", False)
+    check_bool("continue_final_message", continues)
+    if begins is not None:
+        check_bool("add_generation_prompt", begins)
+    if begins and continues:
+        raise ValueError(
+            "continue_final_message=True: add_generation_prompt=True begins another message, leave one of them out"
+        )
+    variables = options.get("chat_template_kwargs") or {}
+    _check_variables(variables, {*_ARGUMENTS, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map})
+    begins = not continues if begins is None else begins
+    return {**variables, "add_generation_prompt": begins, "continue_final_message": continues}
+
+
+def _check_variables(variables: Any, taken: set[str]) -> None:
+    name = "chat_template_kwargs"
+    if not isinstance(variables, Mapping) or not all(isinstance(one, str) for one in variables):
+        raise ValueError(f"{name}={variables!r:.200}: give the template's variables by name")
+    if len(variables) > _MOST_VARIABLES:
+        raise ValueError(f"{name}: {len(variables)} of them, give at most {_MOST_VARIABLES}")
+    for one in variables:
+        if one in taken:
+            raise ValueError(f"{name}: {one!r} is not given in this way, leave it out")
+    _check_levels([variables], name)
+
+
+def _check_levels(values: Sequence[Any], name: str) -> None:
+    """Raise ValueError for what lies deeper than Python follows it."""
+    for _ in range(_MOST_LEVELS):
+        values = [part for value in values for part in _parts(value)]
+        if not values:
+            return
+    raise ValueError(f"{name}: more than {_MOST_LEVELS} levels of lists and objects, give fewer")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _told(error: Exception) -> str:
+    """What a template's failure says, in one line, with the template's own line where it is known."""
+    line, place = getattr(error, "lineno", None), error.__traceback__
+    while place is not None:
+        if place.tb_frame.f_code.co_filename == "<template>":  # Jinja's name for one that is no file
+            line = place.tb_lineno
+        place = place.tb_next
+    named = "" if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: "
+    what = " ".join(f"{named}{error}".split())
+    return f"{'' if line is None else f', line {line}'}: {what:.{_MOST_TOLD}}"
 
 
 def _read(path: Path) -> str:

@@ -20,6 +20,7 @@ from ppd_runtime.methods.chat import template_of
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.completions import Completions
+from ppd_runtime.server.conversations import prompt_of
 from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused
 from ppd_runtime.server.gate import Gate
 from ppd_runtime.server.jobs import Jobs
@@ -166,7 +167,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     def encoded(asked: TokenizeRequest) -> list[int]:
         if asked.messages is None:
             return generator.prompt_ids(asked.prompt, asked.add_special_tokens) if asked.prompt else []
-        text = generator.chat_prompt([message.as_dict() for message in asked.messages], service.chat_template)
+        text = prompt_of(asked.messages, asked, generator, service.chat_template)
         return generator.prompt_ids(text, False)
 
     def decoded(tokens: list[int]) -> str:

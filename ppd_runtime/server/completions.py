@@ -15,6 +15,7 @@ from ppd_runtime.methods.several import with_seeds
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
+from ppd_runtime.server.conversations import prompt_of
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
 from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
@@ -90,8 +91,7 @@ class Completions:
         return Choices(generations, [text for text in echoes for _ in range(asked.n)])
 
     def _prepared_chat(self, asked: ChatRequest) -> "Choices":
-        messages = [message.as_dict() for message in asked.messages]
-        prompt = self.generator.chat_prompt(messages, self.chat_template)
+        prompt = prompt_of(asked.messages, asked, self.generator, self.chat_template)
         return Choices(self._generations(asked, prompt, bool(asked.add_special_tokens)), [""] * asked.n)
 
     def _generations(self, asked: Sampling, prompt: str | list[int], special_tokens: bool) -> list[Generation]:

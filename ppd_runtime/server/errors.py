@@ -19,9 +19,9 @@ KINDS: Mapping[int, str] = {
 GONE = 499
 """The log's status of a request whose client has gone, as nginx has it."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-_FIELDS = {"max_new_tokens": "max_tokens", "chat_template": "messages"}
+_FIELDS = {"max_new_tokens": "max_tokens"}
 """What requests call the library's settings."""
-_NO_FIELDS = ("body", "str", "list[str]", "list[TextPart]")
+_NO_FIELDS = ("body", "str", "list[str]", "list[dict[str,any]]")
 """In pydantic's paths: the body, and the forms that a field may have."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100

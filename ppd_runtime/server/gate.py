@@ -29,7 +29,8 @@ _OWN_NAMES = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.
 class Gate:
     """Around an application: refuses what has no key, is too large or no JSON, and logs what passes.
 
-    The body is read here, whole, so that behind the gate only a client's going away is still to be received.
+    The body is read here, whole, so that behind the gate only a client's going away is still to be received. HEAD is
+    GET behind it; of the answer the body stays here.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+            elif scope["method"] == "HEAD":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -67,7 +70,8 @@ class Gate:
             await error.response()(scope, receive, answer)
         else:
             if body is not None:
-                await self._app(scope, _replayed(body, receive), answer)
+                method = "GET" if scope["method"] == "HEAD" else scope["method"]
+                await self._app({**scope, "method": method}, _replayed(body, receive), answer)
         finally:
             if status >= 400 and status != GONE and scope["path"] not in OPEN_PATHS:
                 self._refused(status)

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, field_validator, model_validator
 
 from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import BY_CHANCE, MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
+from ppd_runtime.server.body import Body
+from ppd_runtime.server.conversations import Messages, Templated
 from ppd_runtime.server.errors import shown
+from ppd_runtime.server.left_aside import ASKS_FOR_NOTHING, Hints
 from ppd_runtime.token_lists import biases
 
 _LARGEST_SEED = 2**64 - 1
@@ -17,24 +20,6 @@ _USUAL = SamplingParams()
 _USUAL_TEMPERATURE = 1.0
 """OpenAI's."""
 _MOST_IDS = 2**21
-_MOST_MESSAGES = 10_000
-_MOST_FIELDS = 200
-"""Lists are checked up to their first fault, and objects counted first: a fault of each part takes half a minute."""
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "store": (False,),
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
-    "parallel_tool_calls": (True, False),
-}
-"""Fields that are not supported, with values that ask for nothing."""
-
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 Prompts = Annotated[
@@ -62,21 +47,6 @@ LogitBias = Annotated[
 """Biases by token id, whose keys are texts in JSON."""
 
 
-class Body(BaseModel):
-    """A JSON object of known fields; null is as if a field was not there."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_harmless(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if len(given) > _MOST_FIELDS:
-            raise ValueError(f"{len(given)} fields: an object has {_MOST_FIELDS} at the most, leave some out")
-        return {name: value for name, value in given.items() if value is not None and not _is_harmless(name, value)}
-
-
 class StreamOptions(Body):
     """What a stream tells besides."""
 
@@ -100,7 +70,7 @@ class PpdOptions(Body):
     """What every process computes, and what `foreseen` asks for."""
 
 
-class Sampling(Body):
+class Sampling(Hints):
     """What both kinds of completion take."""
 
     model: str | None = None
@@ -121,7 +91,6 @@ class Sampling(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ppd: PpdOptions | None = None
-    user: str | None = None
     add_special_tokens: bool | None = None
 
     usual_max_tokens: ClassVar[int | None] = 16
@@ -203,6 +172,13 @@ class CompletionRequest(Sampling):
         """As `Sampling` has it."""
         return self.echo and self.logprobs is not None
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _is_a_number(cls, given: Any) -> Any:
+        if given is True:
+            raise ValueError(f"is a number here, of likeliest tokens: give 0 to {MOST_LOGPROBS}")
+        return given
+
     @model_validator(mode="after")
     def _can_stream(self) -> "CompletionRequest":
         if self.stream and self.prompt_logprobs_wanted:
@@ -231,31 +207,10 @@ class CompletionRequest(Sampling):
         raise ValueError(f"prompt={shown(given)}: give a text, a list of token ids, or a list of either")
 
 
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
-    name: str | None = None
-
-    def as_dict(self) -> dict[str, str]:
-        """As templates read it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        named = {"name": self.name} if self.name is not None else {}
-        return {"role": "system" if self.role == "developer" else self.role, "content": content, **named}
-
-
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, Templated):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -264,7 +219,7 @@ class ChatRequest(Sampling):
 
     @model_validator(mode="after")
     def _fits(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs}: needs logprobs=true, give it too")
         if self.max_tokens == 0:
             raise ValueError("max_tokens=0: gives nothing, ask for 1 or more")
@@ -283,12 +238,14 @@ class ChatRequest(Sampling):
         return self.max_completion_tokens or super().most_tokens
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """`POST /tokenize`."""
+
+    asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = ASKS_FOR_NOTHING
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -296,6 +253,8 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             given = f"={shown(self.prompt)}" if self.prompt is not None else ""
             raise ValueError(f"prompt{given}: give one of prompt and messages")
+        if self.prompt is not None and (asked := self.model_fields_set & Templated.model_fields.keys()):
+            raise ValueError(f"{min(asked)}: is for messages, leave it out")
         return self
 
 
@@ -304,10 +263,6 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: list[int] = Field(max_length=_MOST_IDS, fail_fast=True)
-
-
-def _is_harmless(name: str, value: object) -> bool:
-    return any(type(value) is type(ok) and value == ok for ok in _HARMLESS.get(name, ()))
 
 
 def _are_ids(given: object) -> bool:

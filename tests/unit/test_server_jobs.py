@@ -45,9 +45,9 @@ class Encoding(OrdinaryDecoding):
         self._wait()
         return super().prompt_ids(*args)
 
-    def chat_prompt(self, *args: Any) -> str:
+    def chat_prompt(self, *args: Any, **options: Any) -> str:
         self._wait()
-        return super().chat_prompt(*args)
+        return super().chat_prompt(*args, **options)
 
     def _wait(self) -> None:
         self.entered.set()

@@ -1,0 +1,48 @@
+"""A request's JSON object: which of its fields there are, and which values are as if a field was not there."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+_MOST_FIELDS = 200
+"""Objects are counted first: a fault of each field would take half a minute."""
+_MOST_EXACT = 2.0**53
+_LEVELS_OF_IDS = 2
+
+
+class Body(BaseModel):
+    """A JSON object of known fields; null is as if a field was not there, and 16.0 is 16."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Values with which a field is as if it was not there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > _MOST_FIELDS:
+            raise ValueError(f"{len(given)} fields: an object has {_MOST_FIELDS} at the most, leave some out")
+        return {
+            name: _whole(value) if name in cls.model_fields else value
+            for name, value in given.items()
+            if value is not None and not cls._is_nothing(name, value)
+        }
+
+    @classmethod
+    def _is_nothing(cls, name: str, value: object) -> bool:
+        """Whether it asks for nothing; 1.0 is 1, but true is not."""
+        truth = isinstance(value, bool)
+        return any(truth is isinstance(one, bool) and value == one for one in cls.asks_for_nothing.get(name, ()))
+
+
+def _whole(given: Any, levels: int = _LEVELS_OF_IDS) -> Any:
+    """Whole numbers that are written as 16.0 as ints, those of lists too; all else as it is, for the check to name."""
+    if type(given) is float:
+        return int(given) if given.is_integer() and abs(given) <= _MOST_EXACT else given
+    if type(given) is list and levels and any(type(one) in (float, list) for one in given):
+        return [_whole(one, levels - 1) for one in given]
+    return given

@@ -1,0 +1,64 @@
+"""Conversations as clients send them, and the prompt that the chat template makes of one."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.chat import TemplateOptions, has_template
+from ppd_runtime.server.body import Body
+from ppd_runtime.server.errors import ApiError
+
+MOST_MESSAGES = 10_000
+"""Lists are checked up to their first fault: one of each part takes half a minute."""
+
+Parts = Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+class ChatMessage(Body):
+    """One of a conversation; what it has besides, as calls of tools, goes to the template as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Parts | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it came, without nulls."""
+        return {"role": self.role, "content": self.content, **(self.model_extra or {})}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+class Templated(Body):
+    """How the template reads a conversation; vLLM's names."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_options(self) -> TemplateOptions:
+        """As the library has them."""
+        return {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+
+def prompt_of(
+    messages: list[ChatMessage], asked: Templated, generator: TextGenerator, chat_template: str | None
+) -> str:
+    """The text in which the model reads a conversation.
+
+    Raises:
+        ApiError: where there is no template.
+        ValueError: where it does not take the conversation.
+    """
+    if not has_template(generator.tokenizer, chat_template):
+        way_out = "start the server with --chat-template FILE, or ask /v1/completions"
+        raise ApiError(400, f"messages: the model has no chat template: {way_out}", "messages")
+    given = [message.as_dict() for message in messages]
+    return generator.chat_prompt(given, chat_template, **asked.template_options)
