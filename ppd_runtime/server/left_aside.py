@@ -53,6 +53,7 @@ _OF_LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "dry_allowed_length": (2,),
     "dry_penalty_last_n": (-1,),
     "mirostat": (0,),
+    "backend_sampling": (False,),
 }
 ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {**_OF_OPENAI, **_OF_VLLM, **_OF_LLAMA_CPP}
 """What others' clients send by default, with which a field is as if it was not there."""
