@@ -295,8 +295,9 @@ class Sampler:
             return logits
         text = np.fromiter(history, np.int64, len(history))  # of a long text a tensor takes nine times as long
         input_ids, scores = torch.from_numpy(text).to(logits.device)[None], logits[None]
-        for change in self._changes:
-            scores = change(input_ids, scores)
+        with np.errstate(over="ignore"):  # a length penalty's power may become infinite
+            for change in self._changes:
+                scores = change(input_ids, scores)
         return scores[0]
 
     def _guessed(self, logits: Tensor, history: Sequence[int]) -> Tensor:

@@ -19,6 +19,7 @@ BY_CHANCE = -1
 _SEEDS_BY_CHANCE = 2**53  # numbers that every JSON reader holds exactly
 _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite: there the highest is chosen
+_MOST_NGRAM = 100  # tokens: so many copies of a prompt are made
 _MOST_PENALTY = 2.0  # OpenAI's range, and vLLM's
 _ADDED = {"added": True}
 """Marks settings that files of earlier versions do not name; see `SamplingParams.as_dict`."""
@@ -120,7 +121,7 @@ class SamplingParams:
     min_length: int | None = field(default=None, metadata=_ADDED)
     """The same with the prompt's tokens counted; of no matter where `min_new_tokens` is given."""
     no_repeat_ngram_size: int | None = field(default=None, metadata=_ADDED)
-    """Tokens in a row that are not repeated, neither the text's nor the prompt's; 0 is none."""
+    """Tokens in a row that are not repeated, neither the text's nor the prompt's, 0 to 100; 0 is none."""
     bad_words_ids: tuple[TokenIds, ...] | None = field(default=None, metadata=_ADDED)
     """Sequences of token ids that are not generated."""
     sequence_bias: tuple[tuple[TokenIds, float], ...] | None = field(default=None, metadata=_ADDED)
@@ -138,7 +139,7 @@ class SamplingParams:
     encoder_repetition_penalty: float | None = field(default=None, metadata=_ADDED)
     """Above 1, the prompt's tokens become likelier."""
     encoder_no_repeat_ngram_size: int | None = field(default=None, metadata=_ADDED)
-    """Of the prompt, so many tokens in a row are not repeated; 0 is none."""
+    """Of the prompt, so many tokens in a row are not repeated, 0 to 100; 0 is none."""
     renormalize_logits: bool | None = field(default=None, metadata=_ADDED)
     """Whether the scores become log-probabilities in the end."""
 
@@ -179,9 +180,9 @@ class SamplingParams:
                 check_range(name, penalty, lambda penalty: penalty > 0, "above 0")
         for name in ("presence_penalty", "frequency_penalty"):
             check_range(name, getattr(self, name), lambda penalty: abs(penalty) <= _MOST_PENALTY, "in [-2, 2]")
-        for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+        for name, most in _NUMBERS.items():
             if (number := getattr(self, name)) is not None:
-                check_int(name, number, 0, _MOST)
+                check_int(name, number, 0, most)
         if self.forced_bos_token_id is not None:
             check_int("forced_bos_token_id", self.forced_bos_token_id, 0, MOST_TOKEN_ID)
         if self.renormalize_logits is not None:
@@ -251,6 +252,13 @@ class SamplingParams:
         return {name: _PLAIN.get(name) if value is None else value for name, value in values.items()}
 
 
+_NUMBERS: Mapping[str, int] = {
+    "min_new_tokens": _MOST,
+    "min_length": _MOST,
+    "no_repeat_ngram_size": _MOST_NGRAM,
+    "encoder_no_repeat_ngram_size": _MOST_NGRAM,
+}
+"""The most of each."""
 _TOKEN_LISTS: Mapping[str, Callable[[str, object], Any]] = {
     "logit_bias": biases,
     "bad_words_ids": sequences,

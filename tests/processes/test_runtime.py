@@ -108,7 +108,7 @@ def test_threads_take_turns(runtime, ordinary):
 
 
 def test_failed_calls_leave_the_runtime_usable(runtime, ordinary):
-    for bad in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 5000}):
+    for bad in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 1.5}, {"max_new_tokens": 5000}):
         with pytest.raises(ValueError, match="max_new_tokens|temperature|top_p"):
             runtime.generate(PROMPT, **bad)
     for prompt in ("", [], [300], [-1], ["a", 5], [1.5], [True], None, 5, b"abc", "\ud800abc"):

@@ -13,6 +13,15 @@ SETTINGS = (
     {"temperature": 0.9, "min_p": 0.05, "seed": 3, "top_k": -1},
     {"frequency_penalty": 1.9, "stop_token_ids": [END_ID, 299, 17, 18, 19, 20]},
     {"num_generated": 5, "presence_penalty": 2.0},
+    {
+        "logit_bias": {60: 2.5, 61: -100},
+        "suppress_tokens": [7, 8],
+        "bad_words_ids": [[91, 92], [93]],
+        "seed": 2**64 - 1,
+    },
+    {"exponential_decay_length_penalty": (5, 1.1), "no_repeat_ngram_size": 2, "stop_token_ids": [70]},
+    {"temperature": 0.8, "sequence_bias": [[[5, 6], -3.0], [[7], 2.0]], "renormalize_logits": True},
+    {"min_new_tokens": 30, "stop_token_ids": list(range(150)), "encoder_repetition_penalty": 1.2},
 )
 
 

@@ -87,6 +87,8 @@ def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: obj
         ("min_new_tokens", -1),
         ("min_length", 1.5),
         ("no_repeat_ngram_size", -1),
+        ("no_repeat_ngram_size", 101),
+        ("encoder_no_repeat_ngram_size", 2**31 - 1),
         ("encoder_no_repeat_ngram_size", True),
         ("bad_words_ids", "words"),
         ("sequence_bias", 5),

@@ -129,6 +129,12 @@ def test_a_bench_compares_with_them(tiny: Path, tmp_path: Path) -> None:
     assert json.loads(out.read_text())["sampling"]["repetition_penalty"] == 1.0
 
 
+def test_match_rates_are_measured_with_them(tiny: Path) -> None:
+    asked = ("match-rate", "--model", tiny, "--limit", 1, "--max-new-tokens", 8, "--json")
+    for option, penalty in ((), 1.15), (("--no-generation-config",), 1.0):
+        assert json.loads(run(*asked, *option))["sampling"]["repetition_penalty"] == penalty
+
+
 def test_a_servers_clients_have_them(tiny: Path) -> None:
     """The temperature too, as with vLLM: whether to sample is the request's own business, how is the model's."""
     fields = {**json.loads((tiny / "generation_config.json").read_text()), "temperature": 0.5, "do_sample": True}

@@ -68,6 +68,18 @@ def good_messages(worker: Worker) -> dict[str, Message]:
     }
 
 
+def settings_that_name(token: int) -> list[dict[str, object]]:
+    """Each setting that can name a token, with this one."""
+    lists = ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
+    return [
+        *({name: (1, token)} for name in lists),
+        {"forced_bos_token_id": token},
+        {"logit_bias": {1: 1.0, token: 1.0}},
+        {"bad_words_ids": [[1], [1, token]]},
+        {"sequence_bias": [[[token, 1], 1.0]]},
+    ]
+
+
 def misfits(good: dict[str, Message], vocab_size: int) -> list[Message]:
     hidden, entries = good["exit state"].hidden, good["entries"].entries
     states = [hidden[..., :-1], hidden.repeat(1, 2, 1), hidden[0], hidden.half(), hidden[0, 0, 0]]
@@ -94,6 +106,7 @@ def misfits(good: dict[str, Message], vocab_size: int) -> list[Message]:
         *(replace(good["begin"], prompt_ids=[1, token]) for token in tokens),
         *(replace(good["begin"], delivered=[token]) for token in tokens),
         replace(good["begin"], prompt_ids=[]),
+        *(replace(good["begin"], params=SamplingParams(3, **settings)) for settings in settings_that_name(vocab_size)),
         *(replace(message, sender=3) for message in good.values()),
         *(replace(message, sender=-2) for message in good.values()),
     ]

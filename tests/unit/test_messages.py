@@ -129,7 +129,7 @@ sampling = st.builds(
     logit_bias=st.none() | st.dictionaries(whole(2**31 - 1), st.floats(-100, 100), max_size=20),
     min_new_tokens=st.none() | whole(2**31 - 1),
     min_length=st.none() | whole(2**31 - 1),
-    no_repeat_ngram_size=st.none() | whole(2**31 - 1),
+    no_repeat_ngram_size=st.none() | whole(100),
     bad_words_ids=st.none() | st.lists(some_tokens.filter(bool), max_size=5).map(tuple),
     sequence_bias=st.none() | st.dictionaries(some_tokens.filter(bool), st.floats(-1e30, 1e30), max_size=5),
     suppress_tokens=st.none() | some_tokens,
@@ -138,7 +138,7 @@ sampling = st.builds(
     forced_eos_token_id=st.none() | some_tokens,
     exponential_decay_length_penalty=st.none() | st.tuples(whole(2**31 - 1), st.floats(1e-9, 1e9)),
     encoder_repetition_penalty=st.none() | st.floats(0, sys.float_info.max, exclude_min=True),
-    encoder_no_repeat_ngram_size=st.none() | whole(2**31 - 1),
+    encoder_no_repeat_ngram_size=st.none() | whole(100),
     renormalize_logits=st.none() | st.booleans(),
 )
 STRATEGIES = {

@@ -158,6 +158,14 @@ def test_biases_are_added_to_the_logits_before_all_else() -> None:
     assert chi_squared_p_value(drawn, torch.tensor([3.0, 3.0, 1.0, -1.0]).softmax(-1)) > 1e-3
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_length_penalty_that_overflows_ends_the_text() -> None:
+    """Where Python's power raises an error."""
+    params = SamplingParams(exponential_decay_length_penalty=(0, 1e9))
+    sampler = Sampler(params, prompt_size=1, eos_token_ids=[7])
+    assert sampler.choose(random_logits(50, 0), [1] * 500) == 7
+
+
 def test_a_requests_own_processor_is_taken_in_the_place_of_one_of_its_kind() -> None:
     """As `generate` has it: a request's own settings win."""
     history, logits = [1, 2, 3, 1, 2], random_logits(50, 0)

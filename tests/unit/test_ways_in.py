@@ -131,6 +131,8 @@ def test_stop_tokens_end_a_text_and_are_in_it(folder: str, ordinary: OrdinaryDec
             assert result.text == ordinary.tokenizer.decode(cut, skip_special_tokens=True)
         with pytest.raises(ValueError, match="stop_token_ids=300: is outside the vocabulary, choose 0 to 299"):
             method.generate(PROMPT, stop_token_ids=300)
+        with pytest.raises(ValueError, match="logit_bias=300: is outside the vocabulary, choose 0 to 299"):
+            method.generate(PROMPT, logit_bias={5: 1.0, 300: -1.0})
 
 
 def test_a_request_that_is_split_goes_on_as_a_whole_one(ordinary: OrdinaryDecoding) -> None:
