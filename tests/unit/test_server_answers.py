@@ -216,6 +216,22 @@ def test_models_and_tokens(client, server, ordinary) -> None:
     assert server.post("/detokenize", tokens=ids).json() == {"prompt": ordinary.tokenizer.decode(ids)}
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/ready", "/v1/models", "/v1/models/none", "/version", "/openapi.json", "/v1/nothing"]
+)
+def test_head_is_get_without_a_body(server: Running, path: str) -> None:
+    with server.client() as client:
+        whole, head = client.get(path), client.head(path)
+        changes = ("date", "x-request-id")
+        for answer in (whole, head):
+            for name in changes:
+                answer.headers.pop(name, None)
+        assert (head.status_code, head.headers, head.content) == (whole.status_code, whole.headers, b"")
+        assert int(head.headers["content-length"]) == len(whole.content)
+        assert client.head("/metrics").status_code == 200
+        assert client.head("/v1/completions").status_code == 405
+
+
 VLLMS_COUNTS = {
     "vllm:num_requests_running": 0,
     "vllm:num_requests_waiting": 0,

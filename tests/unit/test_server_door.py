@@ -217,22 +217,6 @@ def test_other_paths_and_methods(locked: Running) -> None:
         assert client.get("/v1/completions").json()["error"]["message"].startswith("GET")
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/health", "/ready", "/v1/models", "/v1/models/none", "/version", "/openapi.json", "/v1/nothing"]
-)
-def test_head_is_get_without_a_body(locked: Running, path: str) -> None:
-    with locked.client() as client:
-        whole, head = client.get(path), client.head(path)
-        changes = ("date", "x-request-id")
-        for answer in (whole, head):
-            for name in changes:
-                answer.headers.pop(name, None)
-        assert (head.status_code, head.headers, head.content) == (whole.status_code, whole.headers, b"")
-        assert int(head.headers["content-length"]) == len(whole.content)
-        assert client.head("/metrics").status_code == 200
-        assert client.head("/v1/completions").status_code == 405
-
-
 def test_other_origins_are_let_in_by_name_only(locked: Running) -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     with locked.client() as client:
