@@ -26,9 +26,10 @@ from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_dtype
+from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.native.products import in_half_the_memory
-from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import TimedSampler
 from ppd_runtime.sampling_params import SamplingParams

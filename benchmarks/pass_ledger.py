@@ -25,9 +25,9 @@ from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.loading import bfloat16_weights, load_layers
 from ppd_runtime.models.compiled.passes import CompiledLayers
+from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.attention import few_tokens_attention
 from ppd_runtime.models.native.products import PRODUCTS, product
-from ppd_runtime.models.opening import compile_ahead
 from ppd_runtime.models.stage.caches import whole_rows
 from ppd_runtime.models.stage.stage import Stage
 

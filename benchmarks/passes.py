@@ -26,10 +26,11 @@ from ppd_runtime.config import FORMATS
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.compiled.export import MOST_SEVERAL
+from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.native.linear import QuantisedLinear
 from ppd_runtime.models.native.products import LargePages, in_half_the_memory, product
-from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 

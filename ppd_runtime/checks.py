@@ -100,3 +100,10 @@ def foreign_token(token_ids: Collection[int], vocab_size: int) -> int | None:
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return None
     return next(token for token in token_ids if not 0 <= token < vocab_size)
+
+
+def check_depth(num_layers: int, user: str, model: str | None = None) -> None:
+    """Raise ValueError for a model without a layer before its last, which `user` needs."""
+    if num_layers < 2:
+        name = "the model" if model is None else f"model {model!r}"
+        raise ValueError(f"{name} has {num_layers} layer: {user} needs at least 2, give a deeper one")

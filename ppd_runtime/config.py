@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ppd_runtime.checks import (
     check_bool,
     check_choice,
+    check_depth,
     check_exit_layer,
     check_int,
     check_range,
@@ -53,6 +54,8 @@ TRANSPORTS: Mapping[str, TransportKind] = {
     "collective": TransportKind("cluster", device_tensors=True),
 }
 LAUNCHERS = ("auto", "ray", "processes")
+AUTO, ALWAYS, NEVER = SPECULATION = ("auto", "always", "never")
+"""When to guess: where it saves time, whatever it takes, or not at all."""
 PLACEMENTS = ("auto", "pack", "spread", "strict-pack", "strict-spread")
 UNSET: Any = object()
 """Stands for an argument that was not given."""
@@ -71,8 +74,6 @@ _NUMBERS = (  # least and most
 _FOR_STAGES = (
     "rows",
     "repetitions",
-    "guess_vocab",
-    "guess_counts",
     "max_requests",
     "max_cache_tokens",
     "prefix_cache_tokens",
@@ -106,8 +107,9 @@ class RuntimeConfig:
     repetitions: bool = True
     """With `stages`, also name what followed the same tokens earlier in the text, which needs no layer."""
     guess_vocab: int | None = None
-    """With `stages`, guess among so many tokens only, the most frequent ones; default: the whole vocabulary. Boundaries
-    hold and multiply only those rows of the head."""
+    """Guess among so many tokens only, the most frequent ones: exit heads hold and multiply only those rows. Default:
+    8,192 where the model's head has more weights than one of its layers, else all of them, as with the vocabulary's own
+    size."""
     guess_counts: str | None = None
     """A JSON file of token ids and counts, by which `guess_vocab` chooses; default: the tokenizer's order."""
     max_requests: int | None = None
@@ -161,9 +163,13 @@ class RuntimeConfig:
     host."""
     threads_per_worker: int = 1
     """CPU threads for each worker's matrix products."""
-    compile: bool = False
-    """Run one-token passes in compiled code; the first time takes a while. Then the code is kept on disk. The tokens
-    are those of `OrdinaryDecoding` with `compile=True`."""
+    compile: bool | None = None
+    """Run passes over few tokens in compiled code. Default: on Linux CPUs where there is a C++ compiler. A first start
+    with a model takes some ten seconds more, then its code is kept on disk. Tokens are those of `OrdinaryDecoding` with
+    the same setting."""
+    speculation: str = AUTO
+    """When to guess: auto, always or never. Auto compares the time of a token without guesses, with guesses from the
+    text's repetitions and with exit heads', and keeps what it finds. Always is for measuring match rates."""
     run_ahead: bool = True
     """Let a lone sub-process (k=1, exit at half depth) start the next token before it hears what became of the last.
     That saves a hit its hops; after a miss the work that ran ahead is dropped."""
@@ -200,10 +206,13 @@ class RuntimeConfig:
             check_choice("weights", self.weights, ALL_FORMATS)
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("launcher", self.launcher, LAUNCHERS)
+        check_choice("speculation", self.speculation, SPECULATION)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
         self._check_placement()
-        for name in ("compile", "run_ahead", "trace", "repetitions", "generation_config"):
+        if self.compile is not None:
+            check_bool("compile", self.compile)
+        for name in ("run_ahead", "trace", "repetitions", "generation_config"):
             check_bool(name, getattr(self, name))
         if self.workers is not None:
             check_int("workers", self.workers, 1)
@@ -214,6 +223,10 @@ class RuntimeConfig:
         for name, least, most in _NUMBERS:
             if (number := getattr(self, name)) is not None:
                 check_int(name, number, least, most)
+        if self.guess_vocab is not None:
+            check_int("guess_vocab", self.guess_vocab, 1)
+        elif self.guess_counts is not None:
+            raise ValueError(f"guess_counts={self.guess_counts!r:.200}: is for guess_vocab, give that too")
         if isinstance(self.cuts, str):
             object.__setattr__(self, "cuts", _parsed_cuts(self.cuts))
         if self.cuts is not None:
@@ -231,10 +244,6 @@ class RuntimeConfig:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
-        if self.guess_vocab is not None:
-            check_int("guess_vocab", self.guess_vocab, 1)
-        elif self.guess_counts is not None:
-            raise ValueError(f"guess_counts={self.guess_counts!r:.200}: is for guess_vocab, give that too")
 
     def _check_cuts(self) -> None:
         if not isinstance(self.cuts, tuple) or not self.cuts:
@@ -337,13 +346,6 @@ class RuntimeConfig:
         check_int("exit_layer", exit_layer)
         check_exit_layer(exit_layer, num_layers)
         return exit_layer
-
-
-def check_depth(num_layers: int, user: str, model: str | None = None) -> None:
-    """Raise ValueError for a model without a layer before its last, which `user` needs."""
-    if num_layers < 2:
-        name = "the model" if model is None else f"model {model!r}"
-        raise ValueError(f"{name} has {num_layers} layer: {user} needs at least 2, give a deeper one")
 
 
 def _parsed_cuts(text: str) -> tuple[int, ...]:

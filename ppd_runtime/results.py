@@ -113,9 +113,17 @@ class PathStats:
     """Where the latency went."""
     first_token_ledger: LatencyBreakdown = _NOTHING
     """Of that, where the time to the first token went."""
+    asked: int = 0
+    """New tokens that the main process of the paper's layout asked for candidates of."""
+    foreseen: int = 0
+    """Of those, the tokens that were among the candidates, be it too late for their early start."""
+    way_seconds: tuple[float, ...] = ()
+    """Seconds a token of one request alone in this run, by how it was guessed: not at all, from the text's repetitions,
+    by exit heads too; 0 where that was not tried. Empty where guessing is fixed."""
 
     def __post_init__(self) -> None:
-        if min(self.main_layer_passes, self.main_recomputed_layer_passes, self.cached_tokens) < 0:
+        passes = self.main_layer_passes, self.main_recomputed_layer_passes
+        if min(*passes, self.cached_tokens, self.asked, self.foreseen) < 0:
             raise ValueError("layer passes or tokens below 0")
 
     def and_then(self, later: "PathStats") -> "PathStats":
@@ -129,6 +137,9 @@ class PathStats:
             self.cached_tokens,
             self.ledger.plus(later.ledger),
             self.first_token_ledger,
+            self.asked + later.asked,
+            self.foreseen + later.foreseen,
+            later.way_seconds,
         )
 
 
@@ -151,8 +162,8 @@ class Stats(PathStats):
     sub_coherence_layer_passes: tuple[int, ...]
     """Each sub-process' layer passes to keep its cache coherent; Theorem 4.1 leaves them out."""
     predicted_ratio: float
-    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this run's match rate; of stages, E[J]/N for
-    its first boundaries; of a self-speculative method, what SWIFT's equation 6 gives for its drafts."""
+    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this request's match rate; of stages, E[J]/N
+    for its first boundaries; of a self-speculative method, what SWIFT's equation 6 gives for its drafts."""
     first_boundary: tuple[int, ...] = ()
     """Tokens that boundary 1, 2, … of the staged layout was the first to name, and last those that none named; empty in
     other layouts. What the text's repetitions named counts with boundary 1; a first stage that was lost has lost its
@@ -166,9 +177,23 @@ class Stats(PathStats):
 
     @cached_property
     def match_rate(self) -> float | None:
-        """Hits among the tokens that had candidates; None where none had."""
+        """How often one of the candidates was right, in time or not; None where there were none."""
+        if self.asked:
+            return self.foreseen / self.asked
         compared = self.hits + self.misses
         return self.hits / compared if compared else None
+
+    @cached_property
+    def hit_rate(self) -> float | None:
+        """Hits among the tokens that could be hits; in the paper's layout a right candidate that is late is none."""
+        compared = self.hits + self.misses
+        return self.hits / compared if compared else None
+
+    @cached_property
+    def measured_ratio(self) -> float | None:
+        """Time a token as a share of what this run's tokens took without guesses; None where none went without."""
+        alone = self.way_seconds[0] if self.way_seconds else 0.0
+        return self.time_per_token_s / alone if alone and self.new_tokens > 1 else None
 
     @cached_property
     def acceptance_rate(self) -> float | None:
@@ -219,6 +244,8 @@ class Stats(PathStats):
         """All counts and times, and the rates that follow from them, in JSON's values."""
         rates = {
             "match_rate": self.match_rate,
+            "hit_rate": self.hit_rate,
+            "measured_ratio": self.measured_ratio,
             "tokens_per_second": self.tokens_per_second,
             "time_per_token_s": self.time_per_token_s,
             "ledger_per_token": asdict(self.ledger_per_token),

@@ -21,6 +21,7 @@ from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.cache_room import cache_room, requests_for
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare
+from ppd_runtime.launch.guessing_times import GuessingTimes
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_specs
@@ -94,6 +95,7 @@ class PPDRuntime(TextGenerator):
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
         self._progress = progress or logger.info
         self._workers: Workers | None = None
+        self._times: GuessingTimes | None = None
         self._closing: ShutdownGuard | None = None
         self._starting, self._closed = threading.RLock(), False
         self._exchange: MessageExchange | None = None
@@ -140,6 +142,11 @@ class PPDRuntime(TextGenerator):
                 if self.device == "cpu" and (crowding := self._share.crowding()):
                     logger.warning(crowding)
                 self._specs = prepare(self._specs, self.config, self.launcher, self._progress)
+                if self.config.one_host or self.launcher != "ray":
+                    self.config = replace(self.config, compile=any(spec.code for spec in self._specs))
+                self._times = GuessingTimes(self._specs)
+                known = self._times.known()
+                self._specs = [replace(spec, way_seconds=known) for spec in self._specs]
                 self._workers = start_workers(self._specs, self.config, self.launcher, self._progress)
                 self._share.begin()
                 self._exchange = MessageExchange(self._workers)
@@ -177,7 +184,7 @@ class PPDRuntime(TextGenerator):
     def layout(self) -> StagedLayout | None:
         """The staged layout's cuts, rows and k, which are chosen when the workers start; None in the paper's layout."""
         spec = self._specs[MAIN]
-        guess_vocab = self.config.guess_vocab
+        guess_vocab = len(self._specs[-1].guess_tokens) or None
         return StagedLayout(spec.cuts, spec.rows, spec.k, spec.row_cost, guess_vocab) if spec.cuts else None
 
     @property
@@ -217,6 +224,8 @@ class PPDRuntime(TextGenerator):
         with self._starting:
             if self._closing is not None:
                 self._closing.close()
+            if self._times is not None:
+                self._times.write()
             self._share.release()
 
     def __enter__(self) -> "PPDRuntime":
@@ -256,6 +265,8 @@ class PPDRuntime(TextGenerator):
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
             totals = _totals(call, self._trace(call.reports, workers))
+            if self._times is not None:
+                self._times.learn(totals.path.way_seconds)
             news = call.reports.news(name_of)
             yield replace(totals, layout=self.layout, outside_guess_vocab=outside, news=news)
         except RequestError:  # and nothing else: the workers are well

@@ -30,6 +30,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+os.environ.setdefault("PPD_COMPILE", "0")  # passes are compiled in the tests that ask for it
 CACHE = Path(__file__).parents[1] / ".test_cache"
 """Compiled code of all tests' models, named by all that goes into it: runs share it, and the processes of a run."""
 _KEPT_S = 14 * 86400

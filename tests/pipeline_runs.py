@@ -21,7 +21,7 @@ from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
@@ -127,14 +127,14 @@ class Bench:
         lost: Sequence[int] = (),
         workers: int | None = None,
         run_ahead: bool = False,
-        backoff: SpeculationBackoff | None = None,
+        policy: SpeculationPolicy | None = None,
     ) -> Decoded:
         """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
         network, ranks = MachineNetwork(seed, impatience), range(1, (workers or k) + 1)
         begin, sampler = begin_message(prompt, params), Sampler(params, len(prompt))
         for rank in lost:
             network.add(rank, iter_forever())
-        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, not run_ahead, backoff)
+        main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, not run_ahead, policy)
         subs: list[SubProcess | RunAheadSubProcess] = []
         for rank in (rank for rank in ranks if rank not in lost):
             stage = self.stage(self.info.num_layers - exit_layer)
@@ -169,6 +169,7 @@ class Bench:
         seed: int | None = None,
         impatience: float = 0.0,
         head: BoundaryHead | None = None,
+        policy: SpeculationPolicy | None = None,
     ) -> Decoded:
         """The staged layout over a network with the order of `seed` (None: fair)."""
         network, begin = MachineNetwork(seed, impatience), begin_message(prompt, params)
@@ -179,7 +180,7 @@ class Bench:
         heads = [head or SharedHead(stage, sampler) for stage in stages]
         first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin)
         others = [MiddleStage(rows_of[i], heads[i], i + 1, size, k, network.send, begin) for i in range(1, size - 1)]
-        last = LastStage(rows_of[-1], self.info.num_layers, range(1, size), network.send, begin)
+        last = LastStage(rows_of[-1], self.info.num_layers, range(1, size), network.send, begin, policy)
         for machine in (first, *others):
             network.add(machine.rank, machine.serve())
         network.add(0, last.decode(sampler, self._stop(params)))

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-PROMPT, LOCAL = [5, 9, 200, 31], {"transport": "local"}
-"""A prompt, and what has workers be threads."""
+PROMPT, LOCAL = [5, 9, 200, 31], {"transport": "local", "speculation": "always"}
+"""A prompt, and what has workers be threads that guess at all times."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "running ahead": {"k": 1, "run_ahead": True, **LOCAL},
     "k=2": {"k": 2, "run_ahead": False, **LOCAL},

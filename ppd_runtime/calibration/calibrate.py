@@ -126,7 +126,7 @@ class Calibrator:
             cpu_share=load.share if self._on_cpu else None,
             memory=measured_memory(self._ordinary),
             weights=self._ordinary.info.weights_name,
-            compiled=self._ordinary.config.compile,
+            compiled=bool(self._ordinary.config.compile),
         )
 
     def _load_meter(self) -> LoadMeter:
@@ -151,7 +151,7 @@ class Calibrator:
             weights=self._ordinary.info.weights,
             dtype=self._ordinary.dtype,
             device=str(self._ordinary.stage.device),
-            compile=self._ordinary.config.compile,
+            compile=bool(self._ordinary.config.compile),
             threads=self._threads,
             cores=cores,
             folder=folder,

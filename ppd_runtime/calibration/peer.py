@@ -20,7 +20,8 @@ import torch
 
 from ppd_runtime.launch.child_python import child_command, child_environment
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.compiling import compile_ahead
+from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.pipeline.messages import MAIN, ExitState, HeadStart, Shutdown
 from ppd_runtime.transport.network import Network

@@ -34,7 +34,7 @@ class Measurement:
         device: str = "auto",
         threads: int = 1,
         weights: str | None = None,
-        compile: bool = False,
+        compile: bool | None = None,
         generation_config: bool = True,
     ) -> None:
         texts = [prompt.text for prompt in read_prompts(prompts, limit)] if isinstance(prompts, str) else prompts

@@ -97,7 +97,7 @@ class Subject:
     device: str
     threads: int
     weights: str | None = None
-    compile: bool = False
+    compile: bool | None = None
     generation_config: bool = True
 
     def __post_init__(self) -> None:

@@ -29,7 +29,6 @@ from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
@@ -169,18 +168,15 @@ class Summary:
     stall_time_per_token: float
 
 
-def simulate(
-    setting: Setting, winners: Sequence[int], seed: int = 0, backoff: SpeculationBackoff | None = None
-) -> Simulated:
+def simulate(setting: Setting, winners: Sequence[int], seed: int = 0) -> Simulated:
     """Simulate one generation.
 
     `winners` holds, for each token that another one follows (ℓ − 1 of them), the rank of the candidate that is right
-    for the next one, or 0 where none is. The seed draws the jitter; `backoff` says when useless sub-processes are left
-    alone, by default as in the runtime.
+    for the next one, or 0 where none is. The seed draws the jitter. Candidates are asked for always.
     """
     _check_winners(setting, winners)
     network = VirtualNetwork(setting.times.hop, setting.slow_links)
-    main = _add_main(network, setting, seed, backoff)
+    main = _add_main(network, setting, seed)
     subs = [_add_sub(network, setting, rank, winners, seed) for rank in _ranks(setting)]
     network.run()
     return _result(network, main, subs)
@@ -250,12 +246,12 @@ def _check_winners(setting: Setting, winners: Sequence[int]) -> None:
             raise ValueError(f"winner={winner}: with k={setting.k} choose 1 to {setting.k}, or 0 for a miss")
 
 
-def _add_main(network: VirtualNetwork, setting: Setting, seed: int, backoff: SpeculationBackoff | None) -> MainProcess:
+def _add_main(network: VirtualNetwork, setting: Setting, seed: int) -> MainProcess:
     params = SamplingParams(max_new_tokens=setting.num_new_tokens)
     clock = _clock(setting, MAIN, seed)
     stage = VirtualStage(clock, setting.num_layers, setting.times.head)
     send, asked = partial(network.send, MAIN), not setting.runs_ahead
-    main = MainProcess(stage, setting.exit_layer, _ranks(setting), send, _begin(setting), asked, backoff)
+    main = MainProcess(stage, setting.exit_layer, _ranks(setting), send, _begin(setting), asked)
     machine = main.decode(VirtualSampler(params), StopRule(params, frozenset(), None))
     network.processes[MAIN] = VirtualProcess(clock, machine)
     return main

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ppd_runtime.calibration.simulated_cluster import Clock, VirtualNetwork, VirtualProcess
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
-from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.compiling import compile_ahead
+from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import BoundaryHead, SharedHead

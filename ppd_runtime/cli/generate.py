@@ -137,7 +137,9 @@ def _show(
 def _figures(result: "GenerationResult") -> str:
     """A line on how it went."""
     stats = result.stats
-    rate = "" if stats.match_rate is None else f", hit rate {stats.match_rate:.2f}"
+    rate = "" if stats.match_rate is None else f", match rate {stats.match_rate:.2f}"
+    if stats.measured_ratio is not None:
+        rate += f", {stats.measured_ratio:.2f} of the time without guesses"
     early = f", {result.finish_reason}" if result.finish_reason in ("timeout", "cancelled") else ""
     return f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{rate}{early}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name
 from ppd_runtime.files.checksummed import find, keep
+from ppd_runtime.files.whole import whole_file
 
 
 def kept_finding(
@@ -26,6 +27,30 @@ def kept_finding(
         return tuple(float(finding[name]) for name in names)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged, remove it to have it made again: {error}") from error
+
+
+def note(kind: str, about: Mapping[str, Any], numbers: Sequence[float]) -> None:
+    """Have `noted` give these numbers for `about` (JSON values) from now on.
+
+    Raises:
+        OSError: where they cannot be kept.
+        ValueError: where they cannot.
+    """
+    with whole_file(_note_path(kind, about)) as path:
+        path.write_text(json.dumps({**about, "numbers": list(numbers)}, indent=2) + "\n")
+
+
+def noted(kind: str, about: Mapping[str, Any]) -> tuple[float, ...]:
+    """The numbers that were noted last for `about`; empty where there are none, or none that can be read."""
+    try:
+        numbers = json.loads(_note_path(kind, about).read_text())["numbers"]
+        return tuple(float(number) for number in numbers)
+    except (OSError, ValueError, TypeError, KeyError):
+        return ()
+
+
+def _note_path(kind: str, about: Mapping[str, Any]) -> Path:
+    return cache_folder() / f"{kind}-{ingredients_name(about)}.json"
 
 
 def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:

@@ -20,6 +20,7 @@ from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead, ShortlistSampler
@@ -45,8 +46,9 @@ def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progre
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
     costs = _emulated_costs(main.emulate) if main.emulate else None
     if main.emulate is None and not (cuts and config.rows == 1):
-        costs = _kept_costs(specs[_GUESSES], progress)
-    most_k = config.guess_vocab or main.info.vocab_size
+        head = {kind: files for kind, files in main.code.items() if kind == PassKind.HEAD}
+        costs = _kept_costs(replace(specs[_GUESSES], code={**specs[_GUESSES].code, **head}), progress)
+    most_k = len(specs[_GUESSES].guess_tokens) or main.info.vocab_size
     layout = choose_layout(main.info.num_layers, stages, costs, cuts, config.rows, config.k, most_k)
     logger.info("stages cut after layers %s, rows=%d, k=%d", layout.cuts, layout.rows, layout.k)
     cuts, rows, k, row_cost = layout.cuts, layout.rows, layout.k, layout.row_cost
@@ -101,11 +103,14 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
     torch.set_num_threads(spec.threads)
     try:
         with current_device(spec.device):
-            stage = load_stage(spec.info, layers, spec.dtype, spec.device, spec.code)
+            short = head_kind(len(spec.guess_tokens))
+            whole = {kind: files for kind, files in spec.code.items() if kind in (PassKind.HEAD, *spec.pass_kinds)}
+            stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole)
             rows, sampler = RowStage(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
             head = SharedHead(stage, sampler)
             if tokens := spec.guess_tokens:
-                guesses = load_stage(spec.info, 1, spec.dtype, spec.device, head_tokens=tokens)
+                code = {kind: files for kind, files in spec.code.items() if kind == short}
+                guesses = load_stage(spec.info, 1, spec.dtype, spec.device, code, head_tokens=tokens)
                 head = SharedHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
             rows.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
             hidden = rows.run_prompt(_PROMPT, 0)[:, -1:]

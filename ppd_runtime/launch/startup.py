@@ -15,9 +15,9 @@ from ppd_runtime.launch.processes import ProcessWorkers
 from ppd_runtime.launch.stage_costs import with_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.launch.threads import LocalWorkers
-from ppd_runtime.launch.worker_specs import all_pass_kinds
-from ppd_runtime.models.opening import compile_ahead, share_weights
-from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.launch.worker_specs import all_code_kinds
+from ppd_runtime.models.compiling import code_for, wants_code
+from ppd_runtime.models.opening import share_weights
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.transport.sockets import choose_transport
 from ppd_runtime.workers.spec import WorkerSpec
@@ -77,21 +77,19 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     cuts_matter = bool(config.stages) and len({spec.device for spec in specs}) > 1
     if gpus_are_known and not cuts_matter:
         check_gpus(specs, config)
-    if config.compile and _sees_device(specs[MAIN]):
-        progress("compiling, unless an earlier run has")
-        main = specs[MAIN]
+    main = specs[MAIN]
+    if wants_code(config.compile, main.device) and _sees_device(main):
         try:
-            code = compile_ahead(main.info, main.dtype, main.device, all_pass_kinds(specs))
+            code = code_for(config.compile, main.info, main.dtype, main.device, all_code_kinds(specs), progress)
         except ValueError as error:
             if config.one_host or launcher != "ray":
                 raise
             logger.info("not here, but a worker compiles: %s", error)
         else:
-            shared = {PassKind.HEAD} & set(code)
-            specs = [replace(spec, code={kind: code[kind] for kind in spec.pass_kinds | shared}) for spec in specs]
+            specs = [replace(spec, code={kind: code[kind] for kind in spec.code_kinds & set(code)}) for spec in specs]
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
-        share_weights(specs[MAIN].info, specs[MAIN].dtype, specs[MAIN].device, config.compile)
+        share_weights(main.info, main.dtype, main.device, any(spec.code for spec in specs))
     specs = with_layout(specs, config, progress) if config.stages else specs
     if gpus_are_known and cuts_matter:
         check_gpus(specs, config)

@@ -9,8 +9,10 @@ from ppd_runtime.config import SHARED, RuntimeConfig
 from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts
 from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS
 from ppd_runtime.launch.gpus import assign_gpus
+from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.compiling import wants_code
 from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -19,6 +21,9 @@ from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
 
+USUAL_SHORTLIST = 8192
+"""Tokens that are guessed among where the head is large and nothing is given."""
+_MANY_TOKENS = 2 * USUAL_SHORTLIST
 Heads = dict[int, HeadInfo] | OracleHead
 """Trained heads by their layers; none: the shared one."""
 
@@ -75,6 +80,30 @@ def _cuts(config: RuntimeConfig, num_layers: int) -> tuple[int, ...]:
     return config.cuts
 
 
+def _guess_tokens(config: RuntimeConfig, info: ModelInfo) -> tuple[int, ...]:
+    """The tokens that are guessed among; none stands for the whole vocabulary.
+
+    Where nothing is given that is a shortlist for a model whose head has more weights than one of its layers.
+    """
+    size = config.guess_vocab
+    if size is None and isinstance(config.exit_head, str):
+        size = USUAL_SHORTLIST if info.vocab_size > _MANY_TOKENS and _head_is_large(info) else None
+    if size is None or size == info.vocab_size:
+        return ()
+    return shortlist(size, info.vocab_size, config.guess_counts)
+
+
+def _head_is_large(info: ModelInfo) -> bool:
+    """Whether a token's pass reads more of the head than of a layer."""
+    skeleton = skeleton_of(model_config(info.folder), 1)
+    experts = getattr(skeleton.config, "num_experts_per_tok", None)
+    read = 0.0
+    for weight in skeleton.model.layers[0].parameters():
+        share = min(experts / weight.shape[0], 1.0) if experts and weight.dim() == 3 else 1.0
+        read += share * weight.numel()
+    return skeleton.lm_head.weight.numel() > read
+
+
 def worker_specs(
     config: RuntimeConfig,
     launcher: str,
@@ -92,16 +121,15 @@ def worker_specs(
         )
     elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
-    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=config.compile)
+    compiled = wants_code(config.compile, device)
+    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
     processes = 1 + config.num_subs
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     joins = config.stages is not None and is_float32_on_cpu(device, dtype)
     rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
-    guess_tokens: tuple[int, ...] = ()
-    if config.guess_vocab is not None:
-        guess_tokens = shortlist(config.guess_vocab, info.vocab_size, config.guess_counts)
+    guess_tokens = _guess_tokens(config, info)
     return [
         WorkerSpec(
             rank=rank,
@@ -118,6 +146,7 @@ def worker_specs(
             cuts=cuts,
             rows=rows,
             guess_tokens=() if rank == MAIN else guess_tokens,
+            speculation=config.speculation,
             repetitions=config.repetitions,
             prefix_cache_tokens=config.prefix_tokens,
         )
@@ -125,6 +154,6 @@ def worker_specs(
     ]
 
 
-def all_pass_kinds(specs: Iterable[WorkerSpec]) -> list[int]:
-    """The kinds of passes that any of the processes needs compiled, each once."""
-    return sorted(set().union(*(spec.pass_kinds for spec in specs)))
+def all_code_kinds(specs: Iterable[WorkerSpec]) -> list[int]:
+    """The kinds of passes and heads that any of the processes needs compiled, each once."""
+    return sorted(set().union(*(spec.code_kinds for spec in specs)))

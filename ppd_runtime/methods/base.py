@@ -380,7 +380,8 @@ class _Request:
         if totals.first_boundary:
             *named, never = totals.first_boundary
             hits = [True] * sum(named) + [False] * never
-        rate = sum(hits) / len(hits) if hits else None
+        path = totals.path
+        rate = path.foreseen / path.asked if path.asked else sum(hits) / len(hits) if hits else None
         return Stats(
             prompt_tokens=len(self._prompt_ids),
             new_tokens=len(verdicts),

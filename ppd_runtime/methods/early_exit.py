@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ppd_runtime.checks import check_int
-from ppd_runtime.config import check_depth
+from ppd_runtime.checks import check_depth, check_int
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.speculation import Propose

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,8 @@ from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.generation import generation_defaults
-from ppd_runtime.models.opening import compile_ahead, load_stage, share_weights
+from ppd_runtime.models.compiling import code_for, wants_code
+from ppd_runtime.models.opening import load_stage, share_weights
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats
@@ -42,12 +44,14 @@ class OneProcessDecoding(TextGenerator):
         self.config, self._emulate = config, emulate
 
     def load_whole(self, pass_kinds: Sequence[int]) -> Stage:
-        """The whole model; with `compile`, with code for these kinds of passes."""
+        """The whole model; where passes are compiled, with code for these kinds of them, and `config` says whether."""
         info, config = self.info, self.config
         place = choose_device(config.device, info.weights)
-        number = choose_dtype(config.dtype, place, info, config.threads_per_worker, compiled=config.compile)
-        code = compile_ahead(info, number, place, pass_kinds) if config.compile else None
-        share_weights(info, number, place, config.compile)
+        wanted = wants_code(config.compile, place)
+        number = choose_dtype(config.dtype, place, info, config.threads_per_worker, compiled=wanted)
+        code = code_for(config.compile, info, number, place, pass_kinds)
+        self.config = replace(config, compile=bool(code))
+        share_weights(info, number, place, bool(code))
         return load_stage(info, info.num_layers, number, place, code, self._emulate)
 
     def __repr__(self) -> str:

@@ -1,11 +1,10 @@
 """A stage out of a model's files, weights and compiled code; and what is made of them before workers start."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.loading import (
     bfloat16_copies,
@@ -16,7 +15,6 @@ from ppd_runtime.models.checkpoint.loading import (
 )
 from ppd_runtime.models.checkpoint.quantised import check_packed
 from ppd_runtime.models.native.library import is_float32_on_cpu
-from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.stage import Stage
 
@@ -62,39 +60,3 @@ def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bo
 def _has_copies(info: ModelInfo, dtype: torch.dtype, device: str) -> bool:
     """Whether compiled code maps a bfloat16 copy of weights, too."""
     return is_float32_on_cpu(device, dtype) and not info.weights
-
-
-def compile_ahead(
-    info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (PassKind.ONE,)
-) -> dict[int, tuple[Path, ...]]:
-    """Each layer's file of compiled code for each kind of passes, and the head's alone where that is compiled; makes
-    those that no earlier run has made.
-
-    Args:
-        passes: numbers that are, or stand for, a `PassKind`.
-
-    Raises:
-        ValueError: where the model cannot be compiled, or not on this machine.
-    """
-    # only compiled code needs all that it imports
-    from ppd_runtime.models.compiled.export import compile_head, compile_layers
-
-    config, place = model_config(info.folder), torch.device(device)
-    code = {kind: tuple(compile_layers(config, dtype, place, kind)) for kind in passes}
-    head = compile_head(config, dtype, place)
-    return code | {PassKind.HEAD: (head,)} if head else code
-
-
-def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int]) -> bytes:
-    """What `compile_ahead` gives, for other hosts' processes, which take it with `compiled_elsewhere`."""
-    from ppd_runtime.models.compiled.code_bundle import pack_code
-
-    return pack_code(compile_ahead(info, dtype, device, passes), torch.device(device))
-
-
-def compiled_elsewhere(bundle: bytes, device: str, passes: Iterable[int]) -> dict[int, tuple[Path, ...]]:
-    """Of the code in a bundle, that for these kinds of passes; raises as `unpack_code` does."""
-    from ppd_runtime.models.compiled.code_bundle import unpack_code
-
-    code = unpack_code(bundle, torch.device(device))
-    return {kind: code[kind] for kind in passes if kind in code}

@@ -15,4 +15,14 @@ class PassKind(IntEnum):
     WITHOUT_MLP = -3
     """One token through a layer with its MLP left out."""
     HEAD = -4
-    """The final norm and the head, over any few tokens."""
+    """The final norm and the head, over any few tokens; `head_kind` has the numbers of shorter heads."""
+
+
+def head_kind(rows: int = 0) -> int:
+    """What stands for a head of so many rows; 0 for the whole vocabulary's."""
+    return PassKind.HEAD - rows
+
+
+def head_rows(kind: int) -> int | None:
+    """Rows of the head that a kind stands for, as `head_kind` has them; None where it stands for none."""
+    return PassKind.HEAD - kind if kind <= PassKind.HEAD else None

@@ -73,6 +73,8 @@ class Begin(Message):
     """Whether the client wants every process' `Spans` of passes and choices while the request runs, too."""
     foreseen: bool = False
     """Whether it wants `Foreseen`: a message a token, which costs the client some 30 µs each."""
+    guessing: Count = 2
+    """To a stage, what to guess behind the newest token, a `Guessing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class Token(Message):
     logprobs: Logprobs = ()
     """To the client, where it asks for them: as `logprobs.packed` has them, the prompt's with the first new token."""
     top_ids: Candidates = ()
+    guessing: Count = 2
+    """To a stage, what to guess behind this token, a `Guessing`."""
 
     def noted(self, prompt_ids: list[int]) -> tuple[TokenLogprobs, ...]:
         """The log-probabilities that it holds, the token's last; raises ValueError for another prompt's."""

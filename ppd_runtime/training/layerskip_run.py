@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
-from ppd_runtime.config import check_depth
+from ppd_runtime.checks import check_depth
 from ppd_runtime.files.whole import whole_file
 from ppd_runtime.measure.exit_scores import ExitScore, exit_scores
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer

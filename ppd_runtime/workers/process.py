@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.opening import compiled_elsewhere
+from ppd_runtime.models.compiling import compiled_elsewhere
 from ppd_runtime.models.stage.emulation import EmulatedDevice, come_first
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import torch
 
-from ppd_runtime.config import SHARED
+from ppd_runtime.config import ALWAYS, AUTO, NEVER, SHARED
 from ppd_runtime.cost_model.theory import can_run_ahead
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.pipeline.speculation_policy import Always, Guessing, QuickestGuessing, SpeculationPolicy
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class WorkerSpec:
     """Those that its boundary's head guesses among, ascending; empty: the whole vocabulary."""
     row_cost: float = 0.0
     """What a further one of them adds to a pass, as a share of the first one's time."""
+    speculation: str = AUTO
+    """As `RuntimeConfig` has it."""
+    way_seconds: tuple[float, ...] = ()
+    """As `SpeculationPolicy` has it, from earlier runs."""
     repetitions: bool = True
     """Whether the staged layout has candidates from the text's own repetitions."""
 
@@ -59,6 +64,13 @@ class WorkerSpec:
     def runs_ahead(self) -> bool:
         """Whether the only sub-process reads exit states off its own stage."""
         return self.run_ahead and not self.cuts and can_run_ahead(self.info.num_layers, self.exit_layer, self.k)
+
+    def new_policy(self) -> SpeculationPolicy:
+        """How much the process that decides tokens has guessed."""
+        if self.speculation in (ALWAYS, NEVER):
+            return Always(Guessing.EXITS if self.speculation == ALWAYS else Guessing.NOTHING)
+        between = [Guessing.REPETITIONS] if self.cuts and self.repetitions else []
+        return QuickestGuessing([Guessing.NOTHING, *between, Guessing.EXITS], self.way_seconds)
 
     @property
     def num_stages(self) -> int:
@@ -79,8 +91,8 @@ class WorkerSpec:
 
     @property
     def code_kinds(self) -> frozenset[int]:
-        """What it runs compiled code for: those and the head, which is for the whole vocabulary."""
-        return self.pass_kinds if self.guess_tokens else self.pass_kinds | {PassKind.HEAD}
+        """What it runs compiled code for: those and its head."""
+        return self.pass_kinds | {head_kind(len(self.guess_tokens))}
 
     @property
     def first_layer(self) -> int:

@@ -37,7 +37,6 @@ from ppd_runtime.pipeline.messages import (
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.follower import FollowerStage
@@ -90,6 +89,7 @@ class Worker:
             self._trained_head = (
                 load_head(head, self.stage.model, spec.guess_tokens) if isinstance(head, HeadInfo) else None
             )
+            self._final_head = self.stage.head_over(self._trained_head.final) if self._trained_head else None
             kept, room = spec.prefix_cache_tokens, spec.cache_tokens
             self._row_stage = RowStage(self.stage, MOST_HELD, kept, room) if spec.cuts else None
         head_start = spec.info.num_layers - spec.exit_layer
@@ -97,7 +97,7 @@ class Worker:
         self._refusals = Refusals(spec, validator)
         self._subs = range(1, spec.num_subs + 1)
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
-        self._backoff = SpeculationBackoff()
+        self._policy = spec.new_policy()
         self._calibration = ChanceCalibration() if spec.cuts else None
         self._joint = JointPasses(self.stage, self._row_stage)
         joins = self._row_stage is not None and (self._row_stage.joins_requests or spec.emulate is not None)
@@ -253,6 +253,7 @@ class Worker:
         self._early = deque((message for message in others if message.request in self._requests), _MOST_EARLY)
         self._past.pop(begin.request, None)
         seat = self._seats[begin.request] = Seat(self._endpoint, self.spec.rank, begin, not self.spec.cuts)
+        self._policy.together(len(self._seats))
         seat.last_turn = self._turns
         sampler = TimedSampler(begin.params, seat.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
         seat.running = self._decode(seat, sampler) if self.spec.rank == MAIN else self._help(seat, sampler)
@@ -312,6 +313,7 @@ class Worker:
         assert seat.running is not None
         seat.running.close()
         del self._seats[seat.begin.request]
+        self._policy.together(len(self._seats))
         self._active = None
         if isinstance(seat.machine, FirstStage | MiddleStage | LastStage):
             seat.begin = seat.machine.begin
@@ -346,10 +348,11 @@ class Worker:
         stop = StopRule(sampler.params, spec.info.eos_token_ids, self._tokenizer, begin.prompt_ids)
         main: MainProcess | LastStage
         if self._row_stage:
-            main = LastStage(self._row_stage.another(), spec.info.num_layers, self._subs, seat.send, begin)
+            stage, layers = self._row_stage.another(), spec.info.num_layers
+            main = LastStage(stage, layers, self._subs, seat.send, begin, self._policy)
         else:
             asked = not spec.runs_ahead
-            main = MainProcess(self.stage, spec.exit_layer, self._subs, seat.send, begin, asked, self._backoff)
+            main = MainProcess(self.stage, spec.exit_layer, self._subs, seat.send, begin, asked, self._policy)
         seat.machine = main
         return main.decode(sampler, stop)
 
@@ -375,12 +378,10 @@ class Worker:
                 spec.repetitions,
                 only_chains=spec.emulate is None and stage.most_together == 1,
                 row_cost=spec.row_cost,
-                backoff=replace(self._backoff),  # requests at once may be texts of different kinds
             )
         else:
             stage = self._row_stage.another()
-            backoff = replace(self._backoff)
-            helper = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, seat.send, begin, backoff)
+            helper = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, seat.send, begin)
         seat.machine = helper
         return helper.serve()
 
@@ -390,7 +391,7 @@ class Worker:
             return spec.exit_head
         ranking = ShortlistSampler(sampler, spec.guess_tokens, spec.info.vocab_size) if spec.guess_tokens else sampler
         if self._trained_head is not None:
-            return TrainedHead(self._trained_head, ranking, recorder)
+            return TrainedHead(self._trained_head, ranking, recorder, self._final_head, self.stage.ranking)
         return SharedHead(self.stage, ranking)
 
     @property

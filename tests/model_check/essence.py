@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from types import CodeType, FrameType, GeneratorType
 
+from guessing_turns import TakesTurns
 from torch import Tensor
 
 from model_check.processes import Caller, Process, SharedExchange
@@ -22,7 +23,7 @@ from ppd_runtime.pipeline.messages import Finished, Message
 from ppd_runtime.pipeline.paper.main_process import MainProcess, _Heard
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.speculation_policy import Always
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
@@ -44,7 +45,8 @@ _READ = (
     MainProcess,
     SubProcess,
     RunAheadSubProcess,
-    SpeculationBackoff,
+    Always,
+    TakesTurns,
     _Heard,
     StopRule,
     ToyStage,

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 from greenlet import getcurrent, greenlet
+from guessing_turns import TakesTurns
 
 from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from model_check.toy_rows import BoundaryPattern, ToyRows
@@ -24,7 +25,6 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Report, Token, Tokens
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 from ppd_runtime.pipeline.staged import arrivals, follower
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers import seat, worker
@@ -266,7 +266,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
     def serve(process: Process) -> None:
         process.worker = Worker(scenario.spec(rank))
         if scenario.rests:
-            process.worker._backoff = SpeculationBackoff(trial=2, later_trial=2, shortest=1, longest=2)
+            process.worker._policy = TakesTurns(guesses=2, rests=1)
         process.worker.serve(process)
 
     def load_stage(info: ModelInfo, last: int, *rest: object) -> ToyStage | ToyRows:

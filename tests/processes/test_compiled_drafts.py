@@ -29,8 +29,8 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes as compiled
 from ppd_runtime.models.compiled.export import MOST_SEVERAL
 from ppd_runtime.models.compiled.passes import CompiledLayers
+from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.drafts import DraftRule
-from ppd_runtime.models.opening import compile_ahead
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.emulation import EmulatedDevice

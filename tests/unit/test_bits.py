@@ -15,8 +15,9 @@ from ppd_runtime import PPDRuntime
 from ppd_runtime.launch.bit_handshake import BitHandshake
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes
+from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.products import in_tiles
-from ppd_runtime.models.opening import compile_ahead, load_stage
+from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.sample import output_hashes

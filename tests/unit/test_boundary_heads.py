@@ -189,8 +189,8 @@ def test_the_shortlist_by_counts_and_by_the_tokenizers_order(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"guess_vocab": 10}, "guess_vocab=10: is for the staged layout"),
-        ({"guess_counts": "f"}, "guess_counts=f: is for the staged layout"),
+        ({"guess_vocab": 301}, "guess_vocab=301: the vocabulary has 300 tokens"),
+        ({"guess_counts": "f"}, "guess_counts='f': is for guess_vocab, give that too"),
         ({"stages": 2, "guess_counts": "f"}, "guess_counts='f': is for guess_vocab, give that too"),
         ({"stages": 2, "guess_vocab": 0}, "guess_vocab=0: must be at least 1"),
         ({"stages": 2, "guess_vocab": True}, "guess_vocab=True: give a whole number"),

@@ -160,7 +160,7 @@ def test_a_stream_ends_with_a_line_of_figures(model_folder: Callable[..., Path],
     assert shown.stdout.startswith("fox")
     assert shown.stderr.startswith("4 tokens, ")
     assert "tokens/s" in shown.stderr
-    assert ("hit rate" in shown.stderr) == (method == "layerskip")
+    assert ("match rate" in shown.stderr) == (method == "layerskip")
     assert shown.stderr.count("\n") == 1
     assert quiet.stderr == ""
     assert invoke(*given, "--json").stderr == ""

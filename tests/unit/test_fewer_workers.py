@@ -144,7 +144,7 @@ def test_a_runtime_on_threads(model_folder: ModelFolder, k: int, workers: int, t
     expected = [ordinary.generate(prompt, **ask) for prompt in prompts]
     texts = tuple((*result.prompt_ids, *result.token_ids) for result in expected)
     head = OracleHead(texts, 0.8, ordinary.info.vocab_size)
-    layout = {"k": k, "workers": workers, "transport": "local", "exit_head": head}
+    layout = {"k": k, "workers": workers, "transport": "local", "exit_head": head, "speculation": "always"}
     with PPDRuntime(
         folder, dtype="float32", emulate=EmulatedDevice(2.0), **layout
     ) as runtime:  # slow: no start is late

@@ -108,7 +108,18 @@ def whole(high: int, low: int = 0) -> st.SearchStrategy[int]:
 
 seconds = st.floats(0, sys.float_info.max)
 breakdowns = st.builds(LatencyBreakdown, *[st.floats(allow_nan=False, allow_infinity=False)] * 5)
-path_stats = st.builds(PathStats, seconds, seconds, seconds, *[whole(2**63 - 1)] * 3, breakdowns, breakdowns)
+path_stats = st.builds(
+    PathStats,
+    seconds,
+    seconds,
+    seconds,
+    *[whole(2**63 - 1)] * 3,
+    breakdowns,
+    breakdowns,
+    whole(2**63 - 1),
+    whole(2**63 - 1),
+    st.lists(seconds, max_size=3).map(tuple),
+)
 some_tokens = st.lists(whole(2**31 - 1), max_size=20).map(tuple)
 sampling = st.builds(
     SamplingParams,
@@ -306,6 +317,7 @@ def begin_header(**changes: object) -> bytes:
         "under_way": EMPTY,
         "watched": False,
         "foreseen": False,
+        "guessing": 2,
     }
     fields |= {name: value for name, value in changes.items() if name not in params}
     return head(VERSION, 0, *fields.values())
@@ -344,7 +356,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
             *(7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), None, (), 6, 3, True),
             *({5: 2}, 1, 2, 3, [[4, 5]], {(6,): 1}, [7], [8], 9, 10, (11, 1.5), 1.25, 12, True),
         ),
-        PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, 5, BREAKDOWN, BREAKDOWN),
+        PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, 5, BREAKDOWN, BREAKDOWN, 8, 6, (0.25, 0.0)),
     }
     in_header = values | {
         list[int]: array("q", values[list[int]]).tobytes(),
@@ -356,7 +368,19 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
             *(7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, b"[8]", 6, 3, True, b"[[5, 2.0]]", 1, 2, 3),
             *(b"[[4, 5]]", b"[[[6], 1.0]]", b"[7]", b"[8]", 9, b"[10]", b"[11, 1.5]", 1.25, 12, True),
         ],
-        PathStats: [1.5, 0.5, 0.25, 12, 3, 5, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]],
+        PathStats: [
+            1.5,
+            0.5,
+            0.25,
+            12,
+            3,
+            5,
+            [1.0, 2.0, 3.0, 4.0, 5.0],
+            [1.0, 2.0, 3.0, 4.0, 5.0],
+            8,
+            6,
+            b"[0.25, 0.0]",
+        ],
     }
     types = [base_type(hint) for hint in field_types(kind)]
     frames = on_the_wire(kind(*(values[wanted] for wanted in types)))

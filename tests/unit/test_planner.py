@@ -21,7 +21,6 @@ from ppd_runtime.cost_model.planner import ahead_time, compute_per_token, ordina
 from ppd_runtime.cost_model.run_ahead_model import BATCH, chances, entry_messages
 from ppd_runtime.pipeline.messages import CLIENT, Entries, Message
 from ppd_runtime.pipeline.paper import run_ahead
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
 
 RATES = {(exit_layer, k): 0.6 + 0.05 * k for exit_layer in (6, 8, 11) for k in (1, 3, 5)}
 LAYERS_ONLY = Calibration(layer_ms=0.4)
@@ -81,8 +80,7 @@ def test_running_ahead_takes_what_the_machines_take(
     """Token by token over one pattern: waits after hits and misses, what comes too late, useless passes."""
     winners = [int(chance < p) for chance in chances()]
     setting = Setting(num_layers, num_layers // 2, 1, 1 + len(winners), theory.Times(1.0, head, exit_head, hop))
-    restless = SpeculationBackoff(trial=10**9)  # the planner knows no rests
-    run, realised = simulate(setting, winners, backoff=restless), sum(winners) / len(winners)
+    run, realised = simulate(setting, winners), sum(winners) / len(winners)
     predicted = plan(num_layers, num_layers // 2, 1, p, Calibration(1.0, head, exit_head, hop))
     assert predicted.runs_ahead
     saved = (p - realised) * num_layers / 2

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grids import pairs_first
+from guessing_turns import TakesTurns
 from machine_network import MachineNetwork
 from models_for_tests import FAMILIES
 from node_trees import chain_behind, node_tree
@@ -212,28 +213,31 @@ def test_colours_in_a_terminal_say_who_named_a_token(model_folder, capsys, monke
     )
 
 
-class WrongForLong:
-    """Names the right token from a position on; it notes which it is asked about."""
+class NotedHead:
+    """Names the right token at all times; it notes which it is asked about."""
 
-    def __init__(self, text, right_from):
-        self._text, self._right_from, self.asked = text, right_from, []
+    def __init__(self, text):
+        self._text, self.asked = text, set()
 
     def guesses(self, hidden, texts, k):
-        self.asked += [len(text) for text in texts if [*text] == self._text[: len(text)]]
-        return [[(self._text[len(text)] + (len(text) < self._right_from), 1.0)] for text in texts]
+        self.asked |= {len(text) for text in texts if [*text] == self._text[: len(text)]}
+        return [[(self._text[len(text)], 1.0)] for text in texts]
 
 
-def test_a_head_that_is_never_right_rests_and_is_tried_again(model_folder):
-    bench = Bench.of(model_folder("llama"))
-    params = SamplingParams(max_new_tokens=70, ignore_eos=True)
+@pytest.mark.parametrize("cuts", [(1,), (1, 2)])
+def test_heads_are_asked_while_the_policy_has_something_guessed(model_folder, cuts):
+    bench = Bench.of(model_folder("llama", num_layers=3))
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
     prompt = bench.prompt_ids(PROMPTS[1])
     expected = bench.ordinary(prompt, params)
     start = len(prompt)
-    head = WrongForLong([*prompt, *expected.tokens], right_from=start + 40)
-    staged = bench.staged(prompt, params, (1,), k=1, head=head)
+    head = NotedHead([*prompt, *expected.tokens])
+    staged = bench.staged(prompt, params, cuts, k=1, head=head, policy=TakesTurns(8, 24))
     assert staged.tokens == expected.tokens
-    assert set(head.asked) == {*range(start, start + 24), *range(start + 48, start + 70)}, "24 wrong ones, 24 to rest"
-    assert staged.first.first_boundary == [21, 48], "each token behind the first is counted"
+    assert all(torch.equal(a, b) for a, b in zip(staged.decisive, expected.decisive, strict=True))
+    rests = {*range(start + 12, start + 31), *range(start + 44, start + 63)}
+    assert not head.asked & rests, "what is in flight is at most three tokens further on"
+    assert {*range(start, start + 8), *range(start + 33, start + 40)} <= head.asked
 
 
 def test_the_end_of_a_text_is_no_copy_of_all_of_it():

@@ -42,7 +42,12 @@ def traced(request, folder, expected):
     """A pipeline's second result, with its trace."""
     head = OracleHead(((*PROMPT, *expected.token_ids),), 0.7, 300)
     exit_layer, k = request.param
-    options = {"exit_layer": exit_layer, "exit_head": head, "emulate": EmulatedDevice(layer_ms=3.0)}
+    options = {
+        "exit_layer": exit_layer,
+        "exit_head": head,
+        "emulate": EmulatedDevice(layer_ms=3.0),
+        "speculation": "always",
+    }
     with PPDRuntime(folder, k=k, transport="local", trace=True, **options) as runtime:
         first = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True)
         result = runtime.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True)

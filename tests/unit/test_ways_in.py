@@ -40,9 +40,9 @@ NEW_SETTINGS = (
     {"temperature": 0.8, "logits_processors": (SuppressTokensLogitsProcessor([5, 6, 7]),), "min_p": 0.1, "seed": 5},
 )
 WAYS = {
-    "pipelined, k=1": {"method": "ppd", "k": 1, "transport": "local"},
-    "pipelined, k=3": {"method": "ppd", "k": 3, "transport": "local"},
-    "pipelined, k=3 on one": {"method": "ppd", "k": 3, "workers": 1, "transport": "local"},
+    "pipelined, k=1": {"method": "ppd", "speculation": "always", "k": 1, "transport": "local"},
+    "pipelined, k=3": {"method": "ppd", "speculation": "always", "k": 3, "transport": "local"},
+    "pipelined, k=3 on one": {"method": "ppd", "speculation": "always", "k": 3, "workers": 1, "transport": "local"},
     "layerskip": {"method": "layerskip", "exit_layer": 2, "num_speculations": 4},
     "swift": {"method": "swift", "threshold": 0.3, "context_window": 6, "search_steps": 40},
 }
@@ -307,7 +307,7 @@ def test_each_method_has_its_kinds_of_passes_compiled_before_it_is_made(
     folder: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(in_process, "compile_ahead", lambda info, dtype, device, kinds: asked.append(tuple(kinds)))
+    monkeypatch.setattr(in_process, "code_for", lambda *given: asked.append(tuple(given[-1])) or {})
     drafting = () if method == "autoregressive" else (PassKind.SEVERAL,)
     less = (PassKind.WITHOUT_ATTENTION, PassKind.WITHOUT_MLP) if method == "swift" else ()
     open_method(folder, method, compile=True, dtype="float32").close()

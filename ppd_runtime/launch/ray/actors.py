@@ -51,7 +51,7 @@ def find_gpu() -> tuple[str, str, int]:
 def compile_code(order: str, kinds: list[int]) -> bytes:
     """A bundle of compiled code for these kinds of passes, for the model and the kind of device of a worker's order."""
     with quick_imports():
-        from ppd_runtime.models.opening import compile_bundle
+        from ppd_runtime.models.compiling import compile_bundle
         from ppd_runtime.workers.process import read_order
 
     spec, _ = read_order(order)

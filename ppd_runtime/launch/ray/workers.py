@@ -1,6 +1,7 @@
 """Workers as Ray actors: Ray places, starts and watches them; messages between them travel over sockets of ours."""
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from ppd_runtime.launch.ray.security import check_authentication
 from ppd_runtime.launch.ray.session import Membership, check_same, join
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.launch.worker_specs import all_pass_kinds
+from ppd_runtime.launch.worker_specs import all_code_kinds
+from ppd_runtime.models.compiling import wants_code
 from ppd_runtime.pipeline.messages import CLIENT, MAIN
 from ppd_runtime.process_names import process_name
 from ppd_runtime.transport import Endpoint
@@ -32,6 +34,8 @@ from ppd_runtime.transport.sockets import choose_transport, make_networks, open_
 from ppd_runtime.workers.bits import NO_BITS, Bits
 from ppd_runtime.workers.process import read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
 
 _STOP_DEADLINE_S = 5.0
 _BIRTH_DEADLINE_S = 60.0  # as long as Ray itself waits for a process that it has started
@@ -128,15 +132,21 @@ class RayWorkers:
         """Workers on several hosts have the same code: what one compiles at the place of the first, as Ray holds it.
 
         Raises:
-            ValueError: where the model cannot be compiled there.
+            ValueError: where the model cannot be compiled there, and `compile` is not automatic.
         """
-        if self._one_host or not config.compile:
+        if self._one_host or not wants_code(config.compile, self._specs[MAIN].device):
             return b""
         progress("a worker compiles, unless an earlier run has")
-        kinds = all_pass_kinds(self._specs.values())
+        kinds = all_code_kinds(self._specs.values())
         order = start_order(self._specs[MAIN], Network())
         task = compile_code.options(**self._place(MAIN)).remote(order, kinds)
-        return ray.put(_result(task, _COMPILE_S, "compile: the worker that compiles"))
+        try:
+            return ray.put(_result(task, _COMPILE_S, "compile: the worker that compiles"))
+        except ValueError as error:
+            if config.compile:
+                raise
+            logger.warning("passes are not compiled: %s", error)
+            return b""
 
     def _introduce(self, rank: int, location: str) -> None:
         self._introductions.introduce(rank, location)

@@ -60,7 +60,7 @@ from ppd_runtime.models.stage import behaviour, caches, slicing
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.shared_heads import SHARED_HEADS, leave_out_cudnn
-from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, without
+from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without
 
 logger = logging.getLogger(__name__)
 MOST_SEVERAL = 15
@@ -107,9 +107,9 @@ def compile_part(part: PreTrainedModel, passes: int) -> Path:
     return _compiled_file(part, 0, window, lambda: twin, part.device, passes)
 
 
-def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Path | None:
+def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, rows: int = 0) -> Path | None:
     """The file of compiled code for a model's final norm and head, over any few tokens; None where the library's own
-    is used, since there are no products of our own.
+    is used, since there are no products of our own. With `rows`, a head for so many tokens alone.
 
     Raises:
         ValueError: as `compile_layers`.
@@ -117,8 +117,8 @@ def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     if not native.is_available(device, dtype):
         return None
     with torch.device("meta"):
-        skeleton = _model(config, dtype)
-    return _compiled_head(skeleton, lambda: FinalHead(_model(config, dtype)).module, device)
+        skeleton = with_head_rows(_model(config, dtype), rows)
+    return _compiled_head(skeleton, lambda: FinalHead(with_head_rows(_model(config, dtype), rows)).module, device)
 
 
 def compile_part_head(part: PreTrainedModel) -> Path | None:

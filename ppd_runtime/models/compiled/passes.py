@@ -40,7 +40,7 @@ from ppd_runtime.models.native.products import (
     same_numbers,
 )
 from ppd_runtime.models.native.ranking import likeliest
-from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.pass_kinds import PassKind, head_rows
 from ppd_runtime.models.stage.caches import PreallocatedLayer
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset
 from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
@@ -122,15 +122,21 @@ class CompiledLayers:
         self._files[kind] = paths
         for path in set(paths) - set(self._loaded):
             self._loaded[path] = self._passes.load(path)
-        if kind == PassKind.HEAD:
+        if head_rows(kind) is not None:
             (path,), final = paths, FinalHead(self._model)
             part, size = self._part(self._loaded[path], final.module), self._model.lm_head.out_features
-            self.head = CompiledHead(part, self._passes.head, size, final)
+            self.head, self._head_code = CompiledHead(part, self._passes.head, size, final), self._loaded[path]
             return
         self._layers[kind] = [
             self._part(self._loaded[path], layer_for(self._model, i, kind)) if i >= self._first else None
             for i, path in enumerate(paths[: self._model.config.num_hidden_layers])
         ]
+
+    def head_of(self, final: FinalHead) -> CompiledHead | None:
+        """The same code with the weights of another head as long; None where the head is not compiled."""
+        if self.head is None:
+            return None
+        return CompiledHead(self._part(self._head_code, final.module), self._passes.head, self.head.vocab_size, final)
 
     def _part(self, code: Any, piece: nn.Module) -> Any:
         """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
@@ -179,7 +185,7 @@ class CompiledLayers:
 
     def over(self, model: PreTrainedModel) -> "CompiledLayers":
         """The first layer's code with the weights of a model of this layer alone."""
-        files = {kind: paths[:1] for kind, paths in self._files.items() if kind != PassKind.HEAD}
+        files = {kind: paths[:1] for kind, paths in self._files.items() if head_rows(kind) is None}
         return CompiledLayers(model, files, code_of=self._code_of, loaded=self._loaded)
 
     def forget(self) -> None:
@@ -309,9 +315,9 @@ def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | Lau
 
 def _code_of(model: PreTrainedModel, kind: int) -> Sequence[Path]:
     """A model's files for a kind of passes, or for its head where that is compiled."""
-    if kind != PassKind.HEAD:
+    if (rows := head_rows(kind)) is None:
         return compile_layers(model.config, model.dtype, model.device, kind)
-    head = compile_head(model.config, model.dtype, model.device)
+    head = compile_head(model.config, model.dtype, model.device, rows)
     return [head] if head else []
 
 

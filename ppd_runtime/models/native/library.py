@@ -1,12 +1,16 @@
 """The C++ code of this folder: built for this very CPU, loaded, and called by compiled code or with tensors."""
 
+import contextlib
 import ctypes
 import hashlib
+import os
 import platform
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ _FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")
 _OF_A_CPU = {"model name", "flags", "CPU implementer", "CPU part", "Features"}
 _FIRST_WITH_SHIMS = (2, 8)  # the version of PyTorch whose compiled code can call an operator of ours directly
 _HANDLE = "AtenTensorHandle"
+_loading = threading.Lock()
 
 
 def is_float32_on_cpu(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -110,13 +115,28 @@ class Operator:
         return getattr(torch.ops.ppd_runtime, self._name).default
 
 
-@cache
 def load() -> ctypes.CDLL:
     """The code, loaded so that other compiled code finds it; the first time on a machine it is compiled.
 
     Raises:
         ValueError: where it cannot be.
     """
+    with _loading:
+        return _loaded()
+
+
+def load_meanwhile() -> None:
+    """Have another thread begin with it, which may take ten seconds; who needs the code waits for that."""
+
+    def begin() -> None:
+        with contextlib.suppress(ValueError):  # who needs it is told
+            load()
+
+    threading.Thread(target=begin, name="native code", daemon=True).start()
+
+
+@cache
+def _loaded() -> ctypes.CDLL:
     files = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
     ingredients = {
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
@@ -151,16 +171,30 @@ def cpp_compiler() -> str:
 
 
 def _build(path: Path) -> None:
-    root, units = Path(torch.__file__).parent, sorted(map(str, _FOLDER.glob("*.cpp")))
-    command = [cpp_compiler(), *_FLAGS, f"-I{root / 'include'}", *units, f"-L{root / 'lib'}", "-ltorch_cpu"]
     errors = []
     for cpu in _FOR_THIS_CPU:
-        arguments = [*command, *([cpu] if cpu else []), "-o", str(path)]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        if not done.returncode:
+        error = _compile_units(path, [cpu] if cpu else [])
+        if not error:
             return
-        errors.append(" ".join(done.stderr.split())[:300])
+        errors.append(error)
     raise ValueError(f"compile: our C++ code cannot be: {errors[0]}")
+
+
+def _compile_units(path: Path, flags: list[str]) -> str:
+    """Compile the files side by side and link them; what the compiler says of the first that it cannot, or nothing."""
+    compiler, root = cpp_compiler(), Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="ppd-units-") as folder, ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        units = {str(Path(folder, f"{unit.stem}.o")): unit for unit in sorted(_FOLDER.glob("*.cpp"))}
+        command = [compiler, *_FLAGS, *flags, f"-I{root / 'include'}"]
+        commands = [[*command, "-c", str(unit), "-o", made] for made, unit in units.items()]
+        link = [compiler, *_FLAGS, *flags, *units, f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(path)]
+        return next(filter(None, threads.map(_run, commands)), "") or _run(link)
+
+
+def _run(command: list[str]) -> str:
+    """What a command says where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (" ".join(done.stderr.split())[:300] or "it fails") if done.returncode else ""
 
 
 def _handles(tensors: Sequence[Tensor]) -> list[ctypes.c_void_p]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.caches import PreallocatedLayer
-from ppd_runtime.models.stage.slicing import LayerSubset
+from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset
 from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 from ppd_runtime.sampling import Ranking
 
@@ -40,6 +40,9 @@ class CompiledPasses(Protocol):
 
     def over(self, model: PreTrainedModel) -> "CompiledPasses":
         """The first layer's code with a model's weights."""
+
+    def head_of(self, final: FinalHead) -> Head | None:
+        """The head's code with another one's weights."""
 
     def forget(self) -> None:
         """Let go of the last sequence's caches."""

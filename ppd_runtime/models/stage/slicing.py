@@ -77,6 +77,14 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def with_head_rows(model: PreTrainedModel, rows: int) -> PreTrainedModel:
+    """The model with a head of so many rows; 0: its own."""
+    if rows:
+        whole = model.lm_head
+        model.lm_head = nn.Linear(whole.in_features, rows, whole.bias is not None, dtype=whole.weight.dtype)
+    return model
+
+
 class FinalHead:
     """The end of a model: final norm, head, and whatever the model adds to it, such as a soft cap or a scale.
 

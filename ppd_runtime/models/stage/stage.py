@@ -5,7 +5,7 @@ masks, rotary tables, windows and soft caps stay the library's business.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,7 @@ from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.shared_heads import choose_attention
-from ppd_runtime.models.stage.slicing import (
-    FinalHead,
-    LayerSubset,
-    decoder_of,
-    with_mask_of,
-)
+from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
@@ -83,6 +78,10 @@ class Stage:
         """Where passes are compiled, have code for these too, such as `SEVERAL`; the first time takes a while."""
         if self._compiled:
             self._compiled.add(*passes)
+
+    def head_over(self, final: FinalHead) -> Callable[[Tensor], Tensor]:
+        """Another head as long as this one's, compiled where this one's is."""
+        return (self._compiled.head_of(final) if self._compiled else None) or final
 
     def compiles_chains(self, tokens: int) -> bool:
         """Whether there is compiled code for a pass over so many tokens, one behind the other."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,27 +85,44 @@ class SharedHead:
 
 
 class TrainedHead:
-    """A head trained for the exit layer, as the paper's trained rows use it, ranked with the shared noise."""
+    """A head trained for the exit layer, as the paper's trained rows use it, ranked with the shared noise.
+
+    Args:
+        network: the head.
+        sampler: the request's.
+        recorder: notes the time of its passes.
+        final: the network's norm and head as the stage runs them, which may be compiled.
+        ranking: as `Sampler.guesses` has it.
+    """
 
     def __init__(
-        self, network: HeadNetwork, sampler: Sampler | ShortlistSampler, recorder: Recorder | None = None
+        self,
+        network: HeadNetwork,
+        sampler: Sampler | ShortlistSampler,
+        recorder: Recorder | None = None,
+        final: Callable[[Tensor], Tensor] | None = None,
+        ranking: Ranking | None = None,
     ) -> None:
         self._network, self._sampler, self._recorder = network, sampler, recorder or Recorder()
+        self._final, self._ranking = final or network.final, ranking
         self._device = next(network.parameters()).device
 
     @torch.inference_mode()
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth is likeliest to choose, by this head."""
         began = time.perf_counter()
-        logits = self._network(hidden[:, -1:].to(self._device))[0, -1].float()
+        logits = self._logits(hidden[:, -1:])[-1]
         self._recorder.note(Kind.HEAD, began, time.perf_counter())
         return self._sampler.rank(logits, history, k)
 
     @torch.inference_mode()
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """As `candidates`, with what the head finds them."""
-        logits = self._network(hidden.to(self._device))[0].float()
-        return self._sampler.guesses(logits, texts, k)
+        return self._sampler.guesses(self._logits(hidden), texts, k, self._ranking)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
+        return self._final(self._network.states(hidden.to(self._device)))[0].float()
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,15 @@ class LmHead(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.lm_head = with_floats(copy.deepcopy(model.lm_head)).requires_grad_(True)
-        self._final = FinalHead(model, self.lm_head)
+        self.final = FinalHead(model, self.lm_head)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """What `final` takes, for hidden states `[batch, tokens, hidden_size]`."""
+        return hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
-        return self._final(hidden)
+        return self.final(self.states(hidden))
 
 
 class AffineHead(nn.Module):
@@ -46,11 +50,15 @@ class AffineHead(nn.Module):
         self.step = nn.Linear(size, size, device=model.device)
         nn.init.zeros_(self.step.weight)
         nn.init.zeros_(self.step.bias)
-        self._final = FinalHead(model)
+        self.final = FinalHead(model)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """What `final` takes, for hidden states `[batch, tokens, hidden_size]`."""
+        return hidden + self.step(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
-        return self._final(hidden + self.step(hidden))
+        return self.final(self.states(hidden))
 
 
 HeadNetwork = LmHead | AffineHead

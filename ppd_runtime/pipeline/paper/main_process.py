@@ -30,11 +30,12 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Token,
 )
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
+_QUIET = 2  # tokens whose early starts are not used, before sub-processes are told nothing
 _MOST_ABSENCES = 3  # a sub-process that did not send what was waited for so often …
 _SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is in time again
 _MOST_CAUGHT_UP = 64  # tokens whose entries go, between two tokens of the text, to a sub-process that lacks them
@@ -51,8 +52,8 @@ class _Heard:
 class MainProcess:
     """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks.
 
-    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While `backoff` says so
-    they are told nothing, and the tokens are ordinary decoding's in every respect.
+    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While the `policy` has
+    nothing guessed they are told nothing, and the tokens are ordinary decoding's in every respect.
 
     One that takes the place of a lost main process begins behind the tokens that the client has got. It runs them one
     by one, as ordinary decoding does, so that its caches hold the same bits.
@@ -66,10 +67,10 @@ class MainProcess:
         send: Send,
         begin: Begin,
         shares_exit_states: bool = True,
-        backoff: SpeculationBackoff | None = None,
+        policy: SpeculationPolicy | None = None,
     ) -> None:
         self.stage, self.exit_layer, self.subs, self.send, self.begin = stage, exit_layer, tuple(subs), send, begin
-        self.shares_exit_states, self.backoff = shares_exit_states, backoff or SpeculationBackoff()
+        self.shares_exit_states, self.policy = shares_exit_states, policy or Always(Guessing.EXITS)
         self.head_start = stage.num_layers - exit_layer
         self.history = list(begin.prompt_ids)
         self.told: list[Token] = []
@@ -85,7 +86,12 @@ class MainProcess:
         self._entries: dict[int, Tensor] = {}
         self._absences = dict.fromkeys(self.subs, 0)
         self._told = len(self.history)  # tokens of the history that the sub-processes know
-        self._heard_of = False  # whether any sub-process has said something since the last token
+        self._misses = 0  # tokens in a row whose early starts were not used
+        self._asks = self.policy.guessing != Guessing.NOTHING  # whether sub-processes are told tokens
+        self.asked: set[int] = set()
+        """Positions that candidates were asked for."""
+        self.foreseen: set[int] = set()
+        """Of those, the positions where one was right, be it too late."""
         self._missing: dict[int, int] = {}  # the first position that a sub-process lacks, by rank
         self._cancelled = False
         self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
@@ -94,7 +100,7 @@ class MainProcess:
         """Decode to the end, sending each token to the sub-processes and the client as soon as it is certain."""
         self.stage.begin(len(self.history) + self.begin.params.max_new_tokens)
         self.send(self.subs, self.begin)
-        self.backoff.begin()
+        self.policy.begin()
         inputs = yield from self._replay(stop)
         try:
             last = None if self.finish_reason else (yield from self._go_on(inputs, sampler, stop))
@@ -164,7 +170,7 @@ class MainProcess:
         newest = len(self.history) - 1
         start = newest + 1 - size
         self.layer_passes += self.stage.num_layers - first_layer
-        if ask and self.shares_exit_states and not self.backoff.now:
+        if ask and self.shares_exit_states and self._asks:
             inputs = self.stage.run(first_layer, self.exit_layer, inputs, start)
             first_layer = self.exit_layer
             self.send(self.subs, ExitState(MAIN, self.begin.request, newest, inputs[:, -1:]))
@@ -178,7 +184,7 @@ class MainProcess:
     def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
         """Tell the sub-processes the newest token; after a pause, all that they have missed."""
         first, newest = self._told, len(self.history) - 1
-        if self.backoff.now:
+        if not self._asks:
             return
         if first == newest:
             self.send(self.subs, Token(MAIN, self.begin.request, newest, token, winner, hidden))
@@ -196,7 +202,7 @@ class MainProcess:
 
     def _answer_missing(self) -> None:
         """Tell sub-processes what they lack; those that lack more than a message holds will say so again."""
-        if self.backoff.now or not self._missing:
+        if not (self._asks and self._missing):
             return
         behind = len(self.begin.prompt_ids)
         for rank, position in self._missing.items():
@@ -213,14 +219,15 @@ class MainProcess:
         be another candidate's, where several ran together or one after the other in the same rows.
         """
         position = len(self.history) - 1
-        while self.backoff.now or self._early_start(position, token) is None:
+        while not self._asks or self._early_start(position, token) is None:
             message = yield WaitFor(0)
             if message is None:
                 break
             self._take(message)
-        if self.backoff.now:
-            self.backoff.note(False)
+        if not self._asks:
+            self._note_way(None)
             return None
+        self.asked.add(position)
         wanted = WaitFor(self.head_start)
         while awaited := self._awaited(position, token):
             message = yield wanted
@@ -232,19 +239,39 @@ class MainProcess:
         early = self._early_start(position, token)
         heard = self._heard.pop(position, _Heard())
         self._absences.update(dict.fromkeys(heard.head_starts, 0))
-        if self._heard_of:  # with all gone, none can be wrong or in the way
-            self.backoff.note(any(self._is_right(candidate, token) for candidate in heard.candidates.values()))
-        self._heard_of = False
-        return early if early is None or _state_of(token, early).isfinite().all() else None
+        for candidate in heard.candidates.values():
+            self._count(candidate)
+        is_used = early is not None and bool(_state_of(token, early).isfinite().all())
+        return self._note_way(early if is_used else None)
+
+    def _note_way(self, early: HeadStart | None) -> HeadStart | None:
+        """Have the policy count the token, and follow what it says; the early start that is used.
+
+        Sub-processes hear of the first token behind their last early start: the entries of that one are fetched then.
+        """
+        self.policy.note()
+        guesses = self.policy.guessing != Guessing.NOTHING
+        if not guesses:
+            early = None
+        self._misses = 0 if early else self._misses + 1
+        if guesses or self._misses >= _QUIET:
+            self._asks = guesses
+        return early
 
     def _early_start(self, position: int, token: int) -> HeadStart | None:
         head_starts = self._heard[position].head_starts.values()
         return next((early for early in head_starts if self._is_right(early, token)), None)
 
-    def _is_right(self, named: Candidate | HeadStart, token: int) -> bool:
-        """Whether it names the newest token, and started from this very text."""
-        path = named.path
-        return token in named.token_ids and (not path or self.history[-1 - len(path) : -1] == path)
+    def _is_right(self, named: Candidate | HeadStart, token: int, position: int | None = None) -> bool:
+        """Whether it names the token at a position, the newest one's by default, and started from this very text."""
+        path, end = named.path, len(self.history) - 1 if position is None else position
+        return token in named.token_ids and (not path or self.history[end - len(path) : end] == path)
+
+    def _count(self, candidate: Candidate) -> None:
+        """Note whether a candidate was right."""
+        position = candidate.position
+        if position in self.asked and self._is_right(candidate, self.history[position], position):
+            self.foreseen.add(position)
 
     def _awaited(self, position: int, token: int) -> list[int]:
         """The sub-processes whose early start of `token` is on its way; none once there is one."""
@@ -279,7 +306,6 @@ class MainProcess:
             self._take(message)
 
     def _take(self, message: Message) -> None:
-        self._heard_of = self._heard_of or message.sender != CLIENT
         if isinstance(message, Cancel):
             self._cancelled = True
         elif isinstance(message, Begin):
@@ -291,10 +317,14 @@ class MainProcess:
             self._entries.update(enumerate(message.entries, message.position))
         elif isinstance(message, Candidate | HeadStart) and message.position >= len(self.history) - 1:
             heard = self._heard[message.position]
+            if isinstance(message, Candidate) and message.position < len(self.history):
+                self._count(message)
             if isinstance(message, Candidate):
                 heard.candidates[message.sender] = message
             else:
                 heard.head_starts[message.sender] = message
+        elif isinstance(message, Candidate):
+            self._count(message)
 
 
 def _state_of(token: int, early: HeadStart) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Foreseen, Guesses, Message, PromptStates, Report
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
@@ -56,9 +56,8 @@ class FirstStage(FollowerStage):
         repetitions: bool = True,
         only_chains: bool = False,
         row_cost: float = 0.0,
-        backoff: SpeculationBackoff | None = None,
     ) -> None:
-        super().__init__(stage, head, 1, num_stages, k, send, begin, backoff)
+        super().__init__(stage, head, 1, num_stages, k, send, begin)
         self.num_stages, self.rows, self.only_chains, self.row_cost = num_stages, rows, only_chains, row_cost
         self.calibration, self._has_boundary_0 = calibration or ChanceCalibration(), repetitions
         self.first_boundary = [0] * num_stages
@@ -84,7 +83,7 @@ class FirstStage(FollowerStage):
             yield from self._take_all()
             if not self._next_is_certain():
                 self._tell_client()
-                if (yield from self._keep_step()):
+                if self.guessing != Guessing.NOTHING and (yield from self._keep_step()):
                     yield from self._take_all()
             if self._ends:
                 return
@@ -202,7 +201,7 @@ class FirstStage(FollowerStage):
         self, node: Node, chance: float, of_children: dict[int, float] | None = None
     ) -> "list[_Candidate]":
         """What may enter behind a node whose whole path is right with this chance; notes that of its children."""
-        successors = self._successors.get(node.number)
+        successors = self._successors.get(node.number) if self.guessing != Guessing.NOTHING else None
         if successors is None or node.position >= self.last_position:
             return []
         found: list[_Candidate] = []
@@ -220,13 +219,17 @@ class FirstStage(FollowerStage):
         self._name_repetition(node)
         return node
 
+    @property
+    def _looks_for_repetitions(self) -> bool:
+        return self._has_boundary_0 and self.guessing >= Guessing.REPETITIONS
+
     def _follow_text(self) -> None:
-        if self._has_boundary_0:
+        if self._looks_for_repetitions:
             self._repetitions.follow(self.history)
 
     def _name_repetition(self, node: Node) -> None:
         """Boundary 0: what followed the same tokens earlier in the text."""
-        if not self._has_boundary_0:
+        if not self._looks_for_repetitions:
             return
         guess = self._repetitions.guess(self.tree.text(node, LONGEST))  # all of a long text would be a copy of it
         if guess is not None:
@@ -239,7 +242,6 @@ class FirstStage(FollowerStage):
         self._successors = {number: named for number, named in self._successors.items() if number in alive}
 
     def _tally(self, token: int) -> None:
-        super()._tally(token)
         successors, position = self._successors.get(self.tree.root.number), self.tree.root.position + 1
         if successors is None or position <= self._counted_to or self.begin.params.max_new_tokens == 1:
             return

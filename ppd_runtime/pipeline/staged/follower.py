@@ -22,7 +22,7 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
-from ppd_runtime.pipeline.speculation_backoff import SpeculationBackoff
+from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import Guess
 from ppd_runtime.pipeline.staged.machine import Naming, RowStageLike
 from ppd_runtime.pipeline.staged.passes import run_nodes
@@ -40,7 +40,6 @@ class FollowerStage(ABC):
         head: names what may follow a node from the states behind this stage.
         k: candidates that it names.
         num_stages: all of them.
-        backoff: when its head is not asked, for it has not been right for long.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class FollowerStage(ABC):
         k: int,
         send: Send,
         begin: Begin,
-        backoff: SpeculationBackoff | None = None,
     ) -> None:
         self.stage, self.head, self.rank, self.k, self.send, self.begin = stage, head, rank, k, send, begin
         self.next = (rank + 1) % num_stages
@@ -66,8 +64,8 @@ class FollowerStage(ABC):
         self._num_early = 0
         self._sent_prompt: list[PromptStates] = []
         self._sent: deque[Rows] = deque(maxlen=_MOST_SENT)
-        self._backoff = backoff or SpeculationBackoff()
-        self._named: dict[int, tuple[int, ...]] = {}  # by node, what the head names behind it; nothing where it pauses
+        self.guessing = begin.guessing
+        """What to guess behind the newest token, a `Guessing`."""
         self.leaves_passes = True
         """Whether it looks between layers for what a decision has dropped."""
 
@@ -90,7 +88,7 @@ class FollowerStage(ABC):
         self.tree = NodeTree(self.stage, self.history, len(self.begin.prompt_ids))
         self._sent_prompt.clear()
         self._sent.clear()
-        self._named.clear()
+        self.guessing = self.begin.guessing
         self._reset()
         early, self._early = self._early, deque(maxlen=_MOST_EARLY)
         for message in early:
@@ -132,6 +130,7 @@ class FollowerStage(ABC):
         elif isinstance(message, Begin):
             self._take_begin(message)
         elif isinstance(message, Token):
+            self.guessing = message.guessing
             self._take_tokens(message.position, [message.token_id])
         elif isinstance(message, CatchUp):
             self._take_tokens(message.position, message.token_ids)
@@ -205,13 +204,10 @@ class FollowerStage(ABC):
             if self.tree.root.position == position - 1:
                 self._tally(self.history[position])
             self.tree.settle()
-        alive = {node.number for node in self.tree.alive()}
-        self._named = {number: named for number, named in self._named.items() if number in alive}
 
+    @abstractmethod
     def _tally(self, token: int) -> None:
         """What follows the newest certain node is known."""
-        if (named := self._named.get(self.tree.root.number)) is not None:
-            self._backoff.note(token in named)
 
     def _look(self) -> Generator[Awaited, Any, bool]:
         """Between two layers of a pass that only speculates; whether the attempt is over."""
@@ -248,7 +244,7 @@ class FollowerStage(ABC):
     ) -> Generator[Computation, Sequence[Sequence[Guess]], list[tuple[Node, Sequence[Guess]]]]:
         """What may follow those nodes behind which nothing is certain yet; `hidden` has a row for each node.
 
-        Of each no guess, where the head pauses.
+        Of each no guess, where the head is not asked.
         """
         open_ = [
             row
@@ -260,13 +256,11 @@ class FollowerStage(ABC):
         if not open_:
             return []
         named: Sequence[Sequence[Guess]] = [()] * len(open_)
-        if not self._backoff.now:
+        if self.guessing >= Guessing.EXITS:
             states = hidden if len(open_) == len(nodes) else hidden[:, open_]
             texts = [self.tree.text(nodes[row]) for row in open_]
             named = yield Naming(self.head, states, texts, self.k)
-        found = [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
-        self._named |= {node.number: tuple(token for token, _ in guesses) for node, guesses in found}
-        return found
+        return [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
 
 
 def _speculation() -> Work:

@@ -25,6 +25,7 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
+from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.machine import Logits, RowStageLike
 from ppd_runtime.pipeline.staged.passes import run_nodes
@@ -47,13 +48,23 @@ _MOST_TOKENS = 2**22
 class LastStage:
     """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
 
+    With each token the stages hear what to guess behind it, by the `policy`.
+
     What it waits for longer than it can take is lost. First it says again what is certain, and each stage asks the one
     before it for what may be lost; then it begins another attempt.
     """
 
-    def __init__(self, stage: RowStageLike, num_layers: int, others: Sequence[int], send: Send, begin: Begin) -> None:
+    def __init__(
+        self,
+        stage: RowStageLike,
+        num_layers: int,
+        others: Sequence[int],
+        send: Send,
+        begin: Begin,
+        policy: SpeculationPolicy | None = None,
+    ) -> None:
         self.stage, self.num_layers, self.others, self.send = stage, num_layers, tuple(others), send
-        self.begin = begin
+        self.begin, self.policy = begin, policy or Always(Guessing.EXITS)
         self.history = [*begin.prompt_ids, *begin.delivered]
         self.told: list[Token] = []
         """What the client has been sent, in case it asks for it again."""
@@ -67,6 +78,8 @@ class LastStage:
         """None: what has to be computed again is among the others."""
         self.cached_tokens = 0
         """Of the prompt, those whose entries were kept from an earlier one when it ran first."""
+        self.asked = self.foreseen = frozenset[int]()
+        """None: the first stage counts."""
         self._delivered = len(begin.delivered)
         self._cancelled = self._again = False
         self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
@@ -104,6 +117,7 @@ class LastStage:
     def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int | None]:
         """Decode to the end; the last token, which has not been sent; None where the request was cancelled."""
         self._sampler = sampler
+        self.policy.begin()
         self._begin_attempt()
         while True:
             hidden = yield from self._newest_state()
@@ -116,7 +130,9 @@ class LastStage:
             self.finish_reason = stop.finish_reason(token) or ""
             if self.finish_reason:
                 return token
-            certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, MISS)
+            self.policy.note()
+            guessing = self.policy.guessing
+            certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, MISS, guessing=guessing)
             self.send(self.others, certain)
             self._tell_client(certain)
             self._tell_progress()
@@ -189,10 +205,13 @@ class LastStage:
         self._finished_pass = max(node.pass_number for node in nodes)
 
     def _tell_progress(self) -> None:
-        """Tell the first stage which pass is finished, behind what that has decided: it waits for the decision."""
-        if self._finished_pass:
+        """Tell the first stage which pass is finished, behind what that has decided: it waits for the decision.
+
+        Where nothing is guessed it does not ask.
+        """
+        if self._finished_pass and self.policy.guessing != Guessing.NOTHING:
             self.send((_FIRST,), Guesses(MAIN, self.begin.request, self.epoch, self._finished_pass, (), (), ()))
-            self._finished_pass = 0
+        self._finished_pass = 0
 
     def _begin_attempt(self) -> None:
         """Have all stages begin with what is certain."""
@@ -207,7 +226,8 @@ class LastStage:
     def _tell_attempt(self, stages: Sequence[int]) -> None:
         """Say what the attempt begins with; who knows it learns what has become certain since."""
         certain = self.history[len(self.begin.prompt_ids) :]
-        self.send(stages, replace(self.begin, sender=MAIN, delivered=certain, epoch=self.epoch))
+        guessing = self.policy.guessing
+        self.send(stages, replace(self.begin, sender=MAIN, delivered=certain, epoch=self.epoch, guessing=guessing))
 
     def _lose_patience(self) -> None:
         self._losses += 1

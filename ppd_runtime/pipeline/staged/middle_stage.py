@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ppd_runtime.pipeline.machine import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import Guesses, Message, Missing, PromptStates, Rows
+from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import Guess, in_millionths
 from ppd_runtime.pipeline.staged.follower import FollowerStage
@@ -33,6 +34,9 @@ class MiddleStage(FollowerStage):
             elif (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
+    def _tally(self, token: int) -> None:
+        """The first stage counts."""
+
     def _work(self) -> Work:
         if self._prompt.next_position is not None:
             return Work.NEEDED
@@ -55,7 +59,9 @@ class MiddleStage(FollowerStage):
             self._name((yield from self._guesses(nodes, hidden)), number)
 
     def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
-        """Tell the first stage what may follow, and that this stage has got so far."""
+        """Tell the first stage what may follow, and that this stage has got so far, where anything is guessed."""
+        if self.guessing == Guessing.NOTHING:
+            return
         named = [(node, of_node) for node, of_node in named if of_node]
         guesses = [guess for _, of_node in named for guess in of_node]
         message = Guesses(

@@ -1,0 +1,79 @@
+"""What a token takes by each way of guessing, kept on disk from one start to the next."""
+
+import logging
+import platform
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ppd_runtime import __version__
+from ppd_runtime.config import AUTO
+from ppd_runtime.files.cache_folder import capabilities
+from ppd_runtime.files.findings import note, noted
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+_KIND, _EVERY_S = "guessing", 60.0
+
+
+class GuessingTimes:
+    """`SpeculationPolicy.way_seconds` of earlier runs with the same model, layout and machine.
+
+    Args:
+        specs: of all workers, with their code and layout; a text of another kind may have other times, so they only say
+            what to begin with.
+    """
+
+    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
+        self._about = _about(specs) if _are_kept(specs) else None
+        self._seconds: tuple[float, ...] = ()
+        self._noted_at = time.monotonic()
+
+    def known(self) -> tuple[float, ...]:
+        """What is known; empty where nothing is."""
+        try:
+            return noted(_KIND, self._about) if self._about else ()
+        except ValueError as error:  # there is no folder for it
+            logger.info("no guessing times are kept: %s", error)
+            return ()
+
+    def learn(self, seconds: tuple[float, ...]) -> None:
+        """A request has ended, and this is known by now; now and then it is written."""
+        self._seconds = seconds or self._seconds
+        if time.monotonic() - self._noted_at > _EVERY_S:
+            self.write()
+
+    def write(self) -> None:
+        """Keep what was learned last."""
+        self._noted_at = time.monotonic()
+        if self._about and any(self._seconds):
+            try:
+                note(_KIND, self._about, self._seconds)
+            except (OSError, ValueError) as error:
+                logger.info("no guessing times are kept: %s", error)
+
+
+def _are_kept(specs: Sequence[WorkerSpec]) -> bool:
+    """Whether another run could use them: not those of emulated devices and of heads for tests."""
+    heads = all(isinstance(spec.exit_head, str | HeadInfo) for spec in specs)
+    return specs[MAIN].speculation == AUTO and specs[MAIN].emulate is None and heads
+
+
+def _about(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
+    main = specs[MAIN]
+    return {
+        "machine": [platform.machine(), *capabilities(torch.device(main.device.partition(":")[0]))],
+        "versions": [torch.__version__, __version__],
+        "model": model_fingerprint(main.info),
+        "format": [str(main.dtype), main.info.weights],
+        "layout": [main.num_subs, list(main.cuts), main.exit_layer, main.k, main.rows, main.repetitions],
+        "heads": [str(spec.exit_head) for spec in specs],
+        "guess_vocab": [len(spec.guess_tokens) for spec in specs],
+        "threads": main.threads,
+        "code": sorted({path.name for spec in specs for paths in spec.code.values() for path in paths}),
+    }

@@ -1,0 +1,115 @@
+"""Whether passes are compiled, and their code: made before workers start, found again by later starts."""
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ppd_runtime.models.checkpoint.config import model_config
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.native.library import is_float32_on_cpu, load_meanwhile
+from ppd_runtime.models.pass_kinds import PassKind, head_rows
+
+logger = logging.getLogger(__name__)
+VARIABLE = "PPD_COMPILE"
+"""An environment variable: 0 or 1 stands for `compile` where that is not given."""
+_COST = "a token takes several times as long"
+Code = Mapping[int, tuple[Path, ...]]
+"""Files for each kind of passes."""
+
+
+def wants_code(wanted: bool | None, device: str) -> bool:
+    """Whether passes are to be compiled: as it was given, else on Linux CPUs where there is a C++ compiler.
+
+    Raises:
+        ValueError: for an environment variable `VARIABLE` that is neither 0 nor 1.
+    """
+    if wanted is not None:
+        return wanted
+    said = os.environ.get(VARIABLE, "")
+    if said not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={said!r:.50}: give 0 or 1, or leave it out")
+    if said:
+        return said == "1"
+    return device.partition(":")[0] == "cpu" and sys.platform == "linux" and _has_compiler(os.environ.get("CXX", "g++"))
+
+
+@cache
+def _has_compiler(command: str) -> bool:
+    found = shutil.which(command) is not None
+    if not found:
+        logger.warning("no C++ compiler (%s): passes are not compiled, and %s; install g++, or set CXX", command, _COST)
+    return found
+
+
+def code_for(
+    wanted: bool | None,
+    info: ModelInfo,
+    dtype: torch.dtype,
+    device: str,
+    passes: Iterable[int],
+    progress: Callable[[str], None] = logger.info,
+) -> Code:
+    """As `compile_ahead`, where passes are to be compiled; else nothing.
+
+    Raises:
+        ValueError: where `wanted` is True, and the model cannot be compiled, or not on this machine. Else that is a
+            warning.
+    """
+    if not wants_code(wanted, device):
+        return {}
+    progress("compiling, unless an earlier run has: some ten seconds for each kind of layer and pass")
+    try:
+        return compile_ahead(info, dtype, device, passes)
+    except ValueError as error:
+        if wanted:
+            raise
+        logger.warning("passes are not compiled, and %s: %s", _COST, error)
+        return {}
+
+
+def compile_ahead(
+    info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (PassKind.ONE,)
+) -> dict[int, tuple[Path, ...]]:
+    """Each layer's file of compiled code for each kind of passes, and the head's alone where that is compiled; makes
+    those that no earlier run has made.
+
+    Args:
+        passes: numbers that are, or stand for, a `PassKind`; the whole head is made besides.
+
+    Raises:
+        ValueError: where the model cannot be compiled, or not on this machine.
+    """
+    if is_float32_on_cpu(device, dtype):
+        load_meanwhile()
+    # only compiled code needs all that it imports
+    from ppd_runtime.models.compiled.export import compile_head, compile_layers
+
+    config, place = model_config(info.folder), torch.device(device)
+    code = dict[int, tuple[Path, ...]]()
+    for kind in {*passes, PassKind.HEAD}:
+        if (rows := head_rows(kind)) is None:
+            code[kind] = tuple(compile_layers(config, dtype, place, kind))
+        elif head := compile_head(config, dtype, place, rows):
+            code[kind] = (head,)
+    return code
+
+
+def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int]) -> bytes:
+    """What `compile_ahead` gives, for other hosts' processes, which take it with `compiled_elsewhere`."""
+    from ppd_runtime.models.compiled.code_bundle import pack_code
+
+    return pack_code(compile_ahead(info, dtype, device, passes), torch.device(device))
+
+
+def compiled_elsewhere(bundle: bytes, device: str, passes: Iterable[int]) -> dict[int, tuple[Path, ...]]:
+    """Of the code in a bundle, that for these kinds of passes; raises as `unpack_code` does."""
+    from ppd_runtime.models.compiled.code_bundle import unpack_code
+
+    code = unpack_code(bundle, torch.device(device))
+    return {kind: code[kind] for kind in passes if kind in code}

@@ -1,0 +1,164 @@
+"""Ways of guessing are compared by the clock, and whatever is guessed, tokens stay ordinary decoding's."""
+
+from collections import Counter
+
+import pytest
+import torch
+from guessing_turns import TakesTurns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_runs import PROMPTS, Bench, rehearsed
+
+from ppd_runtime.pipeline.messages import CLIENT, CatchUp, ExitState, Token
+from ppd_runtime.pipeline.speculation_policy import Guessing, QuickestGuessing
+from ppd_runtime.sampling_params import SamplingParams
+
+DEPTH, EXIT = 6, 3
+NOTHING, REPETITIONS, EXITS = Guessing
+WAYS = [NOTHING, REPETITIONS, EXITS]
+
+
+class Decoding:
+    """Decodes on a clock of its own, where a token takes what `seconds` says of the way it was guessed."""
+
+    def __init__(self, ways, seconds, known=()):
+        self.now, self.seconds = 0.0, dict(seconds)
+        self.policy = QuickestGuessing(ways, known, lambda: self.now)
+        self.policy.together(1)
+        self.policy.begin()
+        self.policy.note()  # the first token, behind the prompt
+
+    def tokens(self, number):
+        """Decode so many; how many of them were guessed in each way, and the seconds that a token took."""
+        began, counts = self.now, Counter()
+        for _ in range(number):
+            counts[self.policy.guessing] += 1
+            self.now += self.seconds[self.policy.guessing]
+            self.policy.note()
+        return counts, (self.now - began) / number
+
+
+def test_guesses_that_cost_time_are_left():
+    decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 1.3})
+    assert decoding.tokens(64)[1] < 1.06
+    counts, seconds = decoding.tokens(5000)
+    assert seconds < 1.02
+    assert counts[EXITS] > 10, "they are tried again from time to time"
+
+
+def test_guesses_that_save_time_are_kept():
+    decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 0.6})
+    decoding.tokens(64)
+    counts, seconds = decoding.tokens(5000)
+    assert seconds < 0.62
+    assert counts[EXITS] > 4700
+
+
+def test_another_kind_of_text_is_noticed():
+    decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 1.5})
+    decoding.tokens(1000)
+    decoding.seconds[EXITS] = 0.5
+    assert decoding.tokens(1000)[1] < 0.85, "within so many tokens it has been tried again"
+    decoding.seconds[EXITS] = 1.5
+    assert decoding.tokens(200)[1] < 1.1, "a way in use is left as soon as it takes longer"
+
+
+def test_one_stall_of_the_machine_changes_little():
+    decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 0.6})
+    decoding.tokens(200)
+    decoding.now += 500.0
+    decoding.policy.note()
+    assert decoding.tokens(200)[1] < 0.8
+
+
+def test_what_is_known_is_where_it_begins():
+    assert Decoding(WAYS, {}, (1.0, 0.9, 1.3)).policy.guessing == REPETITIONS
+    decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 1.3}, (1.0, 0.0, 1.3))
+    assert decoding.policy.guessing == NOTHING
+    assert decoding.tokens(64)[0][EXITS] == 0
+    assert decoding.policy.way_seconds == pytest.approx((1.0, 1.0, 1.3))
+
+
+def test_requests_at_once_have_a_comparison_of_their_own():
+    decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 0.6})
+    decoding.tokens(100)
+    assert decoding.policy.guessing == EXITS
+    decoding.policy.together(3)
+    decoding.seconds[EXITS] = 2.0
+    decoding.tokens(100)
+    assert decoding.policy.guessing != EXITS
+    decoding.policy.together(1)
+    assert decoding.policy.guessing == EXITS
+    assert decoding.policy.way_seconds[EXITS] == pytest.approx(0.6)
+
+
+@pytest.fixture(scope="module")
+def bench(model_folder):
+    """A small Llama of even depth."""
+    return Bench.of(model_folder("llama", num_layers=DEPTH))
+
+
+@pytest.mark.parametrize(("k", "run_ahead"), [(1, True), (1, False), (3, False)])
+def test_nobody_works_while_nothing_is_guessed(bench, k, run_ahead):
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    prompt = bench.prompt_ids(PROMPTS[3])
+    expected = bench.ordinary(prompt, params)
+    wrong = rehearsed(prompt, expected.tokens, 0.0, bench.info.vocab_size)
+    got = bench.pipelined(prompt, params, k, EXIT, wrong, run_ahead=run_ahead, policy=TakesTurns(4, 10))
+    assert got.tokens == expected.tokens
+    assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True))
+    said = [(to, m) for to, m in got.network.sent if to != CLIENT]
+    missed = [m for to, m in said if isinstance(m, CatchUp) and to == 1]
+    told = [m.position - len(prompt) for to, m in said if isinstance(m, Token) and to == 1]
+    assert told == [0, 1, 2, 14, 15, 16, 28, 29, 30]
+    caught_up = [(m.position - len(prompt), len(m.token_ids), len(m.entries)) for m in missed]
+    assert caught_up == [(3, 11, 10), (17, 11, 10)]
+    if not run_ahead:
+        asked = [m.position + 1 - len(prompt) for to, m in said if isinstance(m, ExitState) and to == 1]
+        assert asked == [0, 1, 2, 3, 14, 15, 16, 17, 28, 29, 30, 31]
+    for sub in got.subs:
+        assert sub.coherence_layer_passes == EXIT * (1 + len(told) + len(missed)), (
+            "the prompt, and what no entries came for"
+        )
+    assert got.main.layer_passes == DEPTH * 40
+    assert got.main.recomputed_layer_passes == 0
+    assert len(got.main.asked) == 12
+    assert not got.main.foreseen
+    cuts = 0 if run_ahead else len(asked)
+    assert sorted(got.main.stage.ranges) == sorted([(0, EXIT), (EXIT, DEPTH)] * cuts + [(0, DEPTH)] * (40 - cuts)), (
+        "a pass is in two parts where its exit state is sent alone"
+    )
+
+
+@given(
+    pattern=st.integers(0, 2**32 - 1),
+    rate=st.sampled_from([0.1, 0.3, 0.6, 1.0]),
+    layout=st.sampled_from([(1, 1, True), (1, 1, False), (3, 3, False), (3, 2, False)]),
+    order=st.none() | st.integers(0, 2**32 - 1),
+    impatience=st.sampled_from([0.0, 0.05, 0.3]),
+    length=st.integers(1, 40),
+    turns=st.tuples(st.integers(1, 5), st.integers(1, 8)),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_pattern_any_order_any_turns(bench, pattern, rate, layout, order, impatience, length, turns):
+    params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+    prompt = bench.prompt_ids(PROMPTS[pattern % len(PROMPTS)])
+    expected = bench.ordinary(prompt, params)
+    head = rehearsed(prompt, expected.tokens, rate, bench.info.vocab_size, pattern)
+    k, workers, run_ahead = layout
+    got = bench.pipelined(
+        prompt,
+        params,
+        k,
+        EXIT,
+        head,
+        order,
+        impatience,
+        workers=workers,
+        run_ahead=run_ahead,
+        policy=TakesTurns(*turns),
+    )
+    assert got.tokens == expected.tokens
+    assert all(torch.equal(a, b) for a, b in zip(got.decisive, expected.decisive, strict=True)) or workers < k
+    assert got.main.layer_passes == DEPTH * length - EXIT * got.hits
+    assert got.hits <= len(got.main.foreseen) <= len(got.main.asked)
