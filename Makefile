@@ -38,7 +38,8 @@ nightly-faults: .venv/test.stamp
 	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 tests/unit/test_faults.py
 
 nightly-endings: .venv/test.stamp
-	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 -m nightly tests/processes/test_endings.py -k "kill-3 or interrupt-2"
+	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 -m nightly tests/processes/test_endings.py tests/processes/test_sigterm.py \
+	  -k "kill-3 or interrupt-2 or gets_two"
 
 nightly-endurance: .venv/test.stamp
 	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly -k "endurance or serve_load" \

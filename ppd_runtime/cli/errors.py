@@ -2,17 +2,15 @@
 
 import contextlib
 import io
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from ppd_runtime.cli.exit_codes import FAILURE, INTERRUPTED, STOPPED, TERMINATED, USAGE
+from ppd_runtime.cli.exit_codes import FAILURE, INTERRUPTED, STOPPED, USAGE
+from ppd_runtime.cli.sigterm import closed_by_sigterm
 from ppd_runtime.cli.words import in_its_words
 
 _NO_PLACE = ("unexpected extra argument", "does not take a value")
@@ -26,7 +24,7 @@ def one_line_errors(command: Callable[..., Any] | None = None) -> Iterator[None]
     exit code 143, its workers before it.
     """
     try:
-        with _closed_by_sigterm():
+        with closed_by_sigterm():
             yield
     except (typer.Exit, typer.Abort):  # RuntimeErrors by descent, but no failure
         raise
@@ -37,25 +35,6 @@ def one_line_errors(command: Callable[..., Any] | None = None) -> Iterator[None]
     except KeyboardInterrupt:
         sys.stderr.write(STOPPED)
         raise typer.Exit(INTERRUPTED) from None
-
-
-@contextlib.contextmanager
-def _closed_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM leave the block as an exception does, where it would end the process; a second one ends it."""
-    default = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM)
-    if default is not signal.SIG_DFL:
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.exit(TERMINATED)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class OneLineGroup(TyperGroup):
