@@ -57,7 +57,9 @@ class AsyncDecoding(Generic[Decoder]):
     ) -> Any:
         """As `PPDRuntime.chat`."""
         prompt = self.generator.chat_prompt(messages, chat_template, **options_of(settings))
-        return await self.generate(prompt, params, add_special_tokens=False, **settings)
+        n = settings.pop("n", None)
+        params = self.generator.chat_params(sampling_from(params, settings))
+        return await self.generate(prompt, params, n=n, add_special_tokens=False)
 
     def stream(
         self,

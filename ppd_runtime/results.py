@@ -50,7 +50,7 @@ class TokenEvent:
 
     token_id: int
     text: str
-    """The text that this token adds; empty while a character or a stop text is incomplete."""
+    """The text that this token adds; empty for a special one, and while a character or a stop text is incomplete."""
     position: int
     """Place in the whole sequence, the prompt's tokens counted, from 0."""
     hit: bool | None
@@ -267,7 +267,8 @@ class GenerationResult:
     """The generated tokens, the one that ended the generation among them."""
     prompt_ids: tuple[int, ...]
     finish_reason: str
-    """length, eos, stop (a stop text, or a token of `stop_token_ids`), timeout, or cancelled."""
+    """length, eos (an end token of the model, of the tokenizer in a chat, or of `eos_token_ids`), stop (a stop text, or
+    a token of `stop_token_ids`), timeout, or cancelled."""
     stats: Stats
     trace: Trace | None = None
     """What every process did and when, where that was asked for."""

@@ -21,6 +21,8 @@ _MOST = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # far below, logits divided by it are no longer finite: there the highest is chosen
 _MOST_NGRAM = 100  # tokens: so many copies of a prompt are made
 _MOST_PENALTY = 2.0  # OpenAI's range, and vLLM's
+END_TOKENS = ("stop_token_ids", "eos_token_ids")
+"""The settings that hold tokens which end a generation."""
 _ADDED = {"added": True}
 """Marks settings that files of earlier versions do not name; see `SamplingParams.as_dict`."""
 
@@ -80,7 +82,8 @@ class SamplingParams:
     """The same seed gives the same text, whatever the layout; -1 is one by chance. It is the key of the shared noise.
     A result tells its seed."""
     stop: tuple[str, ...] = ()
-    """Text that ends the generation and is not part of it; may be given again."""
+    """Text that ends the generation and is not part of it; may be given again. It matches special tokens as they are
+    written, which the text leaves out."""
     ignore_eos: bool = False
     """Go on after an end-of-text token."""
     min_p: float | None = field(default=None, metadata=_ADDED)
@@ -112,6 +115,9 @@ class SamplingParams:
     before temperature, penalties and filters. None: give none."""
     prompt_logprobs: bool = field(default=False, metadata=_ADDED)
     """Give the prompt's tokens' log-probabilities too, with `logprobs`."""
+    eos_token_ids: tuple[int, ...] = field(default=(), metadata=_ADDED)
+    """Token that ends the generation beside the model's own end-of-text tokens. The finish reason is "eos" then, and
+    `ignore_eos` holds for it too. `chat` adds the tokenizer's end token."""
 
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = field(default=None, metadata=_ADDED)
     """Biases by token id, such as {464: -100}, in [-100, 100]; each is added to the token's logit before all else."""
@@ -210,11 +216,13 @@ class SamplingParams:
         for text in self.stop:
             if not is_text(text, MOST_STOP_CHARACTERS):
                 raise ValueError(f"stop={text!r:.200}: give texts of 1 to {MOST_STOP_CHARACTERS} Unicode characters")
-        if not isinstance(self.stop_token_ids, tuple):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r:.200}: give a tuple of token ids")
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0, _MOST)
-        for name in ("stop", "stop_token_ids"):
+        for name in END_TOKENS:
+            given = getattr(self, name)
+            if not isinstance(given, tuple):
+                raise ValueError(f"{name}={given!r:.200}: give a tuple of token ids")
+            for token in given:
+                check_int(name, token, 0, _MOST)
+        for name in ("stop", *END_TOKENS):
             if len(given := getattr(self, name)) > MOST_STOPS:
                 raise ValueError(f"{name}={given!r:.100}…: {len(given)} of them, give at most {MOST_STOPS}")
 
@@ -233,7 +241,7 @@ class SamplingParams:
 
     def named_tokens(self) -> Iterable[tuple[str, int]]:
         """Each token id that a setting names, with the setting."""
-        for name in ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+        for name in (*END_TOKENS, "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
             yield from ((name, token) for token in getattr(self, name) or ())
         if self.forced_bos_token_id is not None:
             yield "forced_bos_token_id", self.forced_bos_token_id
@@ -290,7 +298,7 @@ def sampling_from(params: SamplingParams | None, settings: Mapping[str, Any]) ->
     return params
 
 
-_SEVERAL = ("stop", "stop_token_ids", "logits_processors")
+_SEVERAL = ("stop", *END_TOKENS, "logits_processors")
 
 
 def _as_tuple(given: Any) -> Any:

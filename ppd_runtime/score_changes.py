@@ -41,7 +41,7 @@ def score_changes(params: SamplingParams, prompt_size: int, eos_token_ids: Itera
         eos_token_ids: the model's, which end a text.
     """
     size = max(prompt_size - params.num_generated, 0)
-    ends = sorted({*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids})
+    ends = sorted({*(() if params.ignore_eos else (*eos_token_ids, *params.eos_token_ids)), *params.stop_token_ids})
     own = [*_likelier(params, size), *_length(params, size, ends), *_forced(params, prompt_size, size, ends)]
     given = {type(processor): processor for processor in reversed(params.logits_processors)}
     taken: list[Any] = [given.get(type(change), change) for change in own]  # a request's own of that kind is its own

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -172,7 +172,7 @@ class TextGenerator(ABC):
         chat_template: str | Path | None = None,
         **settings: Any,
     ) -> GenerationResult:
-        """As `generate`, for the next message of a conversation.
+        """As `generate`, for the next message of a conversation; the tokenizer's end token ends it, too.
 
         Args:
             messages: dictionaries with a "role" (such as system, user, assistant or tool) and a "content", oldest
@@ -185,13 +185,25 @@ class TextGenerator(ABC):
             ValueError: where there is no template, or it does not take these messages.
         """
         prompt = self.chat_prompt(messages, chat_template, **options_of(settings))
-        return self.generate(prompt, params, add_special_tokens=False, **settings)
+        n = settings.pop("n", None)
+        params = self.chat_params(sampling_from(params, settings))
+        return self.generate(prompt, params, n=n, add_special_tokens=False)
 
     def chat_prompt(
         self, messages: Messages, chat_template: str | Path | None = None, **options: "Unpack[TemplateOptions]"
     ) -> str:
         """The text in which a model reads a conversation, its special tokens among it (`add_special_tokens=False`)."""
         return chat_text(messages, self.tokenizer, template_of(chat_template), options)
+
+    def chat_params(self, params: SamplingParams) -> SamplingParams:
+        """As a conversation's next message has them: the tokenizer's end token ends it as the model's own do.
+
+        Templates end messages with it, and configurations often name another token, which ends texts of other kinds.
+        """
+        end = self.tokenizer.eos_token_id
+        if end is None or end >= self.info.vocab_size or end in params.eos_token_ids:
+            return params
+        return replace(params, eos_token_ids=(*params.eos_token_ids, end))
 
     def stream(
         self,

@@ -99,6 +99,8 @@ class Completions:
         ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
         usual = self.generator.defaults.temperature
         params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s, usual)
+        if isinstance(asked, ChatRequest):
+            params = self.generator.chat_params(params)
         return [self.generator.request(ids, seeded, asked.live) for seeded in with_seeds(params, asked.n)]
 
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:

@@ -48,7 +48,8 @@ SEEDS, TRIES = 40, 2000
 STATE = torch.linspace(-1, 1, 8).view(1, 1, 8)
 ENTRIES = torch.linspace(-1, 1, 16).bfloat16().view(1, 2, 2, 1, 4)
 PARAMS = SamplingParams(
-    16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ("\n\n", "é"), False, 0.05, 1.5, -0.5, (3, 4), num_generated=2, logprobs=3,
+    16, 0.7, 40, 0.9, 1.1, 2**64 - 1, ("\n\n", "é"), False, 0.05, 1.5, -0.5, (3, 4), num_generated=2,
+    logprobs=3, eos_token_ids=(7,),
     logit_bias={5: -100}, bad_words_ids=[[6, 7], [8]], suppress_tokens=[9], exponential_decay_length_penalty=(5, 1.5)
 )  # fmt: skip
 BEGIN = Begin(-1, 1, [5, 6, 7], PARAMS, True, True, [8, 9])

@@ -94,6 +94,7 @@ def round_trip(data: bytes) -> int:
                 presence_penalty=values.number(4001) / 1000 - 2,
                 frequency_penalty=values.number(4001) / 1000 - 2,
                 stop_token_ids=tuple(values.token_ids()),
+                eos_token_ids=tuple(values.token_ids()),
             ),
             live=bool(values.number(2)),
             traced=bool(values.number(2)),

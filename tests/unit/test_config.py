@@ -73,6 +73,8 @@ def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: obj
         ("stop_token_ids", (True,)),
         ("stop_token_ids", [1]),
         ("stop_token_ids", (1,) * 1001),
+        ("eos_token_ids", (-1,)),
+        ("eos_token_ids", [1]),
         ("timeout_s", 0),
         ("timeout_s", -1.0),
         ("timeout_s", math.inf),
@@ -197,6 +199,7 @@ def test_settings_come_by_name_or_as_params() -> None:
     assert sampling_from(SamplingParams(seed=3), {}) == sampling_from(None, {"seed": 3})
     assert sampling_from(None, {"stop_token_ids": 7}).stop_token_ids == (7,)
     assert sampling_from(None, {"stop_token_ids": [7, 8]}).stop_token_ids == (7, 8)
+    assert sampling_from(None, {"eos_token_ids": 7}).eos_token_ids == (7,)
     assert sampling_from(None, {"logits_processors": max}).logits_processors == (max,)
     with pytest.raises(ValueError, match="params and seed are both given"):
         sampling_from(SamplingParams(), {"seed": 3})

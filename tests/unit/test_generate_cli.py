@@ -59,6 +59,7 @@ WITHOUT_OPTION = {
         ),
         "rare: a model's file may have it, and Python",
     ),
+    "eos_token_ids": "a conversation's, which a command has not",
 }
 OF_JOBS = {"placement_timeout_s", "gpus_per_worker", "max_requests", "max_cache_tokens", "prefix_cache_tokens"}
 JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {

@@ -98,11 +98,13 @@ def _check_weights(model: str, name: str, folder: Path) -> None:
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     """The model's tokenizer; raises ValueError where the folder has none."""
     try:
-        if is_kept(info.folder):  # the library would choose by the architecture, whatever the file says
-            return PreTrainedTokenizerFast.from_pretrained(info.folder)
-        return AutoTokenizer.from_pretrained(info.folder, trust_remote_code=False)
+        # Of a kept folder the library would choose by the architecture, whatever the file says.
+        kind = PreTrainedTokenizerFast if is_kept(info.folder) else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(info.folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain ones
         raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {one_line(error)}") from error
+    tokenizer.clean_up_tokenization_spaces = False  # a space that a stream has told cannot be taken back
+    return tokenizer
 
 
 def check_leaving_out(info: ModelInfo, user: str, least_layers: int = 1) -> None:
