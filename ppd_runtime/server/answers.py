@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.results import GenerationResult, News, TokenEvent
 from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.timeline import as_told
-from ppd_runtime.server.token_texts import chat_logprobs, old_logprobs, text_of
+from ppd_runtime.server.token_texts import TokenTexts
 
 
 class Asked(NamedTuple):
@@ -42,8 +42,8 @@ class Answer:
 
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         self._asked, self._tokenizer = asked, tokenizer
-        self._told, self._offsets = Counter[int](), Counter[int]()  # characters of each choice's stream, and of tokens
-        self._new = Counter[int]()  # tokens of each choice's stream
+        self._told, self._new = Counter[int](), Counter[int]()  # characters and tokens of each choice's stream
+        self._texts = defaultdict[int, TokenTexts](lambda: TokenTexts(tokenizer))  # of each choice's stream
         kind, self._object = ("chatcmpl", "chat.completion") if asked.chat else ("cmpl", "text_completion")
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self._began_ns = time.time_ns()
@@ -70,8 +70,7 @@ class Answer:
         self._told[number] += len(event.text)
         self._new[number] += 1
         if event.logprobs is not None:
-            told["logprobs"] = self._logprobs([event.logprobs], offset=self._offsets[number])
-            self._offsets[number] += len(text_of(event.token_id, self._tokenizer))
+            told["logprobs"] = self._logprobs(self._texts[number], [event.logprobs])
         return self._chunk(number, {**self._text(event.text, "delta"), **told})
 
     def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
@@ -106,10 +105,13 @@ class Answer:
         return _counted(self._asked.prompt_tokens[number], self._new[number])
 
     def _choice(self, number: int, result: GenerationResult) -> dict[str, Any]:
+        echo, logprobs = self._asked.echoes[number], None
+        if self._asked.logprobs:
+            echo, logprobs = self._all_logprobs(echo, result)
         return {
             "index": number,
-            **self._text(self._asked.echoes[number] + self._text_of(result), "message"),
-            "logprobs": self._all_logprobs(result) if self._asked.logprobs else None,
+            **self._text(echo + self._text_of(result), "message"),
+            "logprobs": logprobs,
             "finish_reason": self._reason(result),
             "ppd": ppd_of(result, self._asked.shape),
         }
@@ -120,19 +122,21 @@ class Answer:
     def _reason(self, result: GenerationResult) -> str:
         return "length" if self._asked.most_tokens == 0 else reason_told(result)
 
-    def _all_logprobs(self, result: GenerationResult) -> dict[str, Any]:
-        """The text's, and with `echo` the prompt's before them, whose first token has none."""
-        noted: list[TokenLogprobs | None] = list(result.logprobs or ()) if self._asked.most_tokens != 0 else []
+    def _all_logprobs(self, echo: str, result: GenerationResult) -> tuple[str, dict[str, Any]]:
+        """The text's, and with `echo` the prompt's before them; and the prompt as its tokens have it."""
+        noted = (result.logprobs or ()) if self._asked.most_tokens != 0 else ()
         if result.prompt_logprobs is None:
-            return self._logprobs(noted)
-        return self._logprobs([None, *result.prompt_logprobs, *noted], result.prompt_ids[0])
+            return echo, self._logprobs(TokenTexts(self._tokenizer), noted)
+        prompt = TokenTexts(self._tokenizer, prompt=echo)
+        before = prompt.old_logprobs(zip(result.prompt_ids, (None, *result.prompt_logprobs), strict=True))
+        echo = prompt.finish()
+        behind = self._logprobs(TokenTexts(self._tokenizer, offset=len(echo)), noted)
+        return echo, {name: [*values, *behind[name]] for name, values in before.items()}
 
-    def _logprobs(self, noted: "Sequence[TokenLogprobs | None]", first: int = 0, offset: int = 0) -> dict[str, Any]:
-        """`first` is the token of an entry that has no log-probability."""
+    def _logprobs(self, texts: TokenTexts, noted: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if self._asked.chat:
-            return chat_logprobs([one for one in noted if one], self._tokenizer)
-        token_ids = [first if one is None else one.token_id for one in noted]
-        return old_logprobs(noted, token_ids, self._tokenizer, offset)
+            return texts.chat_logprobs(noted)
+        return texts.old_logprobs((one.token_id, one) for one in noted)
 
     def _text(self, text: str, member: str) -> dict[str, Any]:
         if not self._asked.chat:

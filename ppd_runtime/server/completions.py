@@ -21,6 +21,7 @@ from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from ppd_runtime.server.text_threads import TextThreads
 from ppd_runtime.server.timeline import layout_of
+from ppd_runtime.server.token_texts import text_of
 
 logger = logging.getLogger(__name__)
 _MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
@@ -82,7 +83,9 @@ class Completions:
                 results = await while_connected(request.receive, self.jobs.finish_all(generations))
             except ClientGone:
                 return Response(status_code=GONE)
-        return JsonResponse(answer.whole(results))
+        if not wanted:
+            return JsonResponse(answer.whole(results))
+        return JsonResponse(await self.texts.run(lambda: answer.whole(results)))  # a prompt's tokens take seconds
 
     def _prepared(self, asked: CompletionRequest, prompts: "Sequence[str | list[int]]") -> "Choices":
         special_tokens = asked.add_special_tokens is not False
@@ -113,7 +116,7 @@ class Completions:
         return max(most - prompt_size, 1)
 
     def _text_of(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else str(self.generator.tokenizer.decode(prompt))
+        return prompt if isinstance(prompt, str) else text_of(prompt, self.generator.tokenizer)
 
 
 class EventStream(Response):

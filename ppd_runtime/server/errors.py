@@ -19,6 +19,7 @@ KINDS: Mapping[int, str] = {
 GONE = 499
 """The log's status of a request whose client has gone, as nginx has it."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_LINE_ENDS = "\x85\u2028\u2029"
 _FIELDS = {"max_new_tokens": "max_tokens"}
 """What requests call the library's settings."""
 _NO_FIELDS = ("body", "str", "list[str]", "list[dict[str,any]]")
@@ -69,8 +70,11 @@ class JsonResponse(Response):
 
 
 def as_json(content: Any) -> bytes:
-    """A JSON value in UTF-8, in one line."""
-    return _ENCODE(content).encode("utf-8", "replace")
+    """A JSON value in UTF-8, in one line also for clients that take Unicode's other line ends for some."""
+    text = _ENCODE(content)
+    for character in _LINE_ENDS:  # JSON escapes all others; here they stand in strings alone
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "replace")
 
 
 def shown(value: object) -> str:
