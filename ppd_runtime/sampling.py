@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ppd_runtime.highest import NO_TOKEN, best, best_of_each, choice, choices
+from ppd_runtime.highest import NO_TOKEN, best, best_of_each, choice, choices, first_highest
 from ppd_runtime.logprobs import TokenLogprobs, token_logprobs
 from ppd_runtime.request_error import RequestError, no_numbers, no_scores
 from ppd_runtime.sampling_params import SamplingParams
@@ -164,11 +164,21 @@ class Sampler:
     @torch.inference_mode()
     def _choose(self, logits: Tensor, history: Sequence[int]) -> int:
         if self.params.greedy:
-            return choice(self._changed(logits, history))
+            return self._checked(self._changed(logits, history), logits)
         scores = self._temperature(None, self._changed(logits, history)[None])
         noise, kept = self.noise(len(history), 1, logits.shape[-1]), self._filters(None, scores)[0]
-        token = int((kept + noise[0]).argmax())
-        return token if kept[token].isfinite() else NO_TOKEN
+        return self._checked(kept + noise[0], logits)
+
+    def _checked(self, scores: Tensor, logits: Tensor) -> int:
+        """Where scores are highest, or NO_TOKEN.
+
+        A length penalty that overflows makes an end token's score infinitely high, and `generate` chooses it.
+        """
+        token = choice(scores)
+        if token == NO_TOKEN and choice(logits) != NO_TOKEN and not self.params.logits_processors:
+            highest = first_highest(scores)
+            return highest if scores[highest] == math.inf else NO_TOKEN
+        return token
 
     def choices(self, logits: Tensor) -> list[int] | None:
         """As `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`, or NO_TOKEN; None where what
