@@ -207,7 +207,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
         ("--weights int8 --dtype bfloat16", "--dtype bfloat16 with --weights int8: its states are in float32"),
         ("--max-new-tokens 600", "none of the 3 prompts and --max-new-tokens 600 fit the model's 512 positions"),
         ("--temperature -1", "--temperature -1"),
-        ("--top-p 0", "--top-p 0"),
+        ("--top-p 1.5", "--top-p 1.5"),
         ("--limit 0", "--limit 0"),
         ("--resume", "give --out as well"),
         ("--out FOLDER/none/rates.json", "give a file in a folder that exists"),

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 from generation_files import DEMO, generated, with_generation
+from models_for_tests import build_model, build_tokenizer
 from servers import running
 from typer.testing import CliRunner
 
@@ -75,6 +77,30 @@ def test_every_way_has_ordinary_decodings_tokens(tiny: Path, way: str) -> None:
             assert result.token_ids == expected.token_ids, settings
             hits += result.stats.hits
     assert hits > 12
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model each of whose tokens has a twin with the same logit, 150 further on."""
+    folder = tmp_path_factory.mktemp("tied")
+    model = build_model("llama", num_layers=5, quiet_from=2, tied=False)
+    with torch.no_grad():
+        model.lm_head.weight[150:] = model.lm_head.weight[:150]
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("way", ["ordinary", *WAYS])
+def test_where_one_token_is_asked_for_ties_go_as_greedily(tied: Path, way: str) -> None:
+    prompt, asked = [40, 7, 91, 65, 133, 9, 12, 150], {"max_new_tokens": 16, "ignore_eos": True}
+    way_in = WAYS.get(way, {"method": "autoregressive"})
+    with OrdinaryDecoding(tied, dtype="float32") as ordinary, open_method(tied, **way_in, dtype="float32") as method:
+        greedy = ordinary.generate(prompt, **asked).token_ids
+        assert max(greedy) < 150, "the first of two"
+        for seed, only_one in enumerate(({"top_k": 1}, {"min_p": 1}, {"top_p": 0}, {"temperature": 1e-9})):
+            settings = {"temperature": 1.0, "seed": seed, **only_one}
+            assert method.generate(prompt, **asked, **settings).token_ids == greedy
 
 
 def run(*arguments: object) -> str:
