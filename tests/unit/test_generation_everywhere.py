@@ -79,6 +79,19 @@ def test_every_way_has_ordinary_decodings_tokens(tiny: Path, way: str) -> None:
     assert hits > 12
 
 
+@pytest.mark.parametrize("acceptance", ["shared-noise", "rejection"])
+def test_kangaroo_keeps_to_them(tmp_path: Path, text: tuple[int, ...], acceptance: str) -> None:
+    fields = {"eos_token_id": 0, "repetition_penalty": 1.1, "suppress_tokens": [text[2], text[5]], "min_new_tokens": 20}
+    folder = with_generation(tmp_path / "model", DEMO, fields)
+    with open_method(folder, "kangaroo", acceptance=acceptance, dtype="float32") as method:
+        result = method.generate(PROMPT, max_new_tokens=NEW)
+        assert result.token_ids == generated(folder, list(result.prompt_ids), NEW)
+        assert result.stats.hits > 5
+        sampled = method.generate(PROMPT, max_new_tokens=NEW, temperature=1.0, top_k=5, seed=3)
+        assert not {text[2], text[5]} & {*sampled.token_ids}
+        assert method.generate(PROMPT, max_new_tokens=NEW, temperature=1.0, top_k=1).token_ids == result.token_ids
+
+
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model each of whose tokens has a twin with the same logit, 150 further on."""
