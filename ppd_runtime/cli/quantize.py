@@ -10,16 +10,14 @@ import typer
 
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import AsJson
-from ppd_runtime.config import FORMATS
+from ppd_runtime.config import FORMATS, RuntimeConfig
+from ppd_runtime.settings import summary
 
 Format = Enum("Format", {name: name for name in FORMATS}, type=str)  # type: ignore[misc]
 
 
 def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(help='A local folder, a GGUF file, a hub name (name@revision pins a commit), or "demo".'),
-    ],
+    model: Annotated[str, typer.Argument(help=summary(RuntimeConfig, "model"))],
     out: Annotated[Path, typer.Argument(help="The folder to write, which is not there yet.")],
     weights: Annotated[Format, typer.Option(help="The format of the layers' matrices; the head has int8 in both.")],
     as_json: AsJson = False,

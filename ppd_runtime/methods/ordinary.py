@@ -22,8 +22,8 @@ class OrdinaryDecoding(OneProcessDecoding):
     """Autoregressive decoding in this process, with the same stage, sampling and threads as a main process has.
 
     Args:
-        model: a local folder, a GGUF file, a hub name (`name@revision` pins a commit), or "demo" for the embedded
-            model.
+        model: a local folder, a GGUF file, a hub name (`name@revision` pins a commit), "demo" for the embedded
+            model, or "smollm2".
         emulate: a slower device whose times to keep to, to compare with a runtime that does.
         settings: dtype, device, threads, compile and trace, as `RuntimeConfig` has them; threads are set for the whole
             process while a generation runs.

@@ -27,7 +27,7 @@ def decode(model: str | Path, prompt: Prompt, method: str = "ppd", **settings: A
     """Continue a prompt with a model, by any method: the tokens are the same.
 
     Args:
-        model: a local folder, a GGUF file, a hub name, or "demo" for the embedded model.
+        model: a local folder, a GGUF file, a hub name, "demo" for the embedded model, or "smollm2".
         prompt: a text, or token ids; see `TextGenerator.generate`.
         method: one of `METHODS`.
         settings: the method's own (`LayerSkipSettings` and so on, or `PPDRuntime`'s), the generator's (dtype, device,

@@ -28,8 +28,8 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
 
     Args:
         method: which method and how, such as `LayerSkipSettings()`.
-        model: a local folder, a GGUF file, a hub name (`name@revision` pins a commit), or "demo" for the embedded
-            model.
+        model: a local folder, a GGUF file, a hub name (`name@revision` pins a commit), "demo" for the embedded
+            model, or "smollm2".
         acceptance: shared-noise (the tokens are ordinary decoding's, sampled ones too) or rejection (speculative
             sampling as in the papers: as exact a sampler, but other tokens than ordinary decoding's).
         stage: the whole model, loaded already, to share with others, one at a time; dtype, device and compile are as

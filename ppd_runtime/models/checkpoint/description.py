@@ -18,6 +18,7 @@ from ppd_runtime.models.checkpoint.config import (
 )
 from ppd_runtime.models.checkpoint.gguf.kept import is_gguf, is_kept, kept_folder
 from ppd_runtime.models.checkpoint.hub import fetched_with, find_model, one_line
+from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.behaviour import cache_windows
@@ -54,7 +55,7 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     """Find a model and check that it can be run here, without reading its weights.
 
     Args:
-        model: a local folder, a GGUF file, a hub name, one with a revision (`name@commit`), or "demo".
+        model: a local folder, a GGUF file, a hub name, one with a revision (`name@commit`), "demo", or "smollm2".
         weights: the format that its matrices' weights are to have; None: as its files have them.
         needs_weights: False where its shape and tokenizer are enough.
 
@@ -64,7 +65,8 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     """
     if weights is not None:
         check_choice("weights", weights, ALL_FORMATS)
-    name, folder = (model, kept_folder(model)) if is_gguf(model) else find_model(model)
+    file = packaged_file(model)
+    name, folder = (model, kept_folder(str(file or model))) if file or is_gguf(model) else find_model(model)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)
     found = architecture_of(model, config)
