@@ -19,6 +19,7 @@ _HEAD_DIM = 64
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "little": {"hidden_size": 256, "heads": 2, "shared": 1, "mlp": 512, "layers": 4, "vocab": 0},
     "small": {"hidden_size": 1024, "heads": 8, "shared": 2, "mlp": 2816, "layers": 8, "vocab": 0},
+    "300m": {"hidden_size": 768, "heads": 6, "shared": 2, "mlp": 3072, "layers": 24, "vocab": 128256},
     "llama3-8b": {"hidden_size": 4096, "heads": 32, "shared": 8, "mlp": 14336, "layers": 32, "vocab": 128256},
 }
 """Of models with grouped-query heads of dimension 128, as released ones have them; no vocabulary: the demo model's."""
@@ -81,6 +82,7 @@ def shape_config(shape: str) -> LlamaConfig:
         head_dim=128,
         max_position_embeddings=8192,
         initializer_range=0.1,
+        tie_word_embeddings=shape == "300m",
     )
 
 

@@ -86,11 +86,13 @@ def summarise(
     """Medians over pairs of (ordinary, pipelined) results for the same prompts."""
     first = tuple(map(sum, zip(*(p.stats.first_boundary for _, p in pairs), strict=True)))
     hits, misses = sum(p.stats.hits for _, p in pairs), sum(p.stats.misses for _, p in pairs)
-    if first:
+    if told := sum(first):
         hits, misses = sum(first[:-1]), first[-1]
-        predicted = expected_first_boundary([told / sum(first) for told in first]) / len(first)
+        predicted = expected_first_boundary([named / told for named in first]) / len(first)
     else:
-        predicted = predicted_ratio_after_first(runtime, hits / (hits + misses), max_new_tokens)
+        asked = sum(p.stats.asked for _, p in pairs)
+        rate = sum(p.stats.foreseen for _, p in pairs) / asked if asked else hits / max(hits + misses, 1)
+        predicted = predicted_ratio_after_first(runtime, rate, max_new_tokens)
     times = [(o.stats.time_per_token_s, p.stats.time_per_token_s) for o, p in pairs]
     return Comparison(
         new_tokens=sum(len(p.token_ids) for _, p in pairs),
