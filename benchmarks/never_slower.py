@@ -4,8 +4,8 @@
     python -m benchmarks.never_slower --model random:300m --layouts stages=2 --weights int8
     python -m benchmarks.never_slower --model smollm2 --never-right
 
-Prompts are chats where the model has a template. Times are for a token after the first; the first request of a layout is
-told by itself, with nothing known of earlier starts. With --never-right exit heads name wrong tokens alone.
+Prompts are chats where the model has a template. Times are for a token after the first; the first request of a layout
+is told by itself, with nothing known of earlier starts. With --never-right exit heads name wrong tokens alone.
 """
 
 import argparse
