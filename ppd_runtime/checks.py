@@ -12,7 +12,8 @@ _MOST = 1e15  # far beyond any time or factor, far from overflow
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
     """A whole number of Python's own, as settings are that travel to other processes and rest in files."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r}: give a whole number")
+        bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
+        raise ValueError(f"{name}={value!r}: give a whole number{bounds}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: must be at least {least}")
     if most is not None and value > most:

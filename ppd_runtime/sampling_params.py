@@ -158,6 +158,7 @@ class SamplingParams:
         if self.timeout_s is not None:
             check_range("timeout_s", self.timeout_s, lambda seconds: seconds > 0, "above 0")
         self._check_stops()
+        check_bool("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         check_bool("prompt_logprobs", self.prompt_logprobs)

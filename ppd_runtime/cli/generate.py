@@ -3,7 +3,8 @@
 import io
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,8 @@ from ppd_runtime.imports import quick_imports
 from ppd_runtime.sampling_params import BY_CHANCE, SamplingParams
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from ppd_runtime.methods.base import Generation, TextGenerator
     from ppd_runtime.results import GenerationResult, TokenEvent
 
@@ -98,7 +101,7 @@ def generate(
     outputs: Outputs,
 ) -> None:
     """Continue a text; the tokens are the same whatever the method and its options."""
-    own = {**({} if exit_layer is None else {"exit_layer": exit_layer}), **layout, **drafting, **swift}
+    own = own_settings(method, exit_layer, layout, drafting, swift)
     with one_line_errors(generate):
         with quick_imports():
             from ppd_runtime.methods.registry import open_method
@@ -107,14 +110,20 @@ def generate(
         outputs.check()
         text = _read_prompt(prompt, prompt_file)
         params = SamplingParams(**sampling)
-        if method is options.PPD:
-            own["progress"] = show_progress
         generator = open_method(model, method.value, **own, **place, trace=outputs.traced)
         live = Live.TOKENS if outputs.as_json else Live.BOUNDARIES
         generation = generator.request(text, params, live, add_special_tokens)
         result = _show(generation, generator, text, outputs, by_chance=params.seed == BY_CHANCE)
         give_json(_as_dict(result, method, generator.dtype), outputs.as_json, outputs.out)
         _write_trace(result, generator, outputs)
+
+
+def own_settings(method: Method, exit_layer: int | None, *groups: Settings) -> Settings:
+    """What `open_method` gets for a method from its options, and who shows the start's progress."""
+    own = {name: value for group in groups for name, value in group.items()}
+    if exit_layer is not None:
+        own["exit_layer"] = exit_layer
+    return own | ({"progress": show_progress} if method is options.PPD else {})
 
 
 def _show(
@@ -126,15 +135,14 @@ def _show(
                 pass
             show_progress("")
         else:
-            stages = len(cuts) + 1 if (cuts := getattr(generator, "cuts", ())) else 0
-            print_stream(generation, prompt, stages, legend=not outputs.quiet)
+            print_stream(generation, prompt, stages_of(generator), legend=not outputs.quiet)
     if not (outputs.as_json or outputs.quiet):
         seed = f", seed {generation.result.seed}" if by_chance else ""
-        sys.stderr.write(f"{_figures(generation.result)}{seed}\n")
+        sys.stderr.write(f"{figures(generation.result)}{seed}\n")
     return generation.result
 
 
-def _figures(result: "GenerationResult") -> str:
+def figures(result: "GenerationResult") -> str:
     """A line on how it went."""
     stats = result.stats
     rate = "" if stats.match_rate is None else f", match rate {stats.match_rate:.2f}"
@@ -142,6 +150,11 @@ def _figures(result: "GenerationResult") -> str:
         rate += f", {stats.measured_ratio:.2f} of the time without guesses"
     early = f", {result.finish_reason}" if result.finish_reason in ("timeout", "cancelled") else ""
     return f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{rate}{early}"
+
+
+def stages_of(generator: "TextGenerator") -> int:
+    """How many stages decode; 0 in other layouts."""
+    return len(cuts) + 1 if (cuts := getattr(generator, "cuts", ())) else 0
 
 
 def _as_dict(result: "GenerationResult", method: Method, dtype: str) -> dict[str, Any]:
@@ -204,10 +217,11 @@ def show_progress(line: str) -> None:
         sys.stderr.flush()
 
 
-def print_stream(generation: "Generation", prompt: str, stages: int = 0, legend: bool = False) -> None:
+def print_stream(generation: "Generation", prompt: str, stages: int = 0, legend: bool = False) -> Mapping[int, int]:
     """Print the text while it comes; where the terminal has colours, they say what foresaw a token.
 
-    Of stages that becomes known after the token itself: there each is printed with the next one or two.
+    Of stages that becomes known after the token itself: there each is printed with the next one or two. Given back are
+    the boundaries that were the first to name a token, by the tokens' positions, as `News.boundaries` has them.
     """
     from rich.console import Console
 
@@ -235,15 +249,37 @@ def print_stream(generation: "Generation", prompt: str, stages: int = 0, legend:
     console.print()
     if legend and most_held:
         _print_legend(stages)
+    return boundaries
 
 
 def _print_legend(stages: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    names = ["the text's repetitions", *(f"boundary {number}" for number in range(1, stages))]
-    words = Text(", ").join(Text(name, _style(number)) for number, name in enumerate(names))
+    words = Text(", ").join(_namers(stages))
     Console(stderr=True, soft_wrap=True).print(Text("named first by ") + words + Text("; plain: by none"))
+
+
+def foreseen(boundaries: Mapping[int, int], stages: int) -> "Text":
+    """The shares of the tokens that each boundary was the first to name, in its colour; empty where none is known."""
+    from rich.text import Text
+
+    if not boundaries:
+        return Text()
+    counts = Counter(boundaries.values())
+    shares = [
+        Text.assemble(name, f" {counts[number] / len(boundaries):.0%}")
+        for number, name in enumerate([*_namers(stages), Text("none")])
+    ]
+    return Text("named first by ") + Text(", ").join(shares)
+
+
+def _namers(stages: int) -> list["Text"]:
+    """What may name a token first, each in its colour."""
+    from rich.text import Text
+
+    names = ["the text's repetitions", *(f"boundary {number}" for number in range(1, stages))]
+    return [Text(name, _style(number)) for number, name in enumerate(names)]
 
 
 def _style(boundary: int) -> str:

@@ -11,6 +11,7 @@ from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
 
 _COMMANDS = (
     "generate",
+    "chat",
     "serve",
     "demo",
     "tradeoff",

@@ -6,7 +6,7 @@ import sys
 from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, show_progress
+from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, own_settings, show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
@@ -36,7 +36,7 @@ def serve(
     place: Settings,
 ) -> None:
     """Answer OpenAI's clients; each text is the one that its request gets alone."""
-    own = {**({} if exit_layer is None else {"exit_layer": exit_layer}), **layout, **drafting, **swift}
+    own = own_settings(method, exit_layer, layout, drafting, swift)
     with one_line_errors(serve):
         check_installed()
         with quick_imports():
@@ -44,8 +44,6 @@ def serve(
             from ppd_runtime.server.run import Prepared, serve_prepared
 
         prepared = Prepared(ServerSettings(**server))
-        if method is options.PPD:
-            own["progress"] = show_progress
         with open_method(model, method.value, **own, **place) as generator:
             show_progress("")
             serve_prepared(generator, prepared, lambda: _tell(prepared.url, generator.info.name))
