@@ -92,8 +92,8 @@ class RuntimeConfig:
     """
 
     model: str = "demo"
-    """A local folder, a GGUF file, a hub name (`name@revision` pins a commit), "demo" for the embedded model, or
-    "smollm2" for SmolLM2-135M-Instruct, which the extra `smollm2` installs."""
+    """A local folder, a GGUF file, a hub name (`name@revision` pins a commit), "demo" or "smollm2". The demo model is
+    shipped; SmolLM2-135M-Instruct comes with the extra `smollm2`."""
     k: int | None = None
     """Early candidates for each token, 3 by default; with `stages`, at each boundary, as many as suit its `rows`."""
     stages: int | None = None

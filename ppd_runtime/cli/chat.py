@@ -88,7 +88,7 @@ def check_template(model: str, weights: str | None, template: Path | None, syste
     tokenizer = load_tokenizer(info)
     if text is None and tokenizer.chat_template is None:
         raise ValueError(f"model {model!r} has no chat template: give one with --chat-template FILE")
-    chat_text(with_system([{"role": "user", "content": "Hello"}], system), tokenizer, text)
+    chat_text(with_system([{"role": "user", "content": "Hello"}], system), tokenizer, text, {})
 
 
 def talk(conversation: Conversation, typed: Iterable[str], stages: int, goes_on: bool) -> None:
