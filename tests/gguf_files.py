@@ -8,9 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from gguf_converter import converted
 from torch import Tensor
-from transformers import AutoConfig
 
 from ppd_runtime.models.native.quantising import quantise
 
@@ -94,7 +93,7 @@ def stored(tensor: Tensor, kind: str) -> Stored:
     """A tensor in a type; vectors are always in float32."""
     kind = "F32" if tensor.dim() == 1 else kind
     if kind in ("Q8_0", "Q4_0"):
-        found = quantise(tensor, {"Q8_0": "int8", "Q4_0": "int4"}[kind])
+        found = quantise(tensor.reshape(-1, tensor.shape[-1]), {"Q8_0": "int8", "Q4_0": "int4"}[kind])
         numbers, scales = torch.from_numpy(found.whole), torch.from_numpy(found.scales)
         if kind == "Q4_0":
             low, high = (numbers + 8).view(torch.uint8).chunk(2, dim=-1)
@@ -105,47 +104,21 @@ def stored(tensor: Tensor, kind: str) -> Stored:
     return kind, tuple(tensor.shape), content.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def interleaved(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of a Llama's queries or keys: the two numbers that rotary turns together side by side."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-
-
-def gguf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{NAMES[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
-
-
 def model_parts(
     folder: Path, kind: str, others: Mapping[str, str] | None = None
 ) -> tuple[dict[str, object], dict[str, Stored]]:
     """Metadata and tensors of a model folder in a type; `others` are the types of some, by their names in the file."""
-    config = AutoConfig.from_pretrained(folder)
-    architecture = config.model_type
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    tensors = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        part = name.split(".")[-2]
-        turned = interleaved(tensor, heads[part]) if architecture == "llama" and part in heads else tensor
-        tensors[gguf_name(name)] = stored(turned, (others or {}).get(gguf_name(name), kind))
-    about = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.hidden_size // 4,
-        "attention.value_length": config.hidden_size // 4,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": config.hidden_size // 4,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    metadata, found = converted(folder)
+    tensors = {
+        name: stored(tensor, (others or {}).get(name, _own_type(name) or kind)) for name, tensor in found.items()
     }
-    general = {"general.architecture": architecture, "general.alignment": ALIGNMENT, "general.file_type": 1}
-    return general | {f"{architecture}.{key}": value for key, value in about.items()} | tokenizer_parts(folder), tensors
+    general = {"general.alignment": ALIGNMENT, "general.file_type": 1}
+    return metadata | general | tokenizer_parts(folder), tensors
+
+
+def _own_type(name: str) -> str | None:
+    """That in which the converter writes a tensor, whatever the file's is."""
+    return "F32" if "_norm." in name or "ffn_gate_inp" in name or not name.endswith(".weight") else None
 
 
 def tokenizer_parts(folder: Path) -> dict[str, object]:

@@ -493,16 +493,18 @@ def test_a_tokenizer_beside_the_file_of_another_model_is_left(model_folder, tmp_
 
 
 REFUSED = {
-    "another architecture": ({"general__architecture": "gemma2"}, "has the architecture 'gemma2', llama, qwen2, qwen3"),
+    "another architecture": ({"general__architecture": "bert"}, "the architecture 'bert', llama, .* are read as GGUF"),
     "no architecture": ({"general__architecture": None}, "lacks general.architecture"),
     "an adapter": ({"general__type": "adapter"}, "holds no model but general.type 'adapter'"),
-    "a part": ({"split__count": 3}, "is one of 3 parts; join them with `llama-gguf-split --merge`"),
-    "experts": ({"llama__expert_count": 8}, "has the setting 'llama.expert_count' [(]8[)], which is not read"),
+    "a part": ({"split__count": 3}, "is one of 3 parts; give it its name, NAME-00001-of-00003.gguf"),
+    "experts": ({"llama__expert_count": 8}, "lacks llama.expert_used_count"),
+    "shared experts": ({"llama__expert_shared_count": 8}, "the setting 'llama.expert_shared_count' [(]8[)], which"),
     "scaled logits": ({"llama__logit_scale": 0.5}, "has the setting 'llama.logit_scale'"),
     "a window": ({"llama__attention__sliding_window": 64}, "has the setting 'llama.attention.sliding_window'"),
     "part rotary": ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count 4 for heads of 8 numbers"),
     "other values": ({"llama__attention__value_length": 4}, "llama.attention.value_length 4 for heads of 8"),
-    "su rotary": ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type 'longrope'; linear and yarn are read"),
+    "su rotary": ({"llama__rope__scaling__type": "su"}, "rope.scaling.type 'su'; none, linear, yarn, longrope are"),
+    "long rotary": ({"llama__rope__scaling__type": "longrope"}, "lacks the tensor rope_factors_short.weight"),
     "rotary that stands still": (
         {"llama__rope__freq_base": 1.0, **{f"llama__rope__scaling__{key}": value for key, value in YARN.items()}},
         "says what no llama can be: ZeroDivisionError",
@@ -514,8 +516,8 @@ REFUSED = {
     "few layers": ({"llama__block_count": 3}, "has 'blk.3.attn_norm.weight', which no llama has here"),
     "a text for layers": ({"llama__block_count": "4"}, "says that llama.block_count is 4"),
     "mixed heads": ({"llama__attention__head_count_kv": [2, 2, 1, 2]}, "different llama.attention.head_count_kv"),
-    "more heads": ({"llama__attention__head_count": 8}, "blk.0.attn_q.weight has 32 rows"),
-    "wide": ({"llama__feed_forward_length": 128}, "blk.0.ffn_up.weight has 64 rows, .*feed_forward_length it has 128"),
+    "more heads": ({"llama__attention__head_count": 8}, r"blk.0.attn_q.weight has the shape .*, by .* \[64, 32\]"),
+    "wide": ({"llama__feed_forward_length": 128}, r"blk.0.ffn_gate.weight has the shape \[64, 32\], by .* \[128, 32\]"),
     "other width": ({"llama__embedding_length": 64}, "token_embd.weight has the shape .*, for 64 inputs"),
     "more tokens": ({"llama__vocab_size": 301}, "301 tokens and 300 rows of token_embd.weight"),
     "odd alignment": ({"general__alignment": 48}, "general.alignment is 48"),
@@ -562,7 +564,10 @@ def test_a_type_that_is_not_read_is_refused_by_name(model_folder, tmp_path) -> N
     )
 
 
-@pytest.mark.parametrize("damage", ["scale", "factors", "unknown tensor", "bias", "shape", "vector", "twice"])
+@pytest.mark.parametrize(
+    "damage",
+    ["scale", "factors", "few factors", "table of factors", "unknown tensor", "bias", "shape", "vector", "twice"],
+)
 def test_tensors_that_do_not_fit_are_refused_by_name(model_folder, tmp_path, damage) -> None:
     metadata, tensors = model_parts(model_folder("llama"), "Q8_0")
     kind, shape, content = tensors["blk.1.attn_v.weight"]
@@ -572,8 +577,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(model_folder, tmp_path, dam
             "a scale of blk.1.attn_v.weight is not finite",
         ),
         "factors": (
-            {"rope_freqs.weight": stored(torch.tensor([1.0, 2.0, 3.0, 8.0]), "F32")},
-            "has other factors in rope_freqs.weight than Llama 3's scaling",
+            {"rope_freqs.weight": stored(torch.tensor([1.0, 2.0, -3.0, 8.0]), "F32")},
+            "a factor of rope_freqs.weight is no number above 0",
+        ),
+        "few factors": (
+            {"rope_freqs.weight": stored(torch.ones(3), "F32")},
+            "rope_freqs.weight has 3 numbers, for heads of 8",
+        ),
+        "table of factors": (
+            {"rope_freqs.weight": stored(torch.ones(2, 4), "F32")},
+            r"rope_freqs.weight is \[2, 4\] in F32",
         ),
         "unknown tensor": ({"blk.1.attn_sinks.weight": stored(torch.ones(4), "F32")}, "has 'blk.1.attn_sinks.weight'"),
         "bias": ({"blk.1.attn_q.bias": stored(torch.ones(32), "F32")}, "has 'blk.1.attn_q.bias', which no llama has"),

@@ -16,8 +16,10 @@ from ppd_runtime.config import GGUF
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
 from ppd_runtime.files.checksummed import checksum, has_checksum, only_one
 from ppd_runtime.models.checkpoint.config import QUANTISED, SINGLE, read_json
-from ppd_runtime.models.checkpoint.gguf.config import architecture_of, config_of
-from ppd_runtime.models.checkpoint.gguf.reader import read_gguf
+from ppd_runtime.models.checkpoint.gguf.architectures import architecture_of
+from ppd_runtime.models.checkpoint.gguf.config import config_of
+from ppd_runtime.models.checkpoint.gguf.naming import Naming
+from ppd_runtime.models.checkpoint.gguf.reader import parts_of, read_gguf
 from ppd_runtime.models.checkpoint.gguf.tensors import TensorPlan, check_kinds, plan_tensors, rope_factors_of
 from ppd_runtime.models.checkpoint.gguf.tokenizer import BESIDE, write_tokenizer
 from ppd_runtime.models.checkpoint.weight_cache import version_of
@@ -65,6 +67,8 @@ def kept_folder(model: str) -> Path:
         raise ValueError(f"model {model!r}: no such GGUF file here; give one, a folder, a hub name or 'demo'")
     try:
         about = _about(path)
+    except ValueError as error:
+        raise ValueError(f"model {model!r} {error}") from error
     except OSError as error:
         raise ValueError(f"model {model!r} cannot be read: {error.strerror or error}") from error
     place = cache_folder() / _FOLDER
@@ -91,17 +95,17 @@ def kept_folder(model: str) -> Path:
 def _about(path: Path) -> dict[str, Any]:
     """What a folder is made of; it is named by that."""
     beside = path.parent / BESIDE
-    files = [path, *([beside] if beside.exists() else [])]
+    files = [*parts_of(path), *([beside] if beside.exists() else [])]
     return {"format": [_FORMAT, LAYOUT], "files": [[str(file.resolve()), *version_of(file)] for file in files]}
 
 
 def _write(path: Path, about: dict[str, Any], folder: Path) -> None:
     """Write the folder; it appears when it is whole, and not at all for a file that is refused."""
     gguf = read_gguf(path)
-    architecture_of(gguf)
+    architecture, metadata = architecture_of(gguf)
     check_kinds(gguf)
-    config = config_of(gguf, rope_factors_of(gguf))
-    plan = plan_tensors(gguf, config)
+    config = config_of(metadata, architecture, rope_factors_of(gguf))
+    plan = plan_tensors(gguf, Naming(metadata, architecture, config), config)
     if plan.is_packed and not is_available(torch.device("cpu"), torch.float32):
         raise ValueError("has weights of few bits, which need Linux and PyTorch 2.8 or newer; give a file in F16")
     _check_room(plan.num_bytes, folder.parent)

@@ -6,9 +6,10 @@ described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -28,6 +29,8 @@ _NAMES = (
 )
 _TYPES = _NAMES.split()
 """All types by their numbers, for messages."""
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+"""Names of a model's parts."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
@@ -42,6 +45,7 @@ _MOST_DIMENSIONS = 4
 class StoredTensor:
     """Where a tensor lies in a file."""
 
+    file: Path
     name: str
     kind: str
     """Its type, such as Q8_0."""
@@ -53,10 +57,14 @@ class StoredTensor:
     """None for a type that is not read."""
 
     @property
+    def rows(self) -> int:
+        """Its rows; of a vector each number is one."""
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row, of a tensor whose type is read."""
-        numbers, size = BLOCKS[self.kind]
-        return self.shape[-1] // numbers * size
+        return (self.num_bytes or 0) // self.rows
 
 
 @dataclass(frozen=True)
@@ -68,18 +76,66 @@ class GGUF:
     tensors: Mapping[str, StoredTensor]
 
 
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model, by the name of one of them; raises ValueError where one is not there."""
+    found = _PART.fullmatch(path.name)
+    if not found:
+        return [path]
+    stem, _, count, suffix = found.groups()
+    parts = list[Path]()
+    for number in range(1, int(count) + 1):
+        part = path.with_name(f"{stem}-{number:05}-of-{count}{suffix}")
+        if not part.is_file():
+            raise ValueError(f"lacks its part {part.name}, which has to lie beside the others")
+        parts.append(part)
+    return parts or [path]
+
+
 def read_gguf(path: Path) -> GGUF:
-    """What a file says of itself; its tensors' numbers are not read.
+    """What a file says of itself, or a model's parts, of which this is one; their tensors' numbers are not read.
 
     Raises:
-        ValueError: for a file that is none, is of another version or byte order, is cut short, or contradicts itself.
+        ValueError: for a file that is none, is of another version or byte order, is cut short, or contradicts itself;
+            for a part that is not there, or does not belong to the others.
     """
+    paths = parts_of(path)
+    if len(paths) == 1:
+        whole = _read(path)
+        _check_part(whole, 0, 1)
+        return whole
+    tensors, first = dict[str, StoredTensor](), None
+    for number, each in enumerate(paths):
+        try:
+            part = _read(each)
+            _check_part(part, number, len(paths))
+            if twice := tensors.keys() & part.tensors.keys():
+                raise ValueError(f"has the tensor {shown(min(twice))} of another part")
+        except ValueError as error:
+            raise ValueError(f"has a part, {each.name}, that {error}") from error
+        first = first or part
+        tensors |= part.tensors
+    assert first
+    if first.metadata.get("split.tensors.count", len(tensors)) != len(tensors):
+        raise ValueError(f"is damaged: its parts have {len(tensors)} tensors, not as many as they say")
+    return GGUF(path, first.metadata, tensors)
+
+
+def _read(path: Path) -> GGUF:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             return _Reader(file, size).gguf(path)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from error
+
+
+def _check_part(part: GGUF, number: int, count: int) -> None:
+    """Compare a file with what its name says of it."""
+    said, of = part.metadata.get("split.no", 0), part.metadata.get("split.count", 1) or 1
+    if (said, of) != (number, count):
+        if count == 1:
+            raise ValueError(f"is one of {str(of)[:20]} parts; give it its name, NAME-00001-of-{str(of)[:20]:0>5}.gguf")
+        raise ValueError(f"is part {number + 1} of {count} by its name, and not by what it says")
 
 
 def shown(name: str) -> str:
@@ -102,7 +158,7 @@ class _Reader:
             if key in metadata:
                 raise ValueError(f"has the key {shown(key)} twice")
             metadata[key] = self._value(self._number("I"))
-        tensors = [self._tensor() for _ in range(num_tensors)]
+        tensors = [self._tensor(path) for _ in range(num_tensors)]
         return GGUF(path, metadata, self._placed(tensors, _alignment(metadata)))
 
     def _begin(self) -> None:
@@ -166,7 +222,7 @@ class _Reader:
             raise ValueError(f"is damaged: a truth value of {truth}")
         return bool(truth)
 
-    def _tensor(self) -> StoredTensor:
+    def _tensor(self, path: Path) -> StoredTensor:
         """One whose start is counted from where the tensors' bytes begin."""
         name = self._text(_MOST_NAME, "name")
         dimensions = self._number("I")
@@ -179,11 +235,11 @@ class _Reader:
         if not all(shape):
             raise ValueError(f"is damaged: tensor {shown(name)} is empty")
         if kind not in BLOCKS:
-            return StoredTensor(name, kind, shape, start, None)
+            return StoredTensor(path, name, kind, shape, start, None)
         numbers, size = BLOCKS[kind]
         if shape[-1] % numbers:
             raise ValueError(f"is damaged: tensor {shown(name)} in {kind} has rows of {shape[-1]} numbers")
-        return StoredTensor(name, kind, shape, start, math.prod(shape) // numbers * size)
+        return StoredTensor(path, name, kind, shape, start, math.prod(shape) // numbers * size)
 
     def _placed(self, tensors: Iterable[StoredTensor], alignment: int) -> dict[str, StoredTensor]:
         """The tensors by name with their places in the file, which are checked."""
@@ -195,7 +251,7 @@ class _Reader:
             if tensor.start % alignment:
                 raise ValueError(f"is damaged: tensor {shown(tensor.name)} begins between multiples of {alignment}")
             start = data_at + tensor.start
-            found[tensor.name] = StoredTensor(tensor.name, tensor.kind, tensor.shape, start, tensor.num_bytes)
+            found[tensor.name] = replace(tensor, start=start)
         for tensor in sorted(found.values(), key=lambda tensor: tensor.start):
             if tensor.start < end:
                 raise ValueError(f"is damaged: tensor {shown(tensor.name)} overlaps another one")
