@@ -37,7 +37,7 @@ def test_the_file_is_found_and_the_package_not_imported(tmp_path: Path, monkeypa
 @pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize(
     "command",
-    ["generate x --model smollm2", "serve --model smollm2", "bench --model smollm2", "plan --model smollm2"],
+    ["generate x --model smollm2", "serve --model smollm2", "bench --model smollm2", "plan --model smollm2", "chat"],
 )
 def test_one_line_says_how_to_get_it(command: str) -> None:
     assert not is_installed(SMOLLM2)
