@@ -144,6 +144,18 @@ def write_model(
     return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors)
 
 
+def write_parts(folder: Path, metadata: Mapping[str, object], tensors: Mapping[str, Stored], count: int) -> list[Path]:
+    """Write a model as so many files, as `llama-gguf-split` does: the first one alone has the model's metadata."""
+    names, paths = list(tensors), []
+    for number in range(count):
+        some = names[number * len(names) // count : (number + 1) * len(names) // count]
+        split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        path = folder / f"model-{number + 1:05}-of-{count:05}.gguf"
+        own = {**metadata, **split} if number == 0 else split
+        paths.append(write_gguf(path, own, {name: tensors[name] for name in some}))
+    return paths
+
+
 def drawn_blocks(kind: str, shape: tuple[int, int], seed: int) -> Stored:
     """A matrix of any codes, whose scales and minimums give it numbers that a model's have."""
     place, of_minimum, largest = SCALES[kind]

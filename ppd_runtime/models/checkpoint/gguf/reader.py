@@ -22,13 +22,6 @@ Value: TypeAlias = int | float | bool | str | list[str] | np.ndarray[Any, Any]
 
 BLOCKS: Mapping[str, tuple[int, int]] = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **QUANTISED_TYPES}
 """Numbers and bytes of a block, by the types of tensors that are read."""
-_NAMES = (
-    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
-    "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 "
-    "IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
-)
-_TYPES = _NAMES.split()
-"""All types by their numbers, for messages."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 """Names of a model's parts."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -230,7 +223,7 @@ class _Reader:
             raise ValueError(f"is damaged: tensor {shown(name)} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         number = self._number("I")
-        kind = _TYPES[number] if number < len(_TYPES) else f"type {number}"
+        kind = _type_name(number)
         start = self._number("Q")
         if not all(shape):
             raise ValueError(f"is damaged: tensor {shown(name)} is empty")
@@ -259,6 +252,14 @@ class _Reader:
             if end > self._size:
                 raise ValueError(f"is cut short: tensor {shown(tensor.name)} lies beyond its end")
         return found
+
+
+def _type_name(number: int) -> str:
+    """What a type of tensors is called."""
+    import gguf  # only a file that is opened for the first time needs it
+
+    numbers = gguf.GGMLQuantizationType
+    return numbers(number).name if number in list(numbers) else f"type {number}"
 
 
 def _code(kind: int) -> str:
