@@ -67,10 +67,10 @@ def test_models_and_templates_that_cannot_chat_are_refused(
     folder, wrong = model_folder("llama"), tmp_path / "wrong.jinja"
     for text, arguments, reason in (
         ("", ("demo",), "model 'demo' has no chat template: give one with --chat-template FILE"),
-        ("one\n{% if %}", (folder, "--chat-template", wrong), "no Jinja template: Expected an expression"),
-        ("one\n{% if %}", (folder, "--chat-template", wrong), "(the template's line 2); give another"),
-        ("\n\n{{ messages[0].a.b }}", (folder, "--chat-template", wrong), "(the template's line 3)"),
-        ("{{ raise_exception('no') }}", (folder, "--chat-template", wrong), "take them: no (the template's line 1)"),
+        ("one\n{% if %}", (folder, "--chat-template", wrong), "no Jinja template, line 2: Expected an expression"),
+        ("one\n{% if %}", (folder, "--chat-template", wrong), "; give another"),
+        ("\n\n{{ messages[0].a.b }}", (folder, "--chat-template", wrong), "take them, line 3: "),
+        ("{{ raise_exception('no') }}", (folder, "--chat-template", wrong), "take them, line 1: no"),
         ("", (folder, "--chat-template", tmp_path / "none"), "No such file or directory"),
         ("", (folder, "--chat-template", template, "--temperature", "-1"), "--temperature -1.0: must be finite and 0"),
     ):
@@ -83,7 +83,8 @@ def test_models_and_templates_that_cannot_chat_are_refused(
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(model_folder: Callable[..., Path]) -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler
+    signal.signal(signal.SIGINT, before)  # a shell's background job begins with another
     with OrdinaryDecoding(model_folder("llama"), dtype="float32") as generator:
         conversation = Conversation(generator, {"max_new_tokens": 64, "ignore_eos": True}, TEMPLATE)
         turn = conversation.take("word1")

@@ -19,10 +19,16 @@ from ppd_runtime.cli.main import app
 ModelFolder = Callable[..., Path]
 PROMPT, NEW = "def read_lines(path):\n", 40
 WAYS = {
-    "pipelined, k=1": {"method": "ppd", "k": 1, "transport": "local"},
-    "pipelined, k=3": {"method": "ppd", "k": 3, "transport": "local"},
-    "two stages": {"method": "ppd", "stages": 2, "transport": "local"},
-    "three stages, few guessed": {"method": "ppd", "stages": 3, "guess_vocab": 100, "transport": "local"},
+    "pipelined, k=1": {"method": "ppd", "speculation": "always", "k": 1, "transport": "local"},
+    "pipelined, k=3": {"method": "ppd", "speculation": "always", "k": 3, "transport": "local"},
+    "two stages": {"method": "ppd", "speculation": "always", "stages": 2, "transport": "local"},
+    "three stages, few guessed": {
+        "method": "ppd",
+        "speculation": "always",
+        "stages": 3,
+        "guess_vocab": 100,
+        "transport": "local",
+    },
     "layerskip": {"method": "layerskip", "exit_layer": 2, "num_speculations": 4},
     "adaspeed": {"method": "adaspeed", "exit_layer": 2},
     "swift": {"method": "swift", "threshold": 0.3, "context_window": 6, "search_steps": 40},
