@@ -23,6 +23,7 @@ def main() -> None:
         **layout,
         transport=given["transport"],
         dtype="float32",
+        speculation="always",
         ray_address=given["ray_address"],
         placement="strict-spread",
         placement_timeout_s=60.0,

@@ -59,6 +59,7 @@ def read_spec(fields: dict[str, Any]) -> WorkerSpec:
             "cores": tuple(fields["cores"]),
             "cuts": tuple(fields["cuts"]),
             "guess_tokens": tuple(fields["guess_tokens"]),
+            "way_seconds": tuple(fields["way_seconds"]),
             "code": {int(num_candidates): tuple(map(Path, files)) for num_candidates, files in fields["code"].items()},
             "emulate": fields["emulate"] and EmulatedDevice(**fields["emulate"]),
         }

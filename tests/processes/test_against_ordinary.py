@@ -16,7 +16,10 @@ from ppd_runtime.measure.machine_load import UNDISTURBED
 def both(model_folder: Callable[..., Path]) -> Iterator[tuple[PPDRuntime, OrdinaryDecoding]]:
     """A runtime by processes and ordinary decoding of the same model."""
     folder = str(model_folder("llama"))
-    with PPDRuntime(folder, k=1, launcher="processes") as runtime, OrdinaryDecoding(folder) as ordinary:
+    with (
+        PPDRuntime(folder, k=1, launcher="processes", speculation="always") as runtime,
+        OrdinaryDecoding(folder) as ordinary,
+    ):
         yield runtime, ordinary
 
 
@@ -33,7 +36,10 @@ def test_texts_are_compared(both: tuple[PPDRuntime, OrdinaryDecoding]) -> None:
 
 def test_stages_are_compared_by_their_first_boundaries(model_folder: Callable[..., Path]) -> None:
     folder = str(model_folder("llama"))
-    with PPDRuntime(folder, stages=2, k=1, transport="local") as runtime, OrdinaryDecoding(folder) as ordinary:
+    with (
+        PPDRuntime(folder, stages=2, k=1, transport="local", speculation="always") as runtime,
+        OrdinaryDecoding(folder) as ordinary,
+    ):
         found = check(runtime, ordinary)
     assert found.first_boundary == (found.hits, found.misses)
     assert found.predicted_ratio == pytest.approx(1 - found.match_rate / 2)

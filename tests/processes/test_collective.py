@@ -204,7 +204,7 @@ def test_tokens_are_ordinary_decodings(model_folder, k, workers, dtype, run_ahea
     text = OrdinaryDecoding(folder, dtype=dtype).generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
     head = OracleHead(((*PROMPT, *text),), 0.7, 300)
     layout = {"k": k, "workers": workers, "dtype": dtype, "run_ahead": run_ahead, "exit_head": head}
-    with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
+    with PPDRuntime(folder, launcher="processes", speculation="always", transport="collective", **layout) as runtime:
         result = runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
         assert result.token_ids == text
         _wait_for_connections(workers + 1)
@@ -216,7 +216,7 @@ def test_the_dead_are_replaced_and_linked_to(model_folder):
     text = OrdinaryDecoding(folder, dtype="bfloat16").generate(PROMPT, max_new_tokens=100, ignore_eos=True).token_ids
     head, slow = OracleHead(((*PROMPT, *text),), 1.0, 300), EmulatedDevice(layer_ms=6.0)
     layout = {"k": 1, "dtype": "bfloat16", "exit_head": head, "emulate": slow}
-    with PPDRuntime(folder, launcher="processes", transport="collective", **layout) as runtime:
+    with PPDRuntime(folder, launcher="processes", speculation="always", transport="collective", **layout) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=100, ignore_eos=True)
         events = [next(stream) for _ in range(5)]
         for name in ("sub-1", "main"):

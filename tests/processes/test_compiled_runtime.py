@@ -56,7 +56,11 @@ def check(
         texts = [ordinary.generate(p, max_new_tokens=NEW_TOKENS, **extra) for p in prompts]
         known = tuple((*text.prompt_ids, *text.token_ids) for text in texts)
         head = OracleHead(known, 0.7, ordinary.info.vocab_size)
-        layout |= {"exit_head": head, "emulate": EmulatedDevice(layer_ms=2.0)}  # slow enough for hits on busy cores
+        layout |= {
+            "exit_head": head,
+            "speculation": "always",
+            "emulate": EmulatedDevice(layer_ms=2.0),
+        }  # slow enough for hits on busy cores
         with PPDRuntime(folder, dtype=dtype, compile=True, **layout) as runtime:
             got = [runtime.generate(p, max_new_tokens=NEW_TOKENS, **extra) for p in prompts]
         assert [r.token_ids for r in got] == [text.token_ids for text in texts]

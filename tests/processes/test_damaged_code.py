@@ -39,12 +39,12 @@ def made(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
     folder.mkdir()
     for path in [Path(library.load()._name), *_packages(model), _head(model)]:
         shutil.copy(path, folder)
-    library.load.cache_clear()
+    library._loaded.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(base))
         tokens = generated(model)
     yield folder, tokens
-    library.load.cache_clear()
+    library._loaded.cache_clear()
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_libraries_of_layers(
 def test_our_own_library(model: str, made: tuple, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     (own,) = set(cache.glob("*.so")) - set(unpacked(cache))
     clear(own)
-    library.load.cache_clear()
+    library._loaded.cache_clear()
     assert generated(model) == made[1]
     assert warnings_of(caplog) == [f"{own} is damaged, so it is removed and made again"]
     assert is_whole(own)

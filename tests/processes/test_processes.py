@@ -63,28 +63,30 @@ def test_a_specification_survives_its_journey(folder, head, emulate):
         head = HeadInfo(Path("/somewhere"), "m", "abc", 2, 32, 300, "def", "affine")
     code = {1: (Path("/kept/a.pt2"),) * 2, 3: (Path("/kept/b.pt2"),) * 2}
     spec = WorkerSpec(1, 5, 2, info, 2, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
-    spec = replace(spec, guess_tokens=(3, 5), row_cost=0.25)
+    spec = replace(spec, guess_tokens=(3, 5), row_cost=0.25, way_seconds=(0.5, 0.0, 0.25))
     assert spec.num_candidates == 3
     assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 
 
 def test_tests_share_a_fork_server(folder, one_fork_server):
     """Else each runtime would start one, which takes as long as importing PyTorch."""
-    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
+    with PPDRuntime(folder, k=1, launcher="processes", speculation="always") as runtime:
         assert runtime._workers._servers == [one_fork_server]
 
 
 @pytest.mark.parametrize(("transport", "dtype"), [("unix", "float32"), ("zeromq", "bfloat16")])
 def test_tokens_are_ordinary_decodings(folder, transport, dtype):
     ordinary = OrdinaryDecoding(folder, dtype=dtype)
-    with PPDRuntime(folder, k=2, launcher="processes", transport=transport, dtype=dtype) as runtime:
+    with PPDRuntime(
+        folder, k=2, launcher="processes", speculation="always", transport=transport, dtype=dtype
+    ) as runtime:
         for length in (1, 2, 40):
             expected = ordinary.generate(PROMPT, max_new_tokens=length).token_ids
             assert runtime.generate(PROMPT, max_new_tokens=length).token_ids == expected
 
 
 def test_workers_share_their_weights():
-    with PPDRuntime("demo", k=2, launcher="processes", dtype="float32") as runtime:
+    with PPDRuntime("demo", k=2, launcher="processes", speculation="always", dtype="float32") as runtime:
         runtime.generate(PROMPT, max_new_tokens=3)
         named = worker_processes().items()
         maps = {name: [m for m in w.memory_maps() if m.path.endswith(".safetensors")] for name, w in named}
@@ -97,7 +99,9 @@ def test_workers_share_their_weights():
 
 def test_early_starts_are_used(folder, expected, rehearsed):
     slow = EmulatedDevice(layer_ms=10.0)  # the least time in which a hit can come, however busy the machine
-    with PPDRuntime(folder, k=2, launcher="processes", exit_head=rehearsed, emulate=slow, trace=True) as runtime:
+    with PPDRuntime(
+        folder, k=2, launcher="processes", speculation="always", exit_head=rehearsed, emulate=slow, trace=True
+    ) as runtime:
         began = time.perf_counter_ns()
         result = runtime.generate(PROMPT, max_new_tokens=40)
         ended = time.perf_counter_ns()
@@ -112,7 +116,7 @@ def test_emulated_workers_come_before_those_of_higher_rank(folder):
     with woken_at_once() as granted:
         if not granted:
             pytest.skip("no real-time scheduling for this user")
-        with PPDRuntime(folder, k=2, launcher="processes", emulate=EmulatedDevice(1.0)):
+        with PPDRuntime(folder, k=2, launcher="processes", speculation="always", emulate=EmulatedDevice(1.0)):
             order = {name: os.sched_getparam(w.pid).sched_priority for name, w in worker_processes().items()}
     assert order["main"] > order["sub-1"] > order["sub-2"] > 1
 
@@ -120,7 +124,7 @@ def test_emulated_workers_come_before_those_of_higher_rank(folder):
 def test_a_killed_sub_process_costs_no_token_and_comes_back(folder, rehearsed_at_length, caplog):
     expected, head = rehearsed_at_length
     slow = EmulatedDevice(layer_ms=2.0)
-    with PPDRuntime(folder, k=2, launcher="processes", exit_head=head, emulate=slow) as runtime:
+    with PPDRuntime(folder, k=2, launcher="processes", speculation="always", exit_head=head, emulate=slow) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=len(expected))
         events = [next(stream) for _ in range(5)]
         first = worker_processes()
@@ -150,7 +154,9 @@ def test_a_killed_sub_process_costs_no_token_and_comes_back(folder, rehearsed_at
 def test_a_killed_main_process_has_a_successor(folder, rehearsed_at_length, settings):
     settings = {"max_new_tokens": 300, **settings}
     wanted = OrdinaryDecoding(folder).generate(PROMPT, **settings).token_ids
-    with PPDRuntime(folder, k=1, launcher="processes", exit_head=rehearsed_at_length[1]) as runtime:
+    with PPDRuntime(
+        folder, k=1, launcher="processes", speculation="always", exit_head=rehearsed_at_length[1]
+    ) as runtime:
         stream = runtime.stream(PROMPT, **settings)
         got = [next(stream) for _ in range(7)]
         _kill("main")
@@ -172,7 +178,7 @@ def test_a_killed_main_process_has_a_successor(folder, rehearsed_at_length, sett
 def test_a_worker_that_is_stopped_is_replaced(folder, rehearsed_at_length, monkeypatch, caplog, layout, victim):
     monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 3.0)
     expected, head = rehearsed_at_length
-    with PPDRuntime(folder, k=1, launcher="processes", exit_head=head, **layout) as runtime:
+    with PPDRuntime(folder, k=1, launcher="processes", speculation="always", exit_head=head, **layout) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=len(expected))
         got = [next(stream).token_id for _ in range(5)]
         _kill(victim, by=signal.SIGSTOP)
@@ -188,7 +194,7 @@ def test_a_worker_that_is_stopped_is_replaced(folder, rehearsed_at_length, monke
 def test_whoever_has_slept_itself_has_lost_nobody(folder, monkeypatch):
     """The whole machine was asleep: the answer is late, and comes in a moment."""
     monkeypatch.setattr(ppd_runtime.launch.processes, "ANSWER_DEADLINE_S", 0.5)
-    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
+    with PPDRuntime(folder, k=1, launcher="processes", speculation="always") as runtime:
         handle = runtime._workers.supervisor._posts[1].handle
         _kill("sub-1", by=signal.SIGSTOP)
         while handle._pinged_at is None:
@@ -210,13 +216,13 @@ def test_who_is_stopped_while_it_starts_has_failed(folder, monkeypatch):
     stopper = threading.Thread(target=lambda: _until_there("sub-1").send_signal(signal.SIGSTOP))
     stopper.start()
     with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it has been stopped for 1 s"):
-        PPDRuntime(folder, k=1, launcher="processes").start()
+        PPDRuntime(folder, k=1, launcher="processes", speculation="always").start()
     stopper.join()
     assert not worker_processes()
 
 
 def test_a_main_process_that_is_lost_again_and_again_is_an_error_with_its_name(folder):
-    runtime = PPDRuntime(folder, k=1, launcher="processes", max_restarts=0)
+    runtime = PPDRuntime(folder, k=1, launcher="processes", speculation="always", max_restarts=0)
     with runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=500)
         next(stream)
@@ -234,7 +240,7 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(RuntimeError, match="failed to start: ValueError: .*cannot be read"):
-        PPDRuntime(str(tmp_path), k=1, launcher="processes").start()
+        PPDRuntime(str(tmp_path), k=1, launcher="processes", speculation="always").start()
     assert not worker_processes()
 
 

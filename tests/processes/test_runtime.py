@@ -184,7 +184,7 @@ def test_actors_that_share_a_gpu_and_do_not_fit_there_are_refused(ray_node, fold
 def test_killed_actors_are_replaced(ray_node, folder, ordinary, caplog):
     expected = ordinary.generate(PROMPT, max_new_tokens=300).token_ids
     head = OracleHead(((*PROMPT, *expected),), 1.0, 300)
-    with PPDRuntime(folder, k=1, exit_head=head, launcher="ray") as runtime:
+    with PPDRuntime(folder, k=1, exit_head=head, launcher="ray", speculation="always") as runtime:
         for victim in ("PPDSub", "PPDMain"):
             stream = runtime.stream(PROMPT, max_new_tokens=300)
             got = [next(stream).token_id for _ in range(5)]

@@ -33,7 +33,7 @@ def ordinary():
     ids=str,
 )
 def test_texts_are_ordinary_decodings(ordinary, settings, way):
-    with PPDRuntime("demo", dtype="float32", **settings, **way) as runtime:
+    with PPDRuntime("demo", dtype="float32", speculation="always", **settings, **way) as runtime:
         for prompt, sampling in ((PROMPT, {}), (PROMPT, SAMPLED), (LONG_PROMPT, SAMPLED)):
             expected = ordinary.generate(prompt, max_new_tokens=32, **sampling)
             result = runtime.generate(prompt, max_new_tokens=32, **sampling)

@@ -209,7 +209,7 @@ def test_what_cannot_be_made_or_loaded_is_one_line(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.load.cache_clear()
+    library._loaded.cache_clear()
     if damage == "no such source":
         monkeypatch.setattr(library, "_FOLDER", tmp_path)
         (tmp_path / "broken.cpp").write_text("int main( {")
@@ -219,7 +219,7 @@ def test_what_cannot_be_made_or_loaded_is_one_line(
         words = "compile: .*cannot be loaded .*; remove it to have it made again"
     with pytest.raises(ValueError, match=words):
         library.load()
-    library.load.cache_clear()
+    library._loaded.cache_clear()
 
 
 def _spoiled(path: Path) -> "subprocess.CompletedProcess[str]":

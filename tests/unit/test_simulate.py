@@ -362,10 +362,3 @@ def test_stragglers_and_slow_links_never_cost_more_than_ordinary_decoding(
     setting = Setting(40, 20, k, 128, times, slow=slow, run_ahead=False)
     ordinary = theory.ordinary_time(40, 128, setting.times)
     assert max(run.time for run in simulate_runs(setting, match_rate, runs=5)) <= 1.04 * ordinary
-
-
-def test_sub_processes_that_are_never_right_come_to_rest():
-    run = simulate(Setting(12, 6, 3, 2000, Times(hop=0.1)), [0] * 1999)
-    assert run.time == 12 * 2000
-    for passes in (run.sub_layer_passes, run.sub_coherence_layer_passes):
-        assert all(0 < each < 0.05 * 6 * 2000 for each in passes)

@@ -190,7 +190,7 @@ def test_colours_in_a_terminal_say_who_named_a_token(model_folder, capsys, monke
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     folder = model_folder("llama", num_layers=4)
-    with PPDRuntime(folder, stages=2, transport="local") as runtime:
+    with PPDRuntime(folder, stages=2, transport="local", speculation="always") as runtime:
         stream = runtime.stream("word1 word2", max_new_tokens=12, ignore_eos=True, boundaries=True)
         events = [replace(event, text=f" {event.position}") for event in stream]
     news = [*(event.news for event in events), stream.result.news]

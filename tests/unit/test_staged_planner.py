@@ -49,7 +49,9 @@ def test_every_overhead_by_hand() -> None:
     late = plan_stages(12, (3, 6, 9), 1, (0.0, 0.0, 0.0, 1.0), times, rows=1)
     a_pass = 3 * found.layer + found.besides
     least = 4 * a_pass + 4 * 3 + 4
-    assert least <= late.ms_per_token < 1.02 * least  # a token may wait for the end of a useless pass
+    assert (
+        least <= late.ms_per_token < 1.04 * least
+    )  # a token may wait for the end of a useless pass, or of a head's guess
     assert late.speedup == pytest.approx((2 + 12 * 10 + 4) / late.ms_per_token)
 
 
@@ -146,7 +148,7 @@ def test_the_papers_layout_is_advised_where_it_is_faster() -> None:
     shares = {((6,), 3): (0.1, 0.9)}
     ranking = rank(12, LAYERS_ONLY, RATES, 4, staged=ranked(LAYERS_ONLY, shares))
     assert ranking.verdict.startswith("exit layer 6 with k=3 on 4 devices: ")
-    assert ranking.verdict.endswith("; 2 stages (cut after layer 6) with k=3 on 2 devices would reach 1.03 times")
+    assert ranking.verdict.endswith("; 2 stages (cut after layer 6) with k=3 on 2 devices would reach 1.05 times")
 
 
 def test_neither_is_advised_where_neither_gains() -> None:
