@@ -1,4 +1,4 @@
-"""Exit heads made without training, and texts to train on."""
+"""Exit heads and adapters made without training, and texts to train on."""
 
 import json
 import random
@@ -10,6 +10,7 @@ import torch
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 from ppd_runtime.models.trained.heads import HeadInfo, HeadNetwork, new_head, save_head
 
 Change = Callable[[HeadNetwork], object]
@@ -41,6 +42,15 @@ def make_head(folder: Path, model: Path, kind: str, exit_layer: int, change: Cha
         weights_sha256="",
     )
     return save_head(folder, head, known, {})
+
+
+def make_adapter(folder: Path, model: Path, exit_layer: int) -> AdapterInfo:
+    """An untrained adapter's folder for a model folder."""
+    info = describe(str(model))
+    whole = load_layers(info, info.num_layers, torch.float32, "cpu")
+    hidden_size, fingerprint = whole.config.hidden_size, model_fingerprint(info)
+    known = AdapterInfo(folder, info.name, fingerprint, exit_layer, hidden_size, info.vocab_size, "")
+    return save_adapter(folder, new_adapter(whole, exit_layer), known, {})
 
 
 def write_texts(path: Path, number: int = 120, key: str = "text") -> Path:

@@ -31,11 +31,12 @@ def find_layer_set(
         assert isinstance(method, Swift)
         if (search := method.search) is None:
             raise ValueError("layer_set names what is being searched for; leave it out")
+        encoded = generator.encoded(prompts)
         for number in itertools.count():
             if search.finished:
                 break
             before = search.steps
-            for prompt in prompts:
+            for prompt in encoded:
                 if not search.finished:
                     generator.generate(prompt, max_new_tokens=max_new_tokens, seed=number)
                     on_progress(search)

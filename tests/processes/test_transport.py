@@ -15,7 +15,17 @@ import pytest
 import torch
 import zmq
 
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries, ExitState, HeadStart, Token
+from ppd_runtime.pipeline.messages import (
+    CLIENT,
+    MAIN,
+    Candidate,
+    End,
+    Entries,
+    ExitState,
+    HeadStart,
+    Token,
+    Unreadable,
+)
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
@@ -202,7 +212,12 @@ def test_garbage_is_logged_and_left_out(
         for i, frames in enumerate(garbage):
             raw.send_multipart(frames)
             raw.send_multipart(encode(Candidate(1, 1, i, (6,))))
-        assert positions(main, len(garbage)) == list(range(len(garbage)))
+        received = [main.receive(DEADLINE) for _ in range(len(garbage) + 2)]
+    assert [one.position for one in received if isinstance(one, Candidate)] == list(range(len(garbage)))
+    assert [one for one in received if isinstance(one, Unreadable)] == [
+        Unreadable(1, 1, "Candidate", "a Candidate with more frames than it has tensors"),
+        Unreadable(1, 1, "Entries", "a Entries needs one frame for its tensor"),
+    ]
     assert main.receive(0) is None
     main.close()
     assert len(caplog.records) == len(garbage)
@@ -325,7 +340,10 @@ def test_what_is_no_message_is_left_out_and_the_stream_goes_on(
         on_the_stream(frames) + on_the_stream(encode(Candidate(1, 1, i, (6,)))) for i, frames in enumerate(garbage)
     ]
     with stranger(tmp_path, *parts[:2]), stranger(tmp_path, *parts[2:]), caplog.at_level(logging.WARNING):
-        assert sorted(positions(main, len(garbage))) == list(range(len(garbage)))
+        received = [main.receive(DEADLINE) for _ in range(len(garbage) + 1)]
+    assert sorted(one.position for one in received if isinstance(one, Candidate)) == list(range(len(garbage)))
+    reason = "a Candidate with more frames than it has tensors"
+    assert [one for one in received if isinstance(one, Unreadable)] == [Unreadable(1, 1, "Candidate", reason)]
     assert len(caplog.records) == len(garbage)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from chaos import Fate, chaos
 from damage import with_numbers
+from heads_for_tests import make_adapter
 from seeds import SEED
 from torch import Tensor
 from ways import LAYOUTS, LOCAL, METHODS, PROMPT, WAYS
@@ -35,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 GUESSING = ("k=2", "stages of rows", "three stages", "layerskip")
 """Ways whose guesses are often wrong here."""
+KANGAROO = "kangaroo"
 AT = "the model's logits for position {} are NaN or infinite: a weight is damaged .* or float16 overflows"
 
 
@@ -67,6 +69,13 @@ def damaged(folder: Path, damaged_token: int, tmp_path_factory: pytest.TempPathF
     return str(with_numbers(folder, out, "model.embed_tokens.weight", damaged_token, math.nan))
 
 
+@pytest.fixture(scope="module")
+def ways(damaged: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All ways for that model."""
+    adapter = make_adapter(tmp_path_factory.mktemp("parts") / "adapter", Path(damaged), 2)
+    return {**WAYS, KANGAROO: {"method": KANGAROO, "adapter": adapter.folder, "threshold": 0.05}}
+
+
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a lost message does not wait long."""
@@ -96,11 +105,11 @@ def told(generator: TextGenerator, prompt: list[int], **settings: Any) -> tuple[
 
 
 def test_what_is_no_number_chooses_no_token(
-    damaged: str, damaged_token: int, ordinary: OrdinaryDecoding, expected: tuple[int, ...]
+    damaged: str, damaged_token: int, expected: tuple[int, ...], ways: dict[str, dict[str, Any]]
 ) -> None:
     """All tokens before it come; then an error names its position."""
     before = [*expected[: expected.index(damaged_token) + 1]]
-    for way, options in WAYS.items():
+    for way, options in ways.items():
         with open_method(damaged, dtype="float32", **options) as method:
             if way != "rejection sampling":
                 assert told(method, PROMPT)[0] == before, way
@@ -111,9 +120,11 @@ def test_what_is_no_number_chooses_no_token(
             assert short.token_ids == tuple(before), "the next request is answered"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_choose_finds_it(damaged: str, damaged_token: int, way: str) -> None:
-    with open_method(damaged, dtype="float32", **WAYS[way]) as method:
+@pytest.mark.parametrize("way", [*WAYS, KANGAROO])
+def test_every_way_to_choose_finds_it(
+    damaged: str, damaged_token: int, ways: dict[str, dict[str, Any]], way: str
+) -> None:
+    with open_method(damaged, dtype="float32", **ways[way]) as method:
         for settings in SETTINGS.values():
             with pytest.raises(RequestError, match=AT.format(len(PROMPT) if "logprobs" not in settings else r"\d")):
                 method.generate([*PROMPT[:-1], damaged_token], max_new_tokens=24, ignore_eos=True, **settings)
@@ -192,7 +203,11 @@ def test_guesses_without_numbers_change_no_token(
 
 
 def test_drafts_without_numbers_change_no_token(
-    damaged: str, damaged_token: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    damaged: str,
+    damaged_token: int,
+    expected: tuple[int, ...],
+    ways: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their numbers come into those of the tokens before them, where a mask multiplies them by 0."""
     drafted = []
@@ -206,10 +221,10 @@ def test_drafts_without_numbers_change_no_token(
 
         monkeypatch.setattr(rule, "propose", named)
     right = expected[: expected.index(damaged_token)]
-    for options in METHODS.values():
-        with open_method(damaged, dtype="float32", **options) as method:
+    for way in (*METHODS, KANGAROO):
+        with open_method(damaged, dtype="float32", **ways[way]) as method:
             result = method.generate(PROMPT, max_new_tokens=len(right), ignore_eos=True)
-            assert result.token_ids == right
+            assert result.token_ids == right, way
             assert drafted
             drafted.clear()
 

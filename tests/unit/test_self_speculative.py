@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from grids import nightly
+from heads_for_tests import make_adapter
 
 from ppd_runtime import OrdinaryDecoding, decode, open_method
 from ppd_runtime.cost_model.theory import drafting_ratio
@@ -16,8 +17,6 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.registry import METHODS
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.loading import load_layers
-from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 from ppd_runtime.models.trained.probe import Probe, ProbeInfo, save_probe
 from ppd_runtime.tracing.spans import Kind
 
@@ -88,12 +87,11 @@ def parts(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -
 
 def _parts(model: Path, folder: Path) -> Parts:
     info = describe(str(model))
-    whole = load_layers(info, info.num_layers, torch.float32, "cpu")
-    known = (folder, info.name, model_fingerprint(info), EXIT_LAYER, whole.config.hidden_size, info.vocab_size, "")
-    save_adapter(folder / "adapter", new_adapter(whole, EXIT_LAYER), AdapterInfo(*known), {})
-    probe = Probe(whole.config.hidden_size)
+    adapter = make_adapter(folder / "adapter", model, EXIT_LAYER)
+    probe = Probe(adapter.hidden_size)
     with torch.no_grad():
         probe.direction.normal_(generator=torch.Generator().manual_seed(0))
+    known = (folder, info.name, model_fingerprint(info), EXIT_LAYER, adapter.hidden_size, info.vocab_size, "")
     save_probe(folder / "probe", probe, ProbeInfo(*known), {})
     return Parts(str(model), folder / "adapter", folder / "probe")
 
