@@ -1,5 +1,6 @@
 """What a token takes by each way of guessing, kept on disk from one start to the next."""
 
+import contextlib
 import logging
 import platform
 import time
@@ -30,7 +31,9 @@ class GuessingTimes:
     """
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
-        self._about = _about(specs) if _are_kept(specs) else None
+        self._about = None
+        with contextlib.suppress(ValueError, OSError):  # of a model that cannot be read workers say so
+            self._about = _about(specs) if _are_kept(specs) else None
         self._seconds: tuple[float, ...] = ()
         self._noted_at = time.monotonic()
 
@@ -59,7 +62,9 @@ class GuessingTimes:
 
 
 def _are_kept(specs: Sequence[WorkerSpec]) -> bool:
-    """Whether another run could use them: not those of emulated devices and of heads for tests."""
+    """Whether another run could use them: not those of emulated devices, of heads for tests and of devices elsewhere."""
+    if specs[MAIN].device.startswith("cuda") and not torch.cuda.is_available():
+        return False
     heads = all(isinstance(spec.exit_head, str | HeadInfo) for spec in specs)
     return specs[MAIN].speculation == AUTO and specs[MAIN].emulate is None and heads
 
