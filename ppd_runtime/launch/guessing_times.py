@@ -32,7 +32,8 @@ class GuessingTimes:
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
         self._about = None
-        with contextlib.suppress(ValueError, OSError):  # of a model that cannot be read workers say so
+        # of a model or a device that cannot be read workers say so
+        with contextlib.suppress(ValueError, OSError, RuntimeError, AssertionError):
             self._about = _about(specs) if _are_kept(specs) else None
         self._seconds: tuple[float, ...] = ()
         self._noted_at = time.monotonic()
@@ -62,9 +63,7 @@ class GuessingTimes:
 
 
 def _are_kept(specs: Sequence[WorkerSpec]) -> bool:
-    """Whether another run could use them: not those of emulated devices, of heads for tests and of devices elsewhere."""
-    if specs[MAIN].device.startswith("cuda") and not torch.cuda.is_available():
-        return False
+    """Whether another run could use them: not those of emulated devices and of heads for tests."""
     heads = all(isinstance(spec.exit_head, str | HeadInfo) for spec in specs)
     return specs[MAIN].speculation == AUTO and specs[MAIN].emulate is None and heads
 
