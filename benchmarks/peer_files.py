@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 
 from ppd_runtime.models.checkpoint.config import model_config, weight_files
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.gguf.tensors import NAMES
 from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.native.quantising import quantise
 
@@ -61,8 +60,9 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
     tensors = _tensors(model)
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for full_name, tensor in tensors.items():
-        name = _name(full_name)
+        name = names.get_name(full_name, try_suffixes=(".weight",))
         part = name.split(".")[-2]
         kind = {"token_embd": "float16" if weights == "float16" else "bfloat16"}.get(part, weights)
         if part == "output" and weights == "int4":
@@ -84,14 +84,6 @@ def _tensors(model: Path) -> dict[str, Tensor]:
     return found
 
 
-def _name(name: str) -> str:
-    name = name.removesuffix(".weight")
-    if not name.startswith("model.layers."):
-        return f"{NAMES[name]}.weight"
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.weight"
-
-
 def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
     """Rows of queries or keys as GGUF wants a Llama's: the two numbers that rotary turns together side by side."""
     return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
@@ -106,12 +98,14 @@ def _in_format(tensor: Tensor, weights: str) -> tuple[np.ndarray, str]:
     if weights == "float16":
         return tensor.half().contiguous().numpy(), "F16"
     found = quantise(tensor, weights)
-    numbers, scales = torch.from_numpy(found.whole), torch.from_numpy(found.scales)
+    codes = found.codes
     if weights == "int4":
-        low, high = (numbers + 8).view(torch.uint8).chunk(2, dim=-1)
-        numbers = low | high << 4
-    blocks = torch.cat([scales[..., None].view(torch.uint8), numbers.view(torch.uint8)], dim=-1)
-    return blocks.flatten(1).numpy(), _TYPES[weights]
+        low, high = np.split(codes, 2, axis=-1)
+        codes = low | high << 4
+    else:
+        codes = codes - np.uint8(128)
+    blocks = np.concatenate([found.scales[..., None].view(np.uint8), codes], axis=-1)
+    return blocks.reshape(len(blocks), -1), _TYPES[weights]
 
 
 def _add_tokenizer(writer: Any, model: Path) -> None:
