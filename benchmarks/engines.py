@@ -197,6 +197,8 @@ class CTranslate2:
 
 
 EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
+FILE = "the file's"
+"""The formats that a GGUF file's matrices have."""
 BY_ROWS = " by rows"
 """Behind the name of a format: with a scale for each row."""
 ENGINES: Mapping[str, tuple[Callable[[Task], Engine], tuple[str, ...]]] = {

@@ -11,8 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.peer_files import converted_file, gguf_file
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.hub import DEMO
+from ppd_runtime.models.checkpoint.packages import SMOLLM2, packaged_file
 
 _RANDOM = "random:"
 _HEAD_DIM = 64
@@ -26,7 +28,8 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
 
 MODEL_HELP = (
     'a folder, a GGUF file, a hub name, "demo", "smollm2", '
-    f"{_RANDOM}HIDDENxLAYERS, or {_RANDOM} with {', '.join(SHAPES)}"
+    f"{_RANDOM}HIDDENxLAYERS, or {_RANDOM} with {', '.join(SHAPES)}; smollm2 and random models with a file type of "
+    "llama.cpp's, such as smollm2:Q8_0"
 )
 
 
@@ -37,14 +40,25 @@ def model_folder(name: str) -> Iterator[str]:
     Raises:
         ValueError: for a random model of no such form, or whose width is no multiple of 64.
     """
-    if not name.startswith(_RANDOM):
+    kind = re.fullmatch(rf"({SMOLLM2}|{_RANDOM}.+):([A-Z0-9_]+)", name)
+    if not kind and not name.startswith(_RANDOM):
         yield name
         return
+    with tempfile.TemporaryDirectory(prefix="ppd-model-") as folder:
+        if not kind:
+            yield _random_folder(name, Path(folder))
+            return
+        file = packaged_file(kind[1]) or gguf_file(
+            Path(_random_folder(kind[1], Path(folder))), "bfloat16", Path(folder)
+        )
+        yield str(converted_file(file, kind[2], Path(folder)))
+
+
+def _random_folder(name: str, folder: Path) -> str:
     config = random_config(name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory(prefix="ppd-model-") as folder:
-        save_model(random_model(config, torch.bfloat16, device), Path(folder))
-        yield folder
+    save_model(random_model(config, torch.bfloat16, device), folder)
+    return str(folder)
 
 
 def random_config(name: str) -> LlamaConfig:

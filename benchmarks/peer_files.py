@@ -26,17 +26,45 @@ _FILE_TYPES = {"bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16", "int8": "MOST
 
 
 def gguf_file(model: Path, weights: str, folder: Path) -> Path:
-    """A GGUF file of a Llama in a folder; the head of one in int4 is in int8, and embeddings are in bfloat16.
+    """The GGUF file that a model is, or one of a Llama in a folder.
+
+    The head of one in int4 is in int8, and embeddings are in bfloat16.
 
     Raises:
         ValueError: where it is no plain Llama.
     """
+    if model.is_file():
+        return model
     config = model_config(model)
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise ValueError(f"{model}: only plain Llamas are written as GGUF, this is {config.model_type}")
     path = folder / f"{weights}.gguf"
     if not path.exists():
         _write(path, model, config, weights)
+    return path
+
+
+def converted_file(file: Path, kind: str, folder: Path) -> Path:
+    """A GGUF file with its matrices in one of llama.cpp's file types, such as Q4_K_M, made by llama.cpp.
+
+    Raises:
+        ValueError: for a type that llama.cpp does not have, or where it is not installed.
+    """
+    try:
+        import llama_cpp
+    except ModuleNotFoundError:
+        raise ValueError(f"{kind}: llama.cpp makes it, which is not installed; run pip install '.[peers]'") from None
+    names = (f"LLAMA_FTYPE_{prefix}{kind}" for prefix in ("MOSTLY_", "ALL_"))
+    file_type = next((getattr(llama_cpp, name) for name in names if hasattr(llama_cpp, name)), None)
+    if file_type is None:
+        raise ValueError(f"{kind}: choose one of llama.cpp's file types, such as Q8_0 or Q4_K_M")
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.allow_requantize = file_type, True
+    silent = llama_cpp.llama_log_callback(lambda *message: None)
+    llama_cpp.llama_log_set(silent, None)
+    path = folder / f"{kind}.gguf"
+    if llama_cpp.llama_model_quantize(str(file).encode(), str(path).encode(), settings):
+        raise ValueError(f"{file.name}: llama.cpp does not make a {kind} of it")
     return path
 
 
@@ -62,7 +90,7 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for full_name, tensor in tensors.items():
-        name = names.get_name(full_name, try_suffixes=(".weight",))
+        name = str(names.get_name(full_name, try_suffixes=(".weight",)))
         part = name.split(".")[-2]
         kind = {"token_embd": "float16" if weights == "float16" else "bfloat16"}.get(part, weights)
         if part == "output" and weights == "int4":
@@ -77,7 +105,8 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
 
 
 def _tensors(model: Path) -> dict[str, Tensor]:
-    found, name_in_model = {}, names_in_model(describe(str(model)))
+    found: dict[str, Tensor] = {}
+    name_in_model = names_in_model(describe(str(model)))
     for file in weight_files(model):
         with safe_open(file, "pt") as tensors:
             found |= {name_in_model(name): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)

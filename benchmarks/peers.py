@@ -2,12 +2,14 @@
 
     python -m benchmarks.peers --rounds 5 --json figures.json
     python -m benchmarks.peers --model random:1024x24 --tokens 32 --limit 1
+    python -m benchmarks.peers --model smollm2:Q4_K_M --prompts prompts.jsonl
 
 Every engine is a process of its own for each format and number of threads, on as many cores as threads, and all are
 asked in turn; the first round is dropped. Times are for a token after the first. The floor is the time in which as
 many bytes as the weights have in that format, embeddings apart, can be read here by so many threads. Texts are compared
 with those of our eager passes where the weights are the same numbers. An engine that is not installed, or does not take
-the model, has the reason in its row. The model is one that is stored in bfloat16, which every engine can hold exactly.
+the model, has the reason in its row. The model is one that is stored in bfloat16, which every engine can hold exactly,
+or a GGUF file, which ours and llama.cpp read as it is.
 """
 
 import argparse
@@ -18,19 +20,22 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from benchmarks.engine_process import EngineProcess
-from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, STAGES, Task
+from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, FILE, STAGES, Task
 from benchmarks.floor import Reading
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import PROMPTS
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
 from ppd_runtime.measure.comparison.methods import common_start
+from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
+from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 
 
@@ -52,6 +57,7 @@ FORMATS: Mapping[str, Format] = {
     "int8": Format(8.5, 8.5, "int8"),
     "int4": Format(4.5, 8.5, "int4"),
     f"int8{BY_ROWS}": Format(8, 8, None),
+    FILE: Format(0, 0, FILE),
 }
 _OF_ENGINE: Mapping[str, Sequence[str]] = {
     EAGER: ("float32", "int8", "int4"),
@@ -62,6 +68,9 @@ _OF_ENGINE: Mapping[str, Sequence[str]] = {
     "OpenVINO": ("float16", "int8", "int4"),
     "CTranslate2": ("float32", f"int8{BY_ROWS}"),
 }
+_OF_FILES: Mapping[str, Sequence[str]] = dict.fromkeys((EAGER, COMPILED, STAGES, "llama.cpp"), (FILE,))
+"""Which engines read a GGUF file."""
+_MOST_PROMPT = 256  # tokens
 _PAUSE_S = 0.25
 """Between two engines' turns: threads that wait spin for as long as 0.2 s."""
 
@@ -113,10 +122,12 @@ def measure(options: argparse.Namespace) -> Figures:
     torch.set_num_threads(1)
     try:
         with model_folder(options.model) as model, tempfile.TemporaryDirectory(prefix="ppd-peers-") as folder:
-            info = describe(model)
+            info, file = describe(model), packaged_file(model) or Path(model)
+            if file.is_file():
+                return _measure(options, file, info, [name for name in engines if name in _OF_FILES], folder)
             if (dtype := model_config(info.folder).dtype) != torch.bfloat16:
                 raise ValueError(f"--model {options.model}: is stored in {dtype}, give one in bfloat16")
-            return _measure(options, info, engines, folder)
+            return _measure(options, info.folder, info, engines, folder)
     finally:
         torch.set_num_threads(threads)
 
@@ -129,18 +140,19 @@ def _chosen(engines: str | None) -> list[str]:
     return names
 
 
-def _measure(options: argparse.Namespace, info: ModelInfo, engines: Sequence[str], folder: str) -> Figures:
-    tokenizer = load_tokenizer(info)
-    prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS[: options.limit]]
+def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines: Sequence[str], folder: str) -> Figures:
+    tokenizer, formats = load_tokenizer(info), _OF_FILES if model.is_file() else _OF_ENGINE
+    texts = [one.text for one in read_prompts(options.prompts, options.limit)] if options.prompts else PROMPTS
+    prompts = [list(tokenizer.encode(prompt))[:_MOST_PROMPT] for prompt in texts[: options.limit]]
     context = max(map(len, prompts)) + options.tokens
     tasks = [
-        Task(engine, weights, threads, str(info.folder), folder, context)
+        Task(engine, weights, threads, str(model), folder, context)
         for threads in options.threads
         for engine in engines
-        for weights in _OF_ENGINE[engine]
+        for weights in formats[engine]
         if threads > 1 or engine != STAGES
     ]
-    with _rows(tasks, info) as rows:
+    with _rows(tasks, model, info) as rows:
         for turn in range(options.rounds + 1):
             _round(rows, prompts, options.tokens, keep=turn > 0)
         expected = {
@@ -154,12 +166,13 @@ def _measure(options: argparse.Namespace, info: ModelInfo, engines: Sequence[str
 
 
 @contextlib.contextmanager
-def _rows(tasks: Sequence[Task], info: ModelInfo) -> Iterator[list[Row]]:
+def _rows(tasks: Sequence[Task], model: Path, info: ModelInfo) -> Iterator[list[Row]]:
     """Each engine's process, started one after the other: one compiles or writes what the next one finds."""
     with contextlib.ExitStack() as stack:
         rows = []
         for task in tasks:
-            row = Row(EngineProcess(task), stored_bytes(info, FORMATS[task.weights]))
+            of_file = file_bytes(model) if model.is_file() else None
+            row = Row(EngineProcess(task), of_file or stored_bytes(info, FORMATS[task.weights]))
             stack.callback(row.process.close)
             rows.append(row)
         yield rows
@@ -187,6 +200,16 @@ def stored_bytes(info: ModelInfo, form: Format) -> int:
     return int(sum(bits)) // 8
 
 
+def file_bytes(file: Path) -> int:
+    """Of a GGUF file's matrices that a token's pass reads: all but an embedding that is not the head too."""
+    from gguf import GGUFReader
+
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(file).tensors}
+    if "output.weight" in sizes:
+        del sizes["token_embd.weight"]
+    return sum(sizes.values())
+
+
 def table(figures: Figures) -> str:
     """A row for each engine, format and number of threads, in Markdown."""
     columns = ["threads", "weights", "engine", "ms a token (quartiles)", "tokens/s", "floor, ms"]
@@ -212,7 +235,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--engines", help=f"some of: {', '.join(ENGINES)}; default: all")
     options.add_argument("--threads", type=whole_numbers, default=[1, 2], help="of each engine, with commas")
     options.add_argument("--tokens", type=positive, default=64, help="new tokens for each prompt, two at least")
-    options.add_argument("--limit", type=positive, default=3, help="prompts, three at the most")
+    options.add_argument("--prompts", help="JSON lines with a prompt each; default: three of code")
+    options.add_argument("--limit", type=positive, default=3, help="prompts")
     options.add_argument("--rounds", type=positive, default=5)
     return options
 
