@@ -1,5 +1,6 @@
 """The user's cache folder: files of compiled code and of findings, named by a hash of all that went into them."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -96,14 +97,24 @@ def artifact(ingredients: Mapping[str, Any], make: Callable[[Path], None], suffi
         ValueError: where there is no folder to make it in.
     """
     name = ingredients_name(ingredients)
+    if found := kept_artifact(name, suffix):
+        return found
+    with _told_in_a_line(), tempfile.TemporaryDirectory(prefix="ppd-making-") as making:
+        made = Path(making, f"{name}{suffix}")
+        make(made)
+        return _kept(made, name, suffix)
+
+
+def kept_artifact(name: str, suffix: str = ".pt2") -> Path | None:
+    """The whole file that stands for a name of `ingredients_name`; None where there is none; raises as `artifact`."""
+    with _told_in_a_line():
+        return next((found for folder in _folders() if (found := find(folder, name, suffix))), None)
+
+
+@contextlib.contextmanager
+def _told_in_a_line() -> Iterator[None]:
     try:
-        for folder in _folders():
-            if found := find(folder, name, suffix):
-                return found
-        with tempfile.TemporaryDirectory(prefix="ppd-making-") as making:
-            made = Path(making, f"{name}{suffix}")
-            make(made)
-            return _kept(made, name, suffix)
+        yield
     except OSError as error:
         raise ValueError(f"compile: {error}; set XDG_CACHE_HOME and TMPDIR to folders that can be written") from error
 

@@ -6,10 +6,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from ppd_runtime.files.cache_folder import kept_artifact
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.library import is_float32_on_cpu, load_meanwhile
@@ -63,9 +65,8 @@ def code_for(
     """
     if not wants_code(wanted, device):
         return {}
-    progress("compiling, unless an earlier run has: some ten seconds for each kind of layer and pass")
     try:
-        return compile_ahead(info, dtype, device, passes)
+        return compile_ahead(info, dtype, device, passes, progress)
     except ValueError as error:
         if wanted:
             raise
@@ -74,13 +75,18 @@ def code_for(
 
 
 def compile_ahead(
-    info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int] = (PassKind.ONE,)
+    info: ModelInfo,
+    dtype: torch.dtype,
+    device: str,
+    passes: Iterable[int] = (PassKind.ONE,),
+    progress: Callable[[str], None] = logger.info,
 ) -> dict[int, tuple[Path, ...]]:
     """Each layer's file of compiled code for each kind of passes, and the head's alone where that is compiled; makes
     those that no earlier run has made.
 
     Args:
         passes: numbers that are, or stand for, a `PassKind`; the whole head is made besides.
+        progress: is told each file that has to be made.
 
     Raises:
         ValueError: where the model cannot be compiled, or not on this machine.
@@ -88,16 +94,26 @@ def compile_ahead(
     if is_float32_on_cpu(device, dtype):
         load_meanwhile()
     # only compiled code needs all that it imports
-    from ppd_runtime.models.compiled.export import compile_head, compile_layers
+    from ppd_runtime.models.compiled.export import CodePart, head_part, layer_parts
 
     config, place = model_config(info.folder), torch.device(device)
-    code = dict[int, tuple[Path, ...]]()
+    parts = dict[int, list[CodePart]]()
     for kind in {*passes, PassKind.HEAD}:
         if (rows := head_rows(kind)) is None:
-            code[kind] = tuple(compile_layers(config, dtype, place, kind))
-        elif head := compile_head(config, dtype, place, rows):
-            code[kind] = (head,)
-    return code
+            parts[kind] = layer_parts(config, dtype, place, kind)
+        elif head := head_part(config, dtype, place, rows):
+            parts[kind] = [head]
+    unlike = dict[str, CodePart]()
+    for part in chain(*parts.values()):
+        unlike.setdefault(part.name, part)
+    files = {name: found for name in unlike if (found := kept_artifact(name))}
+    missing = [part for name, part in unlike.items() if name not in files]
+    if missing:  # a warning, for it takes a while and most programs show nothing less
+        logger.warning("compiling for this model and machine, once: %d files, some ten seconds each", len(missing))
+    for number, part in enumerate(missing, 1):
+        progress(f"compiling {part.what} ({number} of {len(missing)})")
+        files[part.name] = part.file()
+    return {kind: tuple(files[part.name] for part in of_kind) for kind, of_kind in parts.items()}
 
 
 def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int]) -> bytes:

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.files import cache_folder
 from ppd_runtime.models import compiling
-from ppd_runtime.models.compiling import code_for, wants_code
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.compiled import export
+from ppd_runtime.models.compiling import code_for, compile_ahead, wants_code
+from ppd_runtime.models.pass_kinds import PassKind
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +74,23 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch, caplog):
     assert sum("a reason; run it without" in line for line in caplog.messages) == 2
     with pytest.raises(ValueError, match="a reason"):
         code_for(True, ordinary.info, torch.float32, "cpu", [1])
+
+
+def test_the_first_start_says_what_it_makes_and_later_ones_find_it(tmp_path, monkeypatch, caplog):
+    """Three files: a layer's for one token and for several, and the head's."""
+    monkeypatch.setattr(export, "_compile", lambda *arguments: arguments[-1].write_bytes(b"code"))
+    monkeypatch.setattr(cache_folder, "cache_folder", lambda: tmp_path)
+    info, told = describe("demo"), []
+    made = compile_ahead(info, torch.float32, "cpu", [PassKind.ONE, PassKind.SEVERAL], told.append)
+    assert [line.rpartition("(")[2] for line in told] == ["1 of 3)", "2 of 3)", "3 of 3)"]
+    assert sorted(line.removeprefix("compiling ").partition(" (")[0] for line in told) == [
+        "layer 0, for passes over one token",
+        "layer 0, for passes over several tokens",
+        "the head",
+    ]
+    assert [line for line in caplog.messages if "once: 3 files" in line]
+    assert compile_ahead(info, torch.float32, "cpu", [PassKind.ONE, PassKind.SEVERAL], told.append) == made
+    assert len(told) == 3
 
 
 def test_what_was_compiled_is_told(monkeypatch):

@@ -214,7 +214,7 @@ def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monk
         for device in ("cpu", "cuda"):
             torch.backends.cuda.enable_cudnn_sdp(True)
             make = lambda: export.layer_for(export._model(config, torch.bfloat16), 0, 1)  # noqa: E731
-            export._compile(make, 0, None, torch.bfloat16, torch.device(device), 1, tmp_path / "code.pt2")
+            export._compile("layer 0", make, 0, None, torch.bfloat16, torch.device(device), 1, tmp_path / "code.pt2")
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     assert found == [True, False]

@@ -14,7 +14,8 @@ import logging
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from ppd_runtime.files.cache_folder import artifact, capabilities
+from ppd_runtime.files.cache_folder import artifact, capabilities, ingredients_name
 from ppd_runtime.models.compiled import joined_products, programs
 from ppd_runtime.models.compiled.compiler_apart import compiler_apart
 from ppd_runtime.models.compiled.joined_products import join_products
@@ -80,14 +81,37 @@ _PASSES: dict[int, str] = {
 }
 
 
+@dataclass(frozen=True)
+class CodePart:
+    """One file of compiled code: a layer's for a kind of passes, or a head's."""
+
+    what: str
+    """It computes this; for messages."""
+    ingredients: Mapping[str, Any]
+    make: Callable[[Path], None]
+
+    @cached_property
+    def name(self) -> str:
+        """Parts of one name have one file."""
+        return ingredients_name(self.ingredients)
+
+    def file(self) -> Path:
+        """The file; made where it is missing or damaged, which takes some ten seconds.
+
+        Raises:
+            ValueError: where the model cannot be compiled, or not on this machine.
+        """
+        return artifact(self.ingredients, self.make)
+
+
 def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, passes: int = 1) -> list[Path]:
-    """The file of compiled code for each layer of a model, for passes over so many tokens, or over what stands for a
-    number of them, such as `PassKind.SEVERAL`; layers of one kind have one file.
+    """The file for each of `layer_parts`."""
+    return [part.file() for part in layer_parts(config, dtype, device, passes)]
 
-    Needs no weights and no memory for them. Takes some ten seconds for a kind that is not on disk yet.
 
-    Raises:
-        ValueError: where the model cannot be compiled, or not on this machine.
+def layer_parts(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, passes: int = 1) -> list[CodePart]:
+    """The code of each layer of a model, for passes over so many tokens, or over what stands for a number of them, such
+    as `PassKind.SEVERAL`; layers of one kind have one file. Needs no weights and no memory for them.
     """
     with torch.device("meta"):
         skeleton = _model(config, dtype)
@@ -98,27 +122,30 @@ def compile_layers(config: PretrainedConfig, dtype: torch.dtype, device: torch.d
         return layer_for(_model(config, dtype), index, passes, scale)
 
     windows = enumerate(cache_windows(config))
-    return [_compiled_file(skeleton, i, window, partial(piece, i), device, passes) for i, window in windows]
+    return [_layer_part(skeleton, i, window, partial(piece, i), device, passes) for i, window in windows]
 
 
 def compile_part(part: PreTrainedModel, passes: int) -> Path:
     """As `compile_layers`, for a model of one layer that is there already, such as an adapter."""
     twin, (window,) = with_floats(copy.deepcopy(layer_for(part, 0, passes))), cache_windows(part.config)
-    return _compiled_file(part, 0, window, lambda: twin, part.device, passes)
+    return _layer_part(part, 0, window, lambda: twin, part.device, passes).file()
 
 
 def compile_head(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, rows: int = 0) -> Path | None:
-    """The file of compiled code for a model's final norm and head, over any few tokens; None where the library's own
-    is used, since there are no products of our own. With `rows`, a head for so many tokens alone.
+    """The file of `head_part`."""
+    part = head_part(config, dtype, device, rows)
+    return part.file() if part else None
 
-    Raises:
-        ValueError: as `compile_layers`.
+
+def head_part(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, rows: int = 0) -> CodePart | None:
+    """The code of a model's final norm and head, over any few tokens; None where the library's own is used, since there
+    are no products of our own. With `rows`, a head for so many tokens alone.
     """
     if not native.is_available(device, dtype):
         return None
     with torch.device("meta"):
         skeleton = with_head_rows(_model(config, dtype), rows)
-    return _compiled_head(skeleton, lambda: FinalHead(with_head_rows(_model(config, dtype), rows)).module, device)
+    return _head_part(skeleton, lambda: FinalHead(with_head_rows(_model(config, dtype), rows)).module, device)
 
 
 def compile_part_head(part: PreTrainedModel) -> Path | None:
@@ -128,7 +155,7 @@ def compile_part_head(part: PreTrainedModel) -> Path | None:
     part = shallow_copy(part)
     part.lm_head = with_floats(copy.deepcopy(part.lm_head))
     twin = copy.deepcopy(FinalHead(part).module)
-    return _compiled_head(part, lambda: twin, part.device)
+    return _head_part(part, lambda: twin, part.device).file()
 
 
 def layer_for(model: PreTrainedModel, index: int, passes: int, scale: str | None = None) -> nn.Module:
@@ -150,31 +177,34 @@ def _tensors(piece: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _compiled_file(
+def _layer_part(
     model: PreTrainedModel,
     index: int,
     window: int | None,
     make: Callable[[], nn.Module],
     device: torch.device,
     passes: int,
-) -> Path:
+) -> CodePart:
     known = _kind(model, index, passes) | {"window": window, "passes": passes}
     ingredients = _versions(type(model), model.dtype, device) | known
-    return artifact(ingredients, partial(_compile, make, index, window, model.dtype, device, passes))
+    tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
+    what = f"layer {index}, for passes over {tokens}"
+    return CodePart(what, ingredients, partial(_compile, what, make, index, window, model.dtype, device, passes))
 
 
-def _compiled_head(model: PreTrainedModel, make: Callable[[], nn.Module], device: torch.device) -> Path:
-    piece = FinalHead(model).module
+def _head_part(model: PreTrainedModel, make: Callable[[], nn.Module], device: torch.device) -> CodePart:
+    piece, what = FinalHead(model).module, "the head"
     ingredients = _versions(type(model), model.dtype, device) | {
         "config": {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT},
         "constants": sorted(_constants(piece)),
         "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
         "passes": PassKind.HEAD,
     }
-    return artifact(ingredients, partial(_compile, make, 0, None, model.dtype, device, PassKind.HEAD))
+    return CodePart(what, ingredients, partial(_compile, what, make, 0, None, model.dtype, device, PassKind.HEAD))
 
 
 def _compile(
+    what: str,
     make: Callable[[], nn.Module],
     index: int,
     window: int | None,
@@ -187,9 +217,6 @@ def _compile(
     if device.type == "cuda":
         check_toolkit()
     leave_out_cudnn(device)  # which attention the code has is chosen now
-    tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
-    what = "the head" if passes == PassKind.HEAD else f"layer {index}, for passes over {tokens},"
-    logger.info("compiling %s", what.rstrip(","))
     try:
         with warnings.catch_warnings(), _without_tracebacks(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -204,7 +231,7 @@ def _compile(
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"compile: {what} of this model cannot be: {reason}; run it without") from error
+        raise ValueError(f"compile: {what}, of this model cannot be: {reason}; run it without") from error
 
 
 @contextlib.contextmanager
