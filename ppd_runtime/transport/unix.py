@@ -30,6 +30,7 @@ _MOST_WAITING_BYTES = 64 * 2**20  # … or so many bytes
 _DRAIN_MS = 50  # how long a send waits for a full pipe to move: a long prompt should not stay behind a long pass
 _RETRY_S = 0.01
 _LINGER_S = 0.5
+_MOST_PAUSE = 63  # waits; each spin in vain about doubles those that sleep at once
 
 
 class UnixEndpoint:
@@ -37,7 +38,7 @@ class UnixEndpoint:
 
     Key/value entries have a stream of their own, so that a hidden state never queues behind them. A wait begins with
     `spin_s` seconds of looking again and again, which is quicker than being woken; for processes with a core of their
-    own. Not to be shared between threads.
+    own. Where messages come later than that, most waits sleep at once. Not to be shared between threads.
     """
 
     def __init__(self, folder: str, address: int, spin_s: float = 0.0) -> None:
@@ -55,6 +56,7 @@ class UnixEndpoint:
         self._waiting: set[_Outlet] = set()
         self._arrived: deque[Message] = deque()
         self._last: tuple[Message, list[Frame]] | None = None
+        self._pause = self._asleep = 0  # waits without spinning: after the next spin in vain, and still to come
         self.location = ""
 
     def introduce(self, address: int, location: str) -> None:
@@ -112,8 +114,14 @@ class UnixEndpoint:
         return outlet
 
     def _spin(self, until: float) -> None:
+        """Look for a message again and again, unless that was in vain lately."""
+        if self._asleep:
+            self._asleep -= 1
+            return
         while not self._arrived and time.perf_counter() < until:
             self._take(0)
+        self._pause = 0 if self._arrived else min(2 * self._pause + 1, _MOST_PAUSE)
+        self._asleep = self._pause
 
     def _patience_ms(self, left: float | None) -> int | None:
         """How long to sleep: to the deadline, rounded up, or until what could not be written is tried again."""

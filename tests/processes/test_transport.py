@@ -465,6 +465,19 @@ def test_spinning_ends_at_the_deadline(unix: Callable[..., UnixEndpoint]) -> Non
         assert main.receive(0.05) is None
 
 
+def test_who_spun_in_vain_sleeps_at_once_for_some_waits(unix: Callable[..., UnixEndpoint]) -> None:
+    main = unix(MAIN, spin_s=10.0)
+    looks: list[int | None] = []
+    look = main._take
+    main._take = lambda timeout_ms: (looks.append(timeout_ms), look(timeout_ms))  # type: ignore[method-assign]
+    spun = []
+    for _ in range(8):
+        looks.clear()
+        assert main.receive(0.1) is None
+        spun.append(looks.count(0) > 1)
+    assert spun == [True, False, True, False, False, False, True, False]
+
+
 def test_spinning_gives_way_to_sleep(unix: Callable[..., UnixEndpoint]) -> None:
     main = unix(MAIN, spin_s=0.002)
     began = time.thread_time()
