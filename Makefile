@@ -42,8 +42,9 @@ nightly-endings: .venv/test.stamp
 	  -k "kill-3 or interrupt-2 or gets_two"
 
 nightly-endurance: .venv/test.stamp
-	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 -s -m nightly -k "endurance or serve_load" \
-	  tests/processes/test_benchmark_runs.py tests/processes/test_serve_load.py
+	$(BIN)/python -m benchmarks.faults --layouts "k=2,stages=3;rows=4" --faults 100 --stop-share 0.2 --seed $(SEED)
+	$(BIN)/python -m benchmarks.serving --at-once 12 --minutes 20 --kill-every-s 5 --bad-share 0.2 --leave-share 0.2 \
+	  --seed $(SEED)
 
 nightly-model-check: .venv/test.stamp
 	PPD_WALKS=5000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py

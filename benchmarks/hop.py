@@ -10,12 +10,13 @@ the short pause and asleep after the long one.
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -48,14 +49,11 @@ class Series:
 
 def measure(options: argparse.Namespace) -> Figures:
     """A row for each transport, size and pause."""
-    kinds = [
-        Series(transport, num_bytes, pause, options.count)
-        for transport in options.transports
-        for num_bytes in options.sizes
-        for pause in options.pauses_ms
-    ]
+    if unknown := set(options.transports) - set(_TRANSPORTS):
+        raise ValueError(f"--transports {min(unknown)}: choose among {', '.join(_TRANSPORTS)}")
+    kinds = itertools.product(options.transports, options.sizes, options.pauses_ms)
     with _another_process() as pool:
-        return {"rows": [_row(series, pool) for series in kinds], "pinned": bool(assign_cores(2, 1)[0])}
+        return {"rows": [_row(Series(*kind, options.count), pool) for kind in kinds]}
 
 
 def measure_series(series: Series, start_method: str = "spawn") -> Figures:
@@ -66,13 +64,6 @@ def measure_series(series: Series, start_method: str = "spawn") -> Figures:
 
 def _another_process(start_method: str = "spawn") -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context(start_method))
-
-
-def _transports(text: str) -> list[str]:
-    """Names with commas between them."""
-    if unknown := set(names := text.split(",")) - set(_TRANSPORTS):
-        raise argparse.ArgumentTypeError(f"{min(unknown)!r}: choose among {', '.join(_TRANSPORTS)}")
-    return names
 
 
 def table(figures: Figures) -> str:
@@ -91,11 +82,7 @@ def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
         arrived = arriving.result()
     latencies = [1e6 * (a - b) for a, b in zip(arrived, began, strict=True)][_WARM_UP:]
     own = [1e6 * (e - b) for e, b in zip(ended, began, strict=True)][_WARM_UP:]
-    return {
-        "transport": series.transport,
-        "num_bytes": series.num_bytes,
-        "pause_ms": series.pause_ms,
-        "count": series.count,
+    return asdict(series) | {
         "median_us": statistics.median(latencies),
         "p99_us": statistics.quantiles(latencies, n=100)[-1],
         "sender_us": statistics.median(own),
@@ -126,7 +113,9 @@ def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
     on_gpu = 0
     torch.set_num_threads(1)
     with on_cores(cores), _met(series, folder, _RECEIVER, MAIN, cores) as endpoint:
-        _settle(endpoint)
+        deadline = time.monotonic() + _SETTLE_S
+        while getattr(endpoint, "is_opening", False) and time.monotonic() < deadline:
+            endpoint.receive(_LOOK_EVERY_S)  # no message comes, but the collective transport's link opens
         endpoint.send(MAIN, End(_RECEIVER, 1))
         while len(moments) < series.count + _WARM_UP:
             message = endpoint.receive(_DEADLINE_S)
@@ -151,17 +140,6 @@ def check_link(series: Series, on_gpu: int) -> None:
         raise RuntimeError(f"NCCL has brought {on_gpu} of {series.count} tensors, the others came by ZeroMQ")
 
 
-def _settle(endpoint: Endpoint) -> None:
-    """No message comes, but the collective transport's link opens, or does not."""
-    deadline = time.monotonic() + _SETTLE_S
-    while getattr(endpoint, "is_opening", False) and time.monotonic() < deadline:
-        endpoint.receive(_LOOK_EVERY_S)
-
-
-def _open(series: Series, folder: str, own: int, has_own_core: bool) -> Endpoint:
-    return open_endpoint(Network(series.transport, folder), own, has_own_core, series.device)
-
-
 def _wait_for(device: str) -> None:
     if device != "cpu":
         torch.cuda.current_stream(device).synchronize()
@@ -175,7 +153,8 @@ def _await_receiver(endpoint: Endpoint) -> None:
 @contextlib.contextmanager
 def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int]) -> Iterator[Endpoint]:
     """A place in the network, once its peer is there; each tells the other its location through a file."""
-    with contextlib.closing(_open(series, folder, own, bool(cores))) as endpoint:
+    opened = open_endpoint(Network(series.transport, folder), own, bool(cores), series.device)
+    with contextlib.closing(opened) as endpoint:
         written = Path(folder) / f"writing-{own}"
         written.write_text(endpoint.location)
         written.rename(Path(folder) / f"location-{own}")
@@ -190,7 +169,6 @@ def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int])
 
 @contextlib.contextmanager
 def _temporary_socket_folder() -> Iterator[str]:
-    """A folder of sockets that is gone afterwards."""
     folder = SocketFolder()
     try:
         yield folder.path
@@ -201,7 +179,9 @@ def _temporary_socket_folder() -> Iterator[str]:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument("--transports", type=_transports, default=list(_TRANSPORTS), help="with commas")
+    options.add_argument(
+        "--transports", type=lambda text: text.split(","), default=list(_TRANSPORTS), help="with commas"
+    )
     options.add_argument("--sizes", type=whole_numbers, default=[1024, 10240, 65536, 409600], help="bytes, with commas")
     options.add_argument("--pauses-ms", type=whole_numbers, default=[1, 5], help="with commas")
     options.add_argument("--count", type=positive, default=300, help="messages of each kind")

@@ -28,7 +28,6 @@ from benchmarks.engine_process import EngineProcess
 from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, FILE, STAGES, Task
 from benchmarks.floor import Reading
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.pipeline import PROMPTS
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
 from ppd_runtime.measure.comparison.methods import common_start
 from ppd_runtime.measure.prompt_files import read_prompts
@@ -70,6 +69,7 @@ _OF_ENGINE: Mapping[str, Sequence[str]] = {
 }
 _OF_FILES: Mapping[str, Sequence[str]] = dict.fromkeys((EAGER, COMPILED, STAGES, "llama.cpp"), (FILE,))
 """Which engines read a GGUF file."""
+PROMPTS = ("def read_lines(path):", "class Reader:", "    def __init__(self, name, value=None):")
 _MOST_PROMPT = 256  # tokens
 _PAUSE_S = 0.25
 """Between two engines' turns: threads that wait spin for as long as 0.2 s."""
@@ -228,9 +228,9 @@ def _cells(row: Figures) -> list[object]:
     return [*cells, f"{row['equal_texts']} of {row['texts']}", row["equal_start"]]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(doc: str | None = __doc__) -> argparse.ArgumentParser:
     """The command line's options."""
-    options = new_parser(__doc__)
+    options = new_parser(doc)
     options.add_argument("--model", default="demo", help=MODEL_HELP)
     options.add_argument("--engines", help=f"some of: {', '.join(ENGINES)}; default: all")
     options.add_argument("--threads", type=whole_numbers, default=[1, 2], help="of each engine, with commas")

@@ -90,6 +90,13 @@ def whole_numbers(text: str) -> list[int]:
     return [positive(part.strip()) for part in text.split(",")]
 
 
+def share(text: str) -> float:
+    """An option's share from 0 to 1."""
+    if not 0 <= (found := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a share from 0 to 1")
+    return found
+
+
 def slug(environment: Mapping[str, Any]) -> str:
     """The machine's kind as a file's name: its processor and cores, without trade marks and clock rate."""
     kind = re.sub(r"\((r|tm)\)|\b(processor|cpu)\b|@ [\d.]+ghz", " ", environment["machine"].lower())

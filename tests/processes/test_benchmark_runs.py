@@ -1,41 +1,21 @@
-"""Each benchmark once, as small as it goes, in this process: what they start themselves are processes of their own.
-
-`decode` is in test_compiled_runtime.py, which has compiled a model.
-"""
+"""Each benchmark once, as small as it goes: what they start themselves are processes of their own."""
 
 import datetime
 import os
 
 import pytest
-from compilers import needs_compiler
 from grids import nightly
 from seeds import SEED
 
 from benchmarks import __main__ as everything
-from benchmarks import (
-    contention,
-    endurance,
-    equal_devices,
-    first_token,
-    hop,
-    pass_ledger,
-    passes,
-    pipeline,
-    planner,
-    recovery,
-    siblings,
-    stages,
-    startup,
-    tracing,
-)
+from benchmarks import decode, faults, hop, layouts, serving, startup
 from benchmarks.recording import environment, slug
-from ppd_runtime.host import available_cores
 
 
 def figures(module, options):
     """What a benchmark finds; its table can be made of it."""
     before = _scheduling()
-    found = module.measure(module.parser().parse_args(options.split()))
+    found = module.measure(module.parser().parse_args(options))
     assert _scheduling() == before, "what the tests after it start would run before or beside whatever else there is"
     assert module.table(found).count("\n") >= 2
     return found
@@ -46,32 +26,41 @@ def _scheduling():
     return os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
 
 
-@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=nightly)])
-def test_pipeline(launcher, request):
-    if launcher == "ray":
-        request.getfixturevalue("ray_node")
-    options = "--model random:64x4 --match-rate 1 --tokens 6 --rounds 1 --emulate-layer-ms 5"
-    found = figures(pipeline, f"{options} --launcher {launcher}")
-    assert found["identical"]
-    assert found["emulated_layer_ms"] == 5
-    assert sum(found["ledger_ms"]["ordinary"].values()) >= 20
-    assert found["autoregressive_ms"] >= 20
-    assert found["launcher"] == launcher
-    assert {"ppd_ms", "ratio", "predicted_ratio", "realised_saving", "match_rate", "k"} <= set(found)
+def test_layouts_on_emulated_devices_with_slow_links():
+    """Nothing is guessed right, so a token takes all layers, and of stages a hop to each."""
+    asked = ["--layouts", "k=1;speculation=always,stages=2;repetitions=no;speculation=always,threads=2", "--eager"]
+    asked += ["--model", "random:64x4", "--limit", "1", "--tokens", "6", "--never-right"]
+    found = figures(layouts, [*asked, "--emulate-layer-ms", "5", "--hop-ms", "20"])
+    paper, stages, threads = found["rows"]
+    assert paper["identical"]
+    assert stages["identical"]
+    assert min(row["ms"][0] for row in found["rows"]) >= 4 * 5
+    assert (paper["match_rate"], paper["predicted"], paper["realised_saving"]) == (0, 1, None)
+    assert stages["predicted"] == 1
+    assert stages["ms"][1] >= 4 * 5 + 2 * 20
+    assert threads["ms"][1] >= 4 * (2.5 + 2 * 0.029)
+    assert sum(paper["ledgers_ms"][0].values()) >= 20
 
 
-def test_first_token():
-    found = figures(first_token, "--model random:64x4 --tokens 700 --rounds 1")
-    assert found["identical"]
-    assert (found["chunks"], found["least_ratio"]) == (4, 5 / 8)
-    assert len({row["before"] for row in found["rows"]}) == 2
-    assert all(row["ratio"] > 0 and len(row["ordinary_ms"]) == 1 for row in found["rows"])
-    assert len(found["slowdown_at_once"]) == 2
+@nightly
+def test_layouts_with_default_settings():
+    found = figures(layouts, ["--model", "random:64x4", "--limit", "2", "--tokens", "8", "--match-rate", "1"])
+    assert [row["layout"] for row in found["rows"]] == ["stages=2", "k=1", "k=3"]
+    assert all(row["identical"] and len(row["ratios"]) == 2 for row in found["rows"])
+
+
+@nightly
+def test_decode():
+    asked = ["--model", "random:64x2", "--tokens", "4", "--rounds", "1", "--limit", "1", "--rows", "2", "--texts", "2"]
+    found = figures(decode, asked)
+    assert {row["engine"] for row in found["rows"]} == {"ours-eager", "ours-compiled", "transformers"}
+    assert all(row["ms"] > 0 < row["share_of_bandwidth"] for row in found["rows"])
+    assert [row["weights"] for row in found["quality"]] == ["float32 passes", "bfloat16 passes", "int8", "int4"]
 
 
 @nightly
 def test_hop():
-    rows = figures(hop, "--sizes 1024,200000 --pauses-ms 1 --count 10")["rows"]
+    rows = figures(hop, ["--sizes", "1024,200000", "--pauses-ms", "1", "--count", "10"])["rows"]
     assert [(row["transport"], row["num_bytes"]) for row in rows] == [
         (transport, size) for transport in ("unix", "zeromq", "collective") for size in (1024, 200000)
     ]
@@ -79,80 +68,47 @@ def test_hop():
 
 
 @nightly
-def test_equal_devices():
-    rows = figures(equal_devices, "--model random:64x4 --match-rate 0.5 --tokens 6 --rounds 1")["rows"]
-    assert [row["way"] for row in rows] == ["1 device, ordinary", "tensor parallel", "PPD", "stages"]
-    assert all(row["identical"] for row in rows if row["way"] != "tensor parallel")
-    assert all(len(row["tokens_per_second"]) == 3 for row in rows)
+def test_startup():
+    found = figures(startup, ["--rounds", "1", "--only", "help; k=1, threads", "--prompt-tokens", "300"])
+    assert [len(row["seconds"]) for row in found["rows"]] == [2, 2]
+    assert len(found["long"]) == 1
 
 
-@nightly
-def test_equal_devices_that_are_emulated():
-    found = figures(equal_devices, "--model random:64x4 --devices 4 --tokens 6 --rounds 1 --emulate-layer-ms 20")
-    one, parallel, *pipelined = found["rows"]
-    assert max(one["tokens_per_second"]) <= 1 / (4 * 0.020)
-    assert max(parallel["tokens_per_second"]) <= 1 / (4 * (0.005 + 2 * 0.000029))
-    assert all(row["identical"] for row in (one, parallel, *pipelined))
-    assert [row["devices"] for row in found["rows"]] == [1, 4, 4, 4]
-
-
-@nightly
-def test_stages_on_slow_links_that_nobody_foresees():
-    """Nothing is guessed, so every token takes all layers and a hop to each stage; the simulator knows both."""
-    options = "--model random:64x4 --stages 2 --tokens 6 --limit 1 --rounds 1 --emulate-layer-ms 5 --hop-ms 20"
-    found = figures(stages, f"{options} --match-rate 0 --no-repetitions")
-    assert found["identical"]
-    assert found["first_boundary"] == [0, 5]
-    assert (found["emulated_layer_ms"], found["hop_ms"], found["beside"], found["contention"]) == (5, 20, [], None)
-    assert found["lock_step_speedup"] == found["bound"] == 1
-    assert found["realised_saving"] is None
-    assert min(found["staged_ms"], found["simulated_ms"]) >= 4 * 5 + 2 * 20
-    assert found["measured_over_simulated"] == found["staged_ms"] / found["simulated_ms"]
-
-
-@nightly
 @pytest.mark.parametrize(
-    ("settings", "label"),
+    "asked",
     [
-        ("--exit-layers 6", "6, k=1"),
-        ("--stages 2", "2 stages, k=1"),
-        ("--stages 2 --rows 2 --compile", "2 stages, k=1"),
+        ["--kill-every-s", "1", "--requests", "60", "--at-once", "6"],
+        pytest.param(["--kill-every-s", "5", "--minutes", "2", "--at-once", "12", "--stages", "4"], marks=nightly),
     ],
 )
-def test_planner(settings, label):
-    found = figures(planner, f"{settings} --tokens 9 --rounds 1")
-    assert [row["setting"] for row in found["rows"]] == [label, "ordinary"]
-    assert all(row["predicted_ms"] > 0 and row["measured_ms"] > 0 for row in found["rows"])
+def test_a_server_gives_every_client_its_own_text_or_an_honest_error(asked):
+    asked += ["--model", "random:64x4", "--limit", "4", "--tokens", "12", "--bad-share", "0.2", "--leave-share", "0.2"]
+    found = figures(serving, [*asked, "--seed", str(SEED)])
+    print(serving.table(found))
+    assert found["wrong"] == []
+    (row,) = found["rows"]
+    assert min(row["outcomes"][name] for name in ("right", "bad, refused", "client left")) >= 1
 
 
 @nightly
-@pytest.mark.skipif(available_cores() < 2, reason="contention is between two cores")
-def test_stages_beside_other_ways_of_using_two_cores():
-    options = "--model random:64x4 --stages 2 --k 1 --tokens 6 --limit 1 --rounds 1 --beside --contention"
-    found = figures(stages, options)
-    assert [way["way"] for way in found["beside"]] == ["2 threads", "PPD, k=1", "PPD, k=3 on 1 sub-process"]
-    assert all(way["identical"] for way in found["beside"])
-    assert found["contention"]["match_rate"] == found["first_boundary"][0] / 5
+@pytest.mark.parametrize("layout", ["k=2", "stages=3;rows=4"])
+def test_every_text_is_ordinary_decodings_while_workers_are_killed_and_stopped(layout):
+    wanted = int(os.environ.get("PPD_FAULTS", "2"))
+    asked = ["--model", "random:64x4", "--layouts", layout, "--faults", str(wanted), "--seed", str(SEED)]
+    found = figures(faults, [*asked, "--requests", "4", "--tokens", "20", "--every-s", "1", "--stop-share", "0.3"])
+    print(faults.table(found))
+    assert not faults.is_wrong(found)
+    (row,) = found["rows"]
+    assert row["killed"] + row["stopped"] >= wanted
 
 
-@nightly
-def test_startup():
-    rows = figures(startup, "--rounds 1 --layouts threads-1")["rows"]
-    assert [row["state"] for row in rows] == ["cold", "warm"]
-    for row in rows:
-        seconds = {name: values[0] for name, values in row["seconds"].items()}
-        parts = [seconds.pop(part) for part in ("description", "tokenizer", "weights")]
-        assert sum(seconds.values()) == pytest.approx(2 * seconds["whole"])
-        assert 0 < sum(parts) < seconds["settings"] + seconds["workers"]
-
-
-COMMAND = "startup --rounds 1 --layouts 'ppd tradeoff'"
+COMMAND = "startup --rounds 1 --only tradeoff --prompt-tokens 0"
 
 
 def test_a_report_tells_of_failures_and_leaves_the_good_one_alone(tmp_path, monkeypatch, capsys):
     earlier = tmp_path / f"{slug(environment())}.md"
     earlier.write_text("an earlier run's")
-    monkeypatch.setattr(everything, "PLAN", (("Start-up", COMMAND), ("Nonsense", "startup --layouts dask")))
+    monkeypatch.setattr(everything, "PLAN", (("Start-up", COMMAND), ("Nonsense", "startup --only dask")))
     monkeypatch.setattr("sys.argv", ["benchmarks", "--folder", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         everything.main()
@@ -163,83 +119,7 @@ def test_a_report_tells_of_failures_and_leaves_the_good_one_alone(tmp_path, monk
     assert capsys.readouterr().out.strip() == str(path)
     text = path.read_text()
     assert f"## Start-up\n\n```\npython -m benchmarks.{COMMAND}  # " in text
-    assert text.count("| ppd tradeoff | warm |") == 1
-    assert "FAILED with exit code 2: startup.py: --layouts dask: choose from " in text
+    assert text.count("| tradeoff | ") == 1
+    assert "FAILED with exit code 2: startup.py: --only dask: choose from " in text
     assert "1 of 2 failed" in text
     assert f"{datetime.date.today()}, commit " in text
-
-
-def test_siblings():
-    found = figures(siblings, "--model random:64x4 --dtype float32 --limit 2 --tokens 8 --prompt-tokens 20")
-    assert (found["k"], found["workers"], found["texts"], found["tokens"]) == (3, 1, 2, 16)
-    assert (found["identical_texts"], found["identical_tokens"], found["rate"]) == (2, 16, 1.0)
-
-
-@nightly
-@pytest.mark.skipif(available_cores() < 2, reason="contention is between two cores")
-def test_contention():
-    found = figures(contention, "--model random:64x3 --dtype float32 --seconds 0.2 --rounds 1 --match-rate 1")
-    assert found["exit_layer"] == 2
-    products = ["main: layers 2 to 3", "sub: layers 1 to 1", "main: layers 1 to 3"]
-    assert [row["products"] for row in found["rows"]] == products
-    assert [row["megabytes"] for row in found["rows"]] == [
-        pytest.approx(found["rows"][1]["megabytes"] * n) for n in (2, 1, 3)
-    ]
-    slower = max(found["rows"][0]["beside_ms"][0], found["rows"][1]["beside_ms"][0])
-    assert found["bounds"]["rows"][0]["ratio"] == [pytest.approx(slower / found["rows"][2]["alone_ms"][0])]
-    assert found["bounds"]["theorem"] == pytest.approx(2 / 3)
-
-
-@nightly
-@needs_compiler
-def test_passes():
-    found = figures(passes, "--model random:64x2 --tokens 1,3 --position 70 --rounds 1")
-    assert [row["tokens"] for row in found["rows"]] == [1, 3]
-    assert all(row["same_bits"] for row in found["rows"])
-    for row in found["rows"]:
-        assert row["us"]["our own, bfloat16"] > 0
-        assert 0 < row["us"]["PyTorch's products"] < 1e6
-    packed = figures(passes, "--model random:64x2 --weights int4 --tokens 1,3 --position 70 --rounds 1")
-    assert [set(row["us"]) for row in packed["rows"]] == [{"our own", "a pass"}] * 2
-    assert all(row["same_bits"] for row in packed["rows"])
-
-
-@nightly
-@needs_compiler
-@pytest.mark.parametrize("weights", ["", "--weights int8"])
-def test_pass_ledger(weights):
-    found = figures(pass_ledger, f"--model random:64x2 --rounds 3 --position 70 {weights}")
-    parts = [found["us"][name] for name in (*pass_ledger.PARTS, "attention", "the rest of the layers")]
-    assert sum(parts) == pytest.approx(found["us"]["layers"])
-    per_weight = 8.5 / 8 if weights else 2
-    assert found["bytes"]["attention's output"] == 2 * 64 * 64 * per_weight
-
-
-def test_tracing():
-    found = figures(tracing, "--model random:64x3 --dtype float32 --tokens 4 --rounds 2")
-    assert {way: len(times) for way, times in found["ms_a_token"].items()} == dict.fromkeys(tracing.WAYS, 2)
-    assert found["identical"]
-    assert found["spans_a_token"] == 3
-    assert all(spent > 0 for spent in found["calls_us_a_token"].values())
-
-
-@nightly
-def test_endurance():
-    faults = int(os.environ.get("PPD_FAULTS", "2"))
-    options = f"--model random:64x4 --k 2 --requests 12 --tokens 20 --fault-every-s 2 --faults {faults} --seed {SEED}"
-    found = figures(endurance, f"{options} --stop-share 0.5")  # which prints its seed
-    print(found)
-    assert found["texts equal"] == found["requests"] >= 12
-    assert found["tokens"] == 20 * found["requests"]
-    assert found["killed"] + found["stopped"] >= faults
-    assert found["left"] == {"processes": 0, "temporary files": 0, "in /dev/shm": 0}
-    for name in ("open files", "threads"):
-        first, _, last, _ = found["held"][name]
-        assert last <= first + 3, f"{name}: a socket and two pipes may be on their way"
-    assert found["lives"]["main process"][0][1][0] >= 1, "no main process was looked at"
-
-
-@nightly
-def test_recovery():
-    found = figures(recovery, "--rounds 1 --tokens 300")
-    assert found["texts equal"] == found["texts"] == 1

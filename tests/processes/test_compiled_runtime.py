@@ -18,7 +18,6 @@ from compilers import needs_compiler
 from grids import nightly
 from seeds import SEED
 
-from benchmarks import decode
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import startup
@@ -222,12 +221,3 @@ def test_the_command_line_compiles_once(model_folder, tmp_path, monkeypatch):
     texts = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["text"] for _ in range(2)]
     assert _layers_kept() == before
     assert texts == [ordinary.generate("a fox", max_new_tokens=8).text] * 2
-
-
-def test_the_benchmark_of_steps(model_folder):
-    options = f"--model {model_folder('llama', num_layers=5)} --dtype float32 --tokens 4 --rounds 2"
-    found = decode.measure(decode.parser().parse_args(options.split()))
-    for way in ("eager", "compiled"):
-        assert {"step_ms", "floor_ms", "ratio_to_floor", "hf_ms"} <= set(found[way])
-        assert min(found[way][name] for name in ("step_ms", "floor_ms", "bandwidth_floor_ms", "share_of_bandwidth")) > 0
-        assert f" | {way} | " in decode.table(found)

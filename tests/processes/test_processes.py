@@ -15,7 +15,7 @@ from grids import nightly
 from worker_processes import worker_processes
 
 import ppd_runtime.launch.processes
-from benchmarks.pipeline import woken_at_once
+from benchmarks.emulated import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import fork_server

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models_for_tests import build_model
 
-from benchmarks.pipeline import woken_at_once
+from benchmarks.emulated import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.stage import Stage

@@ -6,11 +6,11 @@ import random
 import time
 from pathlib import Path
 
+import bad_requests
 import psutil
 from seeds import SEED
 from servers import DEADLINE_S, TEMPLATE, Running, running
 
-from benchmarks import bad_requests
 from ppd_runtime import OrdinaryDecoding
 
 _REQUESTS = int(os.environ.get("PPD_REQUESTS", "10")) * 20

@@ -1,0 +1,231 @@
+"""Layouts beside ordinary decoding on one core, in turn, on the same prompts, with default settings.
+
+    python -m benchmarks.layouts --model smollm2 --json figures.json
+    python -m benchmarks.layouts --eager --layouts "k=1;speculation=always,stages=2,threads=2"
+    python -m benchmarks.layouts --model random:300m --weights int8 --layouts stages=2 --never-right
+    python -m benchmarks.layouts --layouts "k=3,stages=4;rows=8,threads=4" --emulate-layer-ms 3 --hop-ms 5
+
+A layout is settings of `PPDRuntime`, with semicolons between them. threads=N is ordinary decoding with N threads, which
+is tensor parallelism on CPUs. Prompts are chats where the model has a template. Times are for a token after the first,
+ratios are medians over the pairs, below 1 where the layout is faster. A layout's first request has a column of its own;
+nothing is known of earlier starts then. "Theorem 4.1" is the ratio that the paper predicts for the measured match rate
+(of stages, E[J]/N for the boundaries that named tokens first). Realised saving is the measured saving over the
+predicted one, as in the paper's Table 3. --match-rate has exit heads that are right with this probability.
+
+With --emulate-layer-ms devices are EMULATED: a stage computes its real result and then sleeps until a layer's time has
+passed, in ordinary decoding too. Protocol and scheduling are real, the devices are not. Of N devices threads=N has
+layers of 1/N of the time and two all-reduces each. --hop-ms delays every message from worker to worker.
+"""
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.emulated import cores_awake, slow_links, socket_folder, woken_at_once
+from benchmarks.models import MODEL_HELP, model_folder
+from benchmarks.recording import (
+    Figures,
+    ledger_table,
+    markdown,
+    mean_ledger_ms,
+    new_parser,
+    positive,
+    run,
+    share,
+    spread,
+)
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, expected_first_boundary
+from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
+from ppd_runtime.launch import guessing_times
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.results import GenerationResult, Stats
+from ppd_runtime.training.corpus import read_standard_library
+
+REPEATING, HELD_OUT = "repeating", "held-out"
+_REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")
+_MOST_PROMPT = 256  # tokens of a text without a template
+_CHARACTERS = 600  # of a held-out passage
+Way = OrdinaryDecoding | PPDRuntime
+Pair = tuple[GenerationResult, GenerationResult]
+"""Ordinary decoding's and a layout's result for one prompt."""
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """Run each layout beside ordinary decoding; a row a layout."""
+    if options.tokens < 2:
+        raise ValueError(f"--tokens {options.tokens}: times are for tokens after the first, give at least 2")
+    if options.match_rate is not None and options.temperature:
+        raise ValueError(f"--match-rate {options.match_rate} with a temperature: its texts are greedy, drop one")
+    place = {"weights": options.weights, "dtype": options.dtype, "compile": False if options.eager else None}
+    with contextlib.ExitStack() as stack:
+        if options.emulate_layer_ms is not None:
+            place["emulate"] = EmulatedDevice(options.emulate_layer_ms, row_cost=options.row_cost)
+            stack.enter_context(woken_at_once())
+            stack.enter_context(cores_awake())
+        model = stack.enter_context(model_folder(options.model))
+        ordinary = stack.enter_context(OrdinaryDecoding(model, **place))
+        prompts = _prompts(ordinary, options)
+        rows = [_row(layout, model, place, ordinary, prompts, options) for layout in options.layouts.split(",")]
+    about = {name: getattr(options, name) for name in ("model", "weights", "emulate_layer_ms", "hop_ms", "tokens")}
+    return {**about, "compiled": ordinary.config.compile, "prompts": len(prompts), "rows": rows}
+
+
+def settings_of(layout: str) -> dict[str, Any]:
+    """Settings by name of a text such as "stages=2;rows=4;repetitions=no"."""
+    found: dict[str, Any] = {}
+    for part in layout.split(";"):
+        name, equals, value = part.strip().partition("=")
+        if not equals or not value:
+            raise ValueError(f"--layouts {layout}: give settings such as stages=2 or k=3;workers=1")
+        found[name] = {"yes": True, "no": False}.get(value, int(value) if value.isdecimal() else value)
+    return found
+
+
+def _prompts(ordinary: OrdinaryDecoding, options: argparse.Namespace) -> list[list[int]]:
+    if options.prompts == HELD_OUT:
+        texts = held_out(options.limit)
+    else:
+        source = str(_REPEATING_FILE) if options.prompts == REPEATING else options.prompts
+        texts = [prompt.text for prompt in read_prompts(source, options.limit)]
+    if not ordinary.tokenizer.chat_template:
+        return [ordinary.prompt_ids(text)[:_MOST_PROMPT] for text in texts]
+    chats = ([{"role": "user", "content": text}] for text in texts)
+    return [ordinary.prompt_ids(ordinary.chat_prompt(chat), add_special_tokens=False) for chat in chats]
+
+
+def held_out(count: int) -> list[str]:
+    """Passages of code that the demo model has not seen: whole lines of its corpus' held-out files, always the same."""
+    documents = read_standard_library()
+    files = [d.text for d in documents if d.held_out and d.path.endswith(".py") and len(d.text) > 2 * _CHARACTERS]
+    draws, found = np.random.default_rng(0), []
+    for number in range(count):
+        text = files[number % len(files)]
+        first = text.rfind("\n", 0, int(draws.integers(1, len(text) - _CHARACTERS))) + 1
+        found.append(text[first : text.find("\n", first + _CHARACTERS) + 1 or len(text)])
+    return found
+
+
+def _row(
+    layout: str,
+    model: str,
+    place: Mapping[str, Any],
+    ordinary: OrdinaryDecoding,
+    prompts: Sequence[list[int]],
+    options: argparse.Namespace,
+) -> Figures:
+    ask = {"max_new_tokens": options.tokens, "ignore_eos": True, "temperature": options.temperature, "seed": 1}
+    settings = settings_of(layout) | place
+    if options.match_rate is not None:
+        texts = tuple((*ids, *ordinary.generate(ids, **ask).token_ids) for ids in prompts)
+        settings["exit_head"] = OracleHead(texts, options.match_rate, ordinary.info.vocab_size)
+    pairs: list[Pair] = []
+    with _opened(model, settings, ordinary, options.hop_ms) as way:
+        cores = way.main_cores if isinstance(way, PPDRuntime) else ()
+        for number in range(1 + options.rounds):
+            for ids in prompts[:1] if number == 0 else prompts:  # the first request has a time of its own
+                with on_cores(cores):
+                    expected = ordinary.generate(ids, **ask)
+                pairs.append((expected, way.generate(ids, **ask)))
+        return {"layout": layout, **_figures(way, pairs, len(prompts), options.tokens)}
+
+
+@contextlib.contextmanager
+def _opened(model: str, settings: dict[str, Any], ordinary: OrdinaryDecoding, hop_ms: float) -> Iterator[Way]:
+    """A layout that has been started, which knows no findings of earlier starts; compiled code and weights are kept."""
+    if threads := settings.pop("threads", None):
+        settings.pop("exit_head", None)
+        if device := settings.get("emulate"):
+            settings["emulate"] = EmulatedDevice(device.layer_ms / threads + 2 * GPT_FAST_ALL_REDUCE_MS[-1])
+            threads = 1
+        with OrdinaryDecoding(model, threads=threads, **settings | {"dtype": ordinary.dtype}) as parallel:
+            yield parallel
+        return
+    known, guessing_times.noted = guessing_times.noted, lambda *_: ()
+    try:
+        with socket_folder() as folder, PPDRuntime(model, **{"launcher": "processes"} | settings) as runtime:
+            if hop_ms:
+                slow_links(folder, hop_ms / 1000)
+            yield runtime
+    finally:
+        guessing_times.noted = known
+
+
+def _figures(way: Way, pairs: Sequence[Pair], num_prompts: int, tokens: int) -> Figures:
+    stats = [[result.stats for result in results] for results in zip(*pairs, strict=True)]
+    first, *ratios = (got.time_per_token_s / expected.time_per_token_s for expected, got in zip(*stats, strict=True))
+    rate, predicted = _predicted(way, stats[1][1:], tokens)
+    ratio = statistics.median(ratios)
+    return {
+        "ms": [1e3 * statistics.median(one.time_per_token_s for one in of_way[1:]) for of_way in stats],
+        "ratios": ratios,
+        "slowest_prompt": max(statistics.median(ratios[number::num_prompts]) for number in range(num_prompts)),
+        "first_request": first,
+        "match_rate": rate,
+        "predicted": predicted,
+        "realised_saving": realised_saving(ratio, predicted) if predicted is not None and predicted < 1 else None,
+        "identical": all(expected.token_ids == got.token_ids for expected, got in pairs),
+        "ledgers_ms": [mean_ledger_ms([one.ledger_per_token for one in of_way[1:]]) for of_way in stats],
+    }
+
+
+def _predicted(way: Way, stats: Sequence[Stats], tokens: int) -> tuple[float | None, float | None]:
+    """The share of tokens that were guessed right, and the ratio that the theory predicts for it behind the first."""
+    first = [sum(counts) for counts in zip(*(one.first_boundary for one in stats), strict=True)]
+    if told := sum(first):
+        return 1 - first[-1] / told, expected_first_boundary([count / told for count in first]) / len(first)
+    rates = [one.match_rate for one in stats if one.match_rate is not None]
+    if not rates or not isinstance(way, PPDRuntime) or way.config.stages:
+        return None, None
+    rate = statistics.mean(rates)
+    whole = latency_ratio(way.info.num_layers, way.exit_layer, rate, tokens)
+    return rate, (whole * tokens - 1) / (tokens - 1)
+
+
+def table(figures: Figures) -> str:
+    """A row a layout, and where a token's time went."""
+    emulated = figures["emulate_layer_ms"]
+    devices = f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""
+    devices += f", {figures['hop_ms']:g} ms more a hop" if figures["hop_ms"] else ""
+    columns = [f"layout, {figures['model']}{devices}", "ordinary, ms a token", "layout, ms a token"]
+    columns += ["ratio (quartiles)", "slowest prompt", "first request", "match rate", "Theorem 4.1", "realised saving"]
+    after = ("slowest_prompt", "first_request", "match_rate", "predicted", "realised_saving", "identical")
+    rows = [[row["layout"], *row["ms"], spread(row["ratios"]), *map(row.get, after)] for row in figures["rows"]]
+    ledgers = {"ordinary decoding": figures["rows"][0]["ledgers_ms"][0]}
+    ledgers |= {row["layout"]: row["ledgers_ms"][1] for row in figures["rows"]}
+    return f"{markdown([*columns, 'tokens identical'], rows)}\n\n{ledger_table(ledgers, emulated is not None)}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = new_parser(__doc__)
+    found.add_argument("--model", default="demo", help=MODEL_HELP)
+    found.add_argument("--layouts", default="stages=2,k=1,k=3", help="with commas, settings of one with semicolons")
+    found.add_argument("--weights", choices=["int8", "int4"])
+    found.add_argument("--dtype", default="auto")
+    found.add_argument("--eager", action="store_true", help="without compiled code, in ordinary decoding too")
+    found.add_argument(
+        "--prompts", default="demo", help=f"JSON lines with a prompt each, demo, {REPEATING}, {HELD_OUT}"
+    )
+    found.add_argument("--limit", type=positive, default=12, help="prompts")
+    found.add_argument("--tokens", type=positive, default=64, help="new tokens for each prompt")
+    found.add_argument("--temperature", type=float, default=0.0)
+    found.add_argument("--rounds", type=positive, default=1, help="of all prompts, behind the first request")
+    found.add_argument("--match-rate", type=share, help="exit heads that are right with this probability")
+    found.add_argument("--never-right", dest="match_rate", action="store_const", const=0.0, help="--match-rate 0")
+    found.add_argument("--emulate-layer-ms", type=float, help="devices that take so long for a layer")
+    found.add_argument("--row-cost", type=float, default=0.0, help="of a further row on such a device, as a share")
+    found.add_argument("--hop-ms", type=float, default=0.0, help="what each message from worker to worker takes longer")
+    return found
+
+
+if __name__ == "__main__":
+    run(parser(), measure, table)

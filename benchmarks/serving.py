@@ -1,0 +1,276 @@
+"""`ppd serve` with several requests at once; with clients that leave, nonsense and killed workers where asked for.
+
+    python -m benchmarks.serving --stages 2 --at-once 1,2,4,8,16
+    python -m benchmarks.serving --at-once 12 --minutes 60 --kill-every-s 45 --bad-share 0.2 --leave-share 0.2
+
+The server is a process of its own; the clients here are sockets and nothing else. So many clients ask again as soon as
+they have their answer, and every text is compared with the one that ordinary decoding gave before. "Over one" is over a
+second server, ordinary decoding on one core, which is asked for one request at a time behind each load. Whatever is
+wrong is listed below the table, and the exit code is 1 then.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+
+from benchmarks.faults import Trouble, left_behind, serving
+from benchmarks.models import MODEL_HELP, model_folder
+from benchmarks.recording import Figures, markdown, new_parser, positive, run, share, spread, whole_numbers
+from ppd_runtime import OrdinaryDecoding
+from ppd_runtime.config import DTYPES
+from ppd_runtime.measure.prompt_files import read_prompts
+
+_START_S, _ANSWER_S, _SETTLE_S, _END_S = 300.0, 300.0, 60.0, 120.0
+_TOLD_TO_END = 143  # exit code
+_MOST_MORE = {"MB": 50.0, "open files": 3, "threads": 8}
+"""What the server may hold at the end beyond what it held at the start."""
+OUTCOMES = ("right", "wrong text", "lost", "refused", "client left", "bad, refused", "bad, taken")
+"""Ordinary decoding's text, another, none, status 429 or 503, left by the client; nonsense with status 4xx or not."""
+_WRONG = ("wrong text", "lost", "bad, taken")
+BAD = (
+    b"", b"null", b"[]", b'"text"', b"{", b'{"prompt": "a"}}', b"[" * 100_000, b"\xff\xfe{}", b"9" * 10_000,
+    b'{"prompt": 5}', b'{"prompt": []}', b'{"prompt": [-1]}', b'{"prompt": [1000000000]}', b'{"prompt": [null]}',
+    b'{"prompt": "a", "max_tokens": -2}', b'{"prompt": "a", "max_tokens": "5"}', b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": "hot"}', b'{"prompt": "a", "top_p": 1.01}', b'{"prompt": "a", "n": 1000000000}',
+    b'{"prompt": "a", "stop": [""]}', b'{"prompt": "a", "seed": 18446744073709551616}', b'{"prompt": "a", "x": {}}',
+)  # fmt: skip
+"""Bodies of completions that no server should take."""
+
+
+class Known(NamedTuple):
+    """A streamed completion, and the text that ordinary decoding gives."""
+
+    body: dict[str, Any]
+    text: str
+
+
+async def post(url: str, body: bytes, go_on: Callable[[bytes], bool]) -> tuple[int, bytes]:
+    """Ask for a completion over a connection of its own; its status and answer, up to a line that is to be the last."""
+    place, lines = urlsplit(url), list[bytes]()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        while line := await asyncio.wait_for(reader.readline(), _ANSWER_S):
+            lines.append(line)
+            if not go_on(line):
+                break
+        return int(lines[0].split()[1]) if lines else 0, b"".join(lines)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+class Load:
+    """So many clients of a server, and what came of their requests."""
+
+    def __init__(self, url: str, texts: Sequence[Known], options: argparse.Namespace, **others: float) -> None:
+        self._url, self._texts = url, texts
+        self._options = argparse.Namespace(**{**vars(options), **others})
+        self._asked = self._tokens = 0
+        self.outcomes = Counter[str]()
+        self.tokens_per_second = 0.0
+        self.first_ms, self.gaps_ms, self.problems = list[float](), list[float](), list[str]()
+
+    async def run(self, at_once: int) -> None:
+        """Have each client ask again and again until there were enough requests and minutes."""
+        began = time.monotonic()
+        await asyncio.gather(*(self._client(number, began + 60 * self._options.minutes) for number in range(at_once)))
+        self.tokens_per_second = self._tokens / (time.monotonic() - began)
+
+    async def _client(self, number: int, until: float) -> None:
+        chance = random.Random(f"{self._options.seed} {number}")
+        while self._asked < self._options.requests or time.monotonic() < until:
+            self._asked += 1
+            try:
+                if chance.random() < self._options.bad_share:
+                    await self._send_bad(chance.choice(BAD))
+                else:
+                    leave = chance.randint(0, 8) if chance.random() < self._options.leave_share else None
+                    await self._ask(self._texts[self._asked % len(self._texts)], leave)
+            except (OSError, ValueError, LookupError, asyncio.TimeoutError) as error:
+                self._note("lost", repr(error))
+
+    async def _ask(self, known: Known, leave_after: int | None) -> None:
+        arrivals, pieces = list[float](), list[str]()
+
+        def take(line: bytes) -> bool:
+            if line.startswith(b'data: {"') and (choices := json.loads(line[6:]).get("choices")):
+                pieces.append(choices[0]["text"])
+                arrivals.extend([time.perf_counter()] * (choices[0]["finish_reason"] is None))
+            return leave_after is None or len(pieces) <= leave_after
+
+        began = time.perf_counter()
+        status, answer = await post(self._url, json.dumps(known.body).encode(), take)
+        self._tokens += len(arrivals)
+        if leave_after is not None or status in (429, 503):
+            self._note("refused" if leave_after is None else "client left")
+        elif status != 200 or b"data: [DONE]" not in answer:
+            self._note("lost", f"status {status}, {known.body}, {answer[-300:]!r}")
+        elif (text := "".join(pieces)) != known.text:
+            self._note("wrong text", f"{known.body}: {text!r}, ordinary decoding's is {known.text!r}")
+        else:
+            self._note("right")
+            self.first_ms.append(1e3 * (arrivals[0] - began))
+            self.gaps_ms += [1e3 * (late - early) for early, late in itertools.pairwise(arrivals)]
+
+    async def _send_bad(self, body: bytes) -> None:
+        status, answer = await post(self._url, body, lambda line: True)
+        is_refused = 400 <= status < 500 and b'"message"' in answer
+        self._note("bad, refused" if is_refused else "bad, taken", f"{body[:100]!r} got {answer[:300]!r}")
+
+    def _note(self, outcome: str, problem: str = "") -> None:
+        self.outcomes[outcome] += 1
+        self.problems += [f"{outcome}: {problem[:1000]}"] * (outcome in _WRONG)
+
+
+class Server(NamedTuple):
+    """A server that listens."""
+
+    url: str
+    program: psutil.Process
+    log: Path
+
+    def held(self) -> tuple[float, int, int]:
+        """What `_MOST_MORE` names; memory is the server's own."""
+        memory = self.program.memory_info()
+        return (memory.rss - memory.shared) / 1e6, self.program.num_fds(), self.program.num_threads()
+
+
+@contextlib.contextmanager
+def server(arguments: Sequence[str], cores: set[int]) -> Iterator[Server]:
+    """`ppd serve` at a free port and on these cores, until the block ends.
+
+    Raises:
+        ValueError: where it does not start, or does not end as it is told to.
+    """
+    command = [sys.executable, "-m", "ppd_runtime.cli.entry", "serve", "--port", "0", *arguments]
+    with tempfile.TemporaryDirectory(prefix="ppd-serve-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as written:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=written)
+        os.sched_setaffinity(process.pid, cores)
+        try:
+            deadline = time.monotonic() + _START_S
+            while " at http" not in (said := log.read_text(errors="replace")) or not said.endswith("\n"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise ValueError(f"the server did not start: {said.strip()[-500:] or process.poll()}")
+                time.sleep(0.05)
+            url = next(line for line in said.splitlines() if " at http" in line).rpartition(" at ")[2].strip()
+            yield Server(url, psutil.Process(process.pid), log)
+        finally:
+            process.terminate()
+            code = process.wait(_END_S)
+    if code != _TOLD_TO_END:
+        raise ValueError(f"the server ended with code {code}")
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """Run each load; a row a load, and what is wrong."""
+    cores = os.sched_getaffinity(0)
+    with model_folder(options.model) as model, contextlib.ExitStack() as stack:
+        texts = _texts(options, model)
+        given = ["--model", model, "--dtype", options.dtype]
+        staged = stack.enter_context(server([*given, f"--stages={options.stages}", "--max-restarts=1000000"], cores))
+        one = stack.enter_context(server([*given, "--method=autoregressive"], {max(cores)}))
+        rows = [_row(number, staged, one, texts, options) for number in options.at_once]
+        family, log = staged.program.children(recursive=True), staged.log.read_text(errors="replace")
+    wrong = [problem for row in rows for problem in row.pop("problems")]
+    counts = {"tracebacks": log.count("Traceback"), "processes left": left_behind(family)}
+    wrong += [f"{count} {what}" for what, count in counts.items() if count]
+    return {"model": options.model, "stages": options.stages, "rows": rows, "wrong": wrong}
+
+
+def _texts(options: argparse.Namespace, model: str) -> list[Known]:
+    sampled = {"temperature": options.temperature, "seed": options.seed} if options.temperature else {"temperature": 0}
+    shared, found = {"ignore_eos": True, **sampled}, []
+    with OrdinaryDecoding(model, dtype=options.dtype) as ordinary:
+        for prompt in read_prompts(options.prompts, options.limit):
+            text = ordinary.generate(prompt.text, max_new_tokens=options.tokens, **shared).text
+            found.append(Known({"prompt": prompt.text, "max_tokens": options.tokens, "stream": True, **shared}, text))
+    return found
+
+
+def _row(at_once: int, staged: Server, one: Server, texts: Sequence[Known], options: argparse.Namespace) -> Figures:
+    alone = {"minutes": 0.0, "bad_share": 0.0, "leave_share": 0.0}
+    warm, load = Load(staged.url, texts, options, **alone), Load(staged.url, texts, options)
+    beside = Load(one.url, texts, options, **alone)
+    asyncio.run(warm.run(at_once))
+    before = staged.held()
+    trouble = Trouble(random.Random(options.seed), options.kill_every_s, options.stages, program=staged.program)
+    with trouble.brewing():
+        asyncio.run(load.run(at_once))
+    asyncio.run(beside.run(1))
+    deadline = time.monotonic() + _SETTLE_S
+    while (well := len(serving(staged.program)) == options.stages) is False and time.monotonic() < deadline:
+        time.sleep(0.2)
+    after = staged.held()
+    problems = [*warm.problems, *load.problems, *beside.problems, *["not all workers came back"] * (not well)]
+    for (what, most), early, late in zip(_MOST_MORE.items(), before, after, strict=True):
+        problems += [f"the server's {what}: {early:.0f} before, {late:.0f} after"] * (late > early + most)
+    return {
+        "at_once": at_once,
+        "outcomes": dict(load.outcomes),
+        "killed": trouble.done["killed"],
+        "tokens_per_second": load.tokens_per_second,
+        "over_one": load.tokens_per_second / beside.tokens_per_second,
+        "first_token_ms": load.first_ms,
+        "between_tokens_ms": load.gaps_ms,
+        "held": (before, after),
+        "problems": problems,
+    }
+
+
+def table(figures: Figures) -> str:
+    """A row a load, and what is wrong."""
+    columns = [f"at once, {figures['model']}, {figures['stages']} stages", *OUTCOMES, "killed", "tokens/s", "over one"]
+    columns += ["first token, ms", "between tokens, ms", f"server's {', '.join(_MOST_MORE)}: before", "after"]
+    rows = [
+        [row["at_once"], *(row["outcomes"].get(name, 0) for name in OUTCOMES), row["killed"]]
+        + [f"{row['tokens_per_second']:.4g}", f"{row['over_one']:.2f}"]
+        + [spread(row[name]) if row[name] else None for name in ("first_token_ms", "between_tokens_ms")]
+        + ["{:.0f}, {}, {}".format(*held) for held in row["held"]]
+        for row in figures["rows"]
+    ]
+    wrong = "\n".join(f"- {line}" for line in figures["wrong"]) or "Nothing is wrong."
+    return f"{markdown(columns, rows)}\n\n{wrong}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = new_parser(__doc__)
+    found.add_argument("--model", default="demo", help=MODEL_HELP)
+    found.add_argument("--stages", type=positive, default=2)
+    found.add_argument("--dtype", default="float32", choices=DTYPES)
+    found.add_argument("--prompts", default="demo", help="as `ppd bench` takes them")
+    found.add_argument("--limit", type=positive, default=16, help="prompts")
+    found.add_argument("--tokens", type=positive, default=64, help="of an answer")
+    found.add_argument("--temperature", type=float, default=0.0)
+    found.add_argument("--at-once", type=whole_numbers, default=[1, 8], help="loads, with commas")
+    found.add_argument("--requests", type=positive, default=32, help="of each load, at least")
+    found.add_argument("--minutes", type=float, default=0.0, help="of each load, at least")
+    found.add_argument("--bad-share", type=share, default=0.0, help="of the requests are nonsense")
+    found.add_argument("--leave-share", type=share, default=0.0, help="of the others: their clients go away")
+    found.add_argument("--kill-every-s", type=float, default=0.0, help="a worker, on average; 0: never")
+    found.add_argument("--seed", type=int, default=0)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(bool(run(parser(), measure, table)["wrong"]))
