@@ -3,14 +3,13 @@
     python -m benchmarks.serving --stages 2 --at-once 1,2,4,8,16
     python -m benchmarks.serving --at-once 12 --minutes 60 --kill-every-s 45 --bad-share 0.2 --leave-share 0.2
 
-The server is a process of its own; the clients here are sockets and nothing else. So many clients ask again as soon as
+The server is a process of its own; the clients here are threads of this one. So many clients ask again as soon as
 they have their answer, and every text is compared with the one that ordinary decoding gave before. "Over one" is over a
 second server, ordinary decoding on one core, which is asked for one request at a time behind each load. Whatever is
 wrong is listed below the table, and the exit code is 1 then.
 """
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
@@ -21,7 +20,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -59,70 +61,57 @@ class Known(NamedTuple):
     text: str
 
 
-async def post(url: str, body: bytes, go_on: Callable[[bytes], bool]) -> tuple[int, bytes]:
-    """Ask for a completion over a connection of its own; its status and answer, up to a line that is to be the last."""
-    place, lines = urlsplit(url), list[bytes]()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    try:
-        writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        while line := await asyncio.wait_for(reader.readline(), _ANSWER_S):
-            lines.append(line)
-            if not go_on(line):
-                break
-        return int(lines[0].split()[1]) if lines else 0, b"".join(lines)
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-
-
 class Load:
-    """So many clients of a server, and what came of their requests."""
+    """So many clients of a server, a thread each, and what came of their requests."""
 
     def __init__(self, url: str, texts: Sequence[Known], options: argparse.Namespace, **others: float) -> None:
-        self._url, self._texts = url, texts
+        self._place, self._texts = urlsplit(url).netloc, texts
         self._options = argparse.Namespace(**{**vars(options), **others})
-        self._asked = self._tokens = 0
-        self.outcomes = Counter[str]()
-        self.tokens_per_second = 0.0
+        self._number, self._tokens = itertools.count(), list[int]()  # threads add to lists without losing anything
+        self.outcomes, self.tokens_per_second = list[str](), 0.0
         self.first_ms, self.gaps_ms, self.problems = list[float](), list[float](), list[str]()
 
-    async def run(self, at_once: int) -> None:
+    def run(self, at_once: int) -> "Load":
         """Have each client ask again and again until there were enough requests and minutes."""
         began = time.monotonic()
-        await asyncio.gather(*(self._client(number, began + 60 * self._options.minutes) for number in range(at_once)))
-        self.tokens_per_second = self._tokens / (time.monotonic() - began)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(partial(self._client, began + 60 * self._options.minutes), range(at_once)))
+        self.tokens_per_second = sum(self._tokens) / (time.monotonic() - began)
+        return self
 
-    async def _client(self, number: int, until: float) -> None:
-        chance = random.Random(f"{self._options.seed} {number}")
-        while self._asked < self._options.requests or time.monotonic() < until:
-            self._asked += 1
+    def _client(self, until: float, client: int) -> None:
+        chance = random.Random(f"{self._options.seed} {client}")
+        while (number := next(self._number)) < self._options.requests or time.monotonic() < until:
             try:
                 if chance.random() < self._options.bad_share:
-                    await self._send_bad(chance.choice(BAD))
+                    self._send_bad(chance.choice(BAD))
                 else:
                     leave = chance.randint(0, 8) if chance.random() < self._options.leave_share else None
-                    await self._ask(self._texts[self._asked % len(self._texts)], leave)
-            except (OSError, ValueError, LookupError, asyncio.TimeoutError) as error:
+                    self._ask(self._texts[number % len(self._texts)], leave)
+            except (OSError, HTTPException, ValueError, LookupError) as error:
                 self._note("lost", repr(error))
 
-    async def _ask(self, known: Known, leave_after: int | None) -> None:
-        arrivals, pieces = list[float](), list[str]()
+    @contextlib.contextmanager
+    def _posted(self, body: bytes) -> Iterator[HTTPResponse]:
+        connection = HTTPConnection(self._place, timeout=_ANSWER_S)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            yield connection.getresponse()
 
-        def take(line: bytes) -> bool:
-            if line.startswith(b'data: {"') and (choices := json.loads(line[6:]).get("choices")):
-                pieces.append(choices[0]["text"])
-                arrivals.extend([time.perf_counter()] * (choices[0]["finish_reason"] is None))
-            return leave_after is None or len(pieces) <= leave_after
-
-        began = time.perf_counter()
-        status, answer = await post(self._url, json.dumps(known.body).encode(), take)
-        self._tokens += len(arrivals)
-        if leave_after is not None or status in (429, 503):
+    def _ask(self, known: Known, leave_after: int | None) -> None:
+        arrivals, pieces, line, began = list[float](), list[str](), b"", time.perf_counter()
+        with self._posted(json.dumps(known.body).encode()) as answer:
+            for line in filter(bytes.strip, answer):
+                if line.startswith(b'data: {"') and (choices := json.loads(line[6:]).get("choices")):
+                    pieces.append(choices[0]["text"])
+                    arrivals += [time.perf_counter()] * (choices[0]["finish_reason"] is None)
+                if leave_after is not None and len(pieces) > leave_after:
+                    break
+        self._tokens.append(len(arrivals))
+        if leave_after is not None or answer.status in (429, 503):
             self._note("refused" if leave_after is None else "client left")
-        elif status != 200 or b"data: [DONE]" not in answer:
-            self._note("lost", f"status {status}, {known.body}, {answer[-300:]!r}")
+        elif answer.status != 200 or line.strip() != b"data: [DONE]":
+            self._note("lost", f"status {answer.status}, {known.body}, {line[-300:]!r}")
         elif (text := "".join(pieces)) != known.text:
             self._note("wrong text", f"{known.body}: {text!r}, ordinary decoding's is {known.text!r}")
         else:
@@ -130,13 +119,14 @@ class Load:
             self.first_ms.append(1e3 * (arrivals[0] - began))
             self.gaps_ms += [1e3 * (late - early) for early, late in itertools.pairwise(arrivals)]
 
-    async def _send_bad(self, body: bytes) -> None:
-        status, answer = await post(self._url, body, lambda line: True)
-        is_refused = 400 <= status < 500 and b'"message"' in answer
-        self._note("bad, refused" if is_refused else "bad, taken", f"{body[:100]!r} got {answer[:300]!r}")
+    def _send_bad(self, body: bytes) -> None:
+        with self._posted(body) as answer:
+            told = answer.read()
+        is_refused = 400 <= answer.status < 500 and b'"message"' in told
+        self._note("bad, refused" if is_refused else "bad, taken", f"{body[:100]!r} got {told[:300]!r}")
 
     def _note(self, outcome: str, problem: str = "") -> None:
-        self.outcomes[outcome] += 1
+        self.outcomes.append(outcome)
         self.problems += [f"{outcome}: {problem[:1000]}"] * (outcome in _WRONG)
 
 
@@ -209,16 +199,13 @@ def _texts(options: argparse.Namespace, model: str) -> list[Known]:
 
 def _row(at_once: int, staged: Server, one: Server, texts: Sequence[Known], options: argparse.Namespace) -> Figures:
     alone = {"minutes": 0.0, "bad_share": 0.0, "leave_share": 0.0}
-    warm, load = Load(staged.url, texts, options, **alone), Load(staged.url, texts, options)
-    beside = Load(one.url, texts, options, **alone)
-    asyncio.run(warm.run(at_once))
-    before = staged.held()
+    warm, before = Load(staged.url, texts, options, **alone).run(at_once), staged.held()
     trouble = Trouble(random.Random(options.seed), options.kill_every_s, options.stages, program=staged.program)
     with trouble.brewing():
-        asyncio.run(load.run(at_once))
-    asyncio.run(beside.run(1))
+        load = Load(staged.url, texts, options).run(at_once)
+    beside = Load(one.url, texts, options, **alone).run(1)
     deadline = time.monotonic() + _SETTLE_S
-    while (well := len(serving(staged.program)) == options.stages) is False and time.monotonic() < deadline:
+    while not (well := len(serving(staged.program)) == options.stages) and time.monotonic() < deadline:
         time.sleep(0.2)
     after = staged.held()
     problems = [*warm.problems, *load.problems, *beside.problems, *["not all workers came back"] * (not well)]
@@ -226,7 +213,7 @@ def _row(at_once: int, staged: Server, one: Server, texts: Sequence[Known], opti
         problems += [f"the server's {what}: {early:.0f} before, {late:.0f} after"] * (late > early + most)
     return {
         "at_once": at_once,
-        "outcomes": dict(load.outcomes),
+        "outcomes": Counter(load.outcomes),
         "killed": trouble.done["killed"],
         "tokens_per_second": load.tokens_per_second,
         "over_one": load.tokens_per_second / beside.tokens_per_second,

@@ -35,8 +35,7 @@ def test_layouts_on_emulated_devices_with_slow_links():
     assert paper["identical"]
     assert stages["identical"]
     assert min(row["ms"][0] for row in found["rows"]) >= 4 * 5
-    assert (paper["match_rate"], paper["predicted"], paper["realised_saving"]) == (0, 1, None)
-    assert stages["predicted"] == 1
+    assert [(row["match_rate"], row["predicted"]) for row in (paper, stages)] == [(0, pytest.approx(1))] * 2
     assert stages["ms"][1] >= 4 * 5 + 2 * 20
     assert threads["ms"][1] >= 4 * (2.5 + 2 * 0.029)
     assert sum(paper["ledgers_ms"][0].values()) >= 20

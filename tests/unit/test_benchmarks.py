@@ -20,7 +20,7 @@ from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.floor import Reading
 from benchmarks.models import model_folder, random_config
 from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
-from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.measure.prompt_files import Prompt, read_prompts
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.pipeline.messages import CLIENT, End
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
@@ -233,14 +233,16 @@ def test_threads_read_all_bytes_between_them():
     assert one.seconds(3) > 0 < two.seconds(3)
 
 
-def test_what_a_format_costs_in_quality(model_folder, tmp_path):
+def test_what_a_format_costs_in_quality(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "_LENGTH", 32)
+    monkeypatch.setattr(decode, "read_prompts", lambda *_: [Prompt(1, "a fox"), Prompt(2, "The quick")])
     folder, data = str(model_folder("llama", dtype="bfloat16")), str(write_texts(tmp_path / "texts.jsonl"))
     options = decode.parser().parse_args(["--rows", "3", "--texts", "2", "--tokens", "6"])
     held_out = read_texts(data).held_out
     first = decode._try(folder, {"dtype": "float32"}, held_out, options, None)
     int8 = decode._try(folder, {"weights": "int8"}, held_out, options, first[1])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = token_rows(load_tokenizer(describe(folder)), held_out, decode._LENGTH, model.config.vocab_size)
+    rows = token_rows(load_tokenizer(describe(folder)), held_out, 32, model.config.vocab_size)
     losses = [model(row[None], labels=row[None]).loss.item() for row in (rows[len(rows) * n // 3] for n in range(3))]
     assert first[0] == pytest.approx(losses, rel=1e-4)
     stored, packed = (decode._beside({"weights": "x"}, found, first) for found in (first, int8))
