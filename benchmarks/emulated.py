@@ -101,11 +101,10 @@ def _accept(listener: socket.socket, real: Path, delay_s: float) -> None:
 
 
 def _take(came: socket.socket, pieces: "SimpleQueue[tuple[float, bytes]]", delay_s: float) -> None:
-    with came:
-        piece = b"any"
-        while piece:
-            piece = came.recv(_MOST_BYTES)
+    with came, contextlib.suppress(OSError):
+        while piece := came.recv(_MOST_BYTES):
             pieces.put((time.perf_counter() + delay_s, piece))
+    pieces.put((0.0, b""))
 
 
 def _hand_on(pieces: "SimpleQueue[tuple[float, bytes]]", real: Path) -> None:
