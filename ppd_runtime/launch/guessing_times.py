@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import platform
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from ppd_runtime.files.findings import note, noted
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.pipeline.speculation_policy import slowed
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -31,10 +33,11 @@ class GuessingTimes:
     """
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
-        self._about = None
+        self._about, self._heavy_length = None, math.inf
         # of a model or a device that cannot be read workers say so
         with contextlib.suppress(ValueError, OSError, RuntimeError, AssertionError):
-            self._about = _about(specs) if _are_kept(specs) else None
+            if _are_kept(specs):
+                self._about, self._heavy_length = _about(specs), specs[MAIN].heavy_length
         self._seconds: tuple[float, ...] = ()
         self._noted_at = time.monotonic()
 
@@ -46,9 +49,9 @@ class GuessingTimes:
             logger.info("no guessing times are kept: %s", error)
             return ()
 
-    def learn(self, seconds: tuple[float, ...]) -> None:
-        """A request has ended, and this is known by now; now and then it is written."""
-        self._seconds = seconds or self._seconds
+    def learn(self, seconds: tuple[float, ...], length: float) -> None:
+        """A request has ended, and this is known by now of tokens behind so many others; now and then it is written."""
+        self._seconds = tuple(s / slowed(1.0, length, self._heavy_length) for s in seconds) or self._seconds
         if time.monotonic() - self._noted_at > _EVERY_S:
             self.write()
 

@@ -1,5 +1,6 @@
 """Decides how much is guessed: ways of guessing are compared by the time that a token takes, while decoding."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,18 +41,23 @@ class SpeculationPolicy(Protocol):
         """A request begins: its prompt's time is no token's."""
         ...
 
-    def note(self) -> None:
-        """One more token is certain."""
+    def note(self, length: int) -> None:
+        """One more token is certain, behind so many others."""
         ...
 
     def together(self, requests: int) -> None:
         """So many requests are under way from now on."""
         ...
 
-    @property
-    def way_seconds(self) -> tuple[float, ...]:
-        """Seconds a token of one request alone, by `Guessing`; 0 where it was not tried; empty where none is timed."""
+    def way_seconds(self, length: float) -> tuple[float, ...]:
+        """Seconds a token of one request alone behind so many others, by `Guessing`; 0 where it was not tried; empty
+        where none is timed."""
         ...
+
+
+def slowed(seconds: float, length: float, heavy_length: float) -> float:
+    """A token's time behind `length` others, by that behind none; at `heavy_length` it is twice as much."""
+    return seconds * (1 + length / heavy_length)
 
 
 @dataclass
@@ -63,14 +69,13 @@ class Always:
     def begin(self) -> None:
         """Nothing is timed."""
 
-    def note(self) -> None:
+    def note(self, length: int) -> None:
         """Nothing is timed."""
 
     def together(self, requests: int) -> None:
         """Nothing is timed."""
 
-    @property
-    def way_seconds(self) -> tuple[float, ...]:
+    def way_seconds(self, length: float) -> tuple[float, ...]:
         """None."""
         return ()
 
@@ -150,7 +155,9 @@ class QuickestGuessing:
 
     Args:
         ways: that there are, in ascending order, `Guessing.NOTHING` first.
-        known: `way_seconds` of an earlier run.
+        known: `way_seconds` of an earlier run, behind no tokens.
+        heavy_length: tokens whose keys and values take as long to read as the weights. Times are compared as they would
+            be behind no tokens, for one text is longer than the next.
         clock: gives seconds.
     """
 
@@ -158,9 +165,10 @@ class QuickestGuessing:
         self,
         ways: Sequence[Guessing],
         known: Sequence[float] = (),
+        heavy_length: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ways, self._clock = tuple(ways), clock
+        self._ways, self._heavy_length, self._clock = tuple(ways), heavy_length, clock
         self._alone = _Comparison(self._ways, {way: known[way] for way in self._ways if any(known[way : way + 1])})
         self._comparisons = {1: self._alone}
         self._now = self._alone
@@ -171,20 +179,19 @@ class QuickestGuessing:
         """As `SpeculationPolicy` has it."""
         return self._now.guessing
 
-    @property
-    def way_seconds(self) -> tuple[float, ...]:
+    def way_seconds(self, length: float) -> tuple[float, ...]:
         """As `SpeculationPolicy` has it."""
-        return tuple(self._alone.seconds.get(way, 0.0) for way in Guessing)
+        return tuple(slowed(self._alone.seconds.get(way, 0.0), length, self._heavy_length) for way in Guessing)
 
     def begin(self) -> None:
         """As `SpeculationPolicy` has it."""
         self._before = None
 
-    def note(self) -> None:
+    def note(self, length: int) -> None:
         """As `SpeculationPolicy` has it."""
         now = self._clock()
         if self._before is not None:
-            self._now.add(now - self._before)
+            self._now.add((now - self._before) / slowed(1.0, length, self._heavy_length))
         self._before = now
 
     def together(self, requests: int) -> None:
