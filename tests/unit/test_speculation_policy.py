@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, rehearsed
 
 from ppd_runtime.pipeline.messages import CLIENT, CatchUp, ExitState, Token
-from ppd_runtime.pipeline.speculation_policy import Guessing, QuickestGuessing
+from ppd_runtime.pipeline.speculation_policy import Growth, Guessing, QuickestGuessing
 from ppd_runtime.sampling_params import SamplingParams
 
 DEPTH, EXIT = 6, 3
@@ -97,6 +97,19 @@ def test_a_longer_text_is_no_slower_way():
     assert counts[EXITS] <= 10
     assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 0.0, 1.2))
     assert decoding.policy.way_seconds(2000) == pytest.approx((3.0, 0.0, 3.6))
+
+
+def test_growth_is_learned_from_texts_of_different_lengths():
+    """A token takes twice as long behind 500 others, not behind 1,000 as was given."""
+    growth = Growth(1000)
+    for length in (100, 110, 120):
+        growth.add(length, 1.0 + length / 500)
+    assert growth.heavy_length == 1000, "lengths so much alike tell nothing"
+    growth.add(800, 1.0 + 800 / 500)
+    assert growth.heavy_length == pytest.approx(500)
+    assert growth.moved(3.0, 1000, 0) == pytest.approx(1.0)
+    growth.add(5000, 0.1)
+    assert growth.heavy_length == 4000, "no nonsense"
 
 
 def test_requests_at_once_have_a_comparison_of_their_own():
