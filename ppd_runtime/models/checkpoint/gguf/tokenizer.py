@@ -5,6 +5,7 @@ model's own tokenizer makes of it.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -212,10 +213,10 @@ class _Tokens:
         return first, second
 
     def _sentence_piece(self) -> Tokenizer:
-        """As the library has Llama's: a piece's score says how early two others become it; Gemma's number does."""
+        """As the library has Llama's: a piece's score says how early two others become it; runs of spaces are first."""
         scores = self._per_token("scores", 0.0)
-        if self._runs:
-            scores = [-float(number) for number in range(len(self.texts))]
+        for number in self._runs:
+            scores[number] = math.inf
         found = []
         for text, score in zip(self._names, scores, strict=True):
             for at in range(1, len(text)):
