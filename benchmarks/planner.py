@@ -27,9 +27,9 @@ from ppd_runtime.calibration.calibrate import Calibrator
 from ppd_runtime.calibration.plan_inputs import Measurement
 from ppd_runtime.calibration.staged_plans import rank_stages
 from ppd_runtime.calibration.stages_at_work import with_stages_at_work
+from ppd_runtime.checks import even_cuts
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.planner import ordinary_ms, plan
-from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.cost_model.tradeoff import MatchRates
 from ppd_runtime.measure.against_ordinary import on_core_of
 from ppd_runtime.measure.quartiles import quartiles

@@ -13,11 +13,8 @@ from benchmarks.gpu.scene import Row, Rows, Scene
 from benchmarks.models import shape_config
 from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs, summarise_staged
 from ppd_runtime.calibration.simulated_stages import StageTimes
-from ppd_runtime.cost_model.staged import (
-    GPT_FAST_ALL_REDUCE_MS,
-    even_cuts,
-    tensor_parallel_time,
-)
+from ppd_runtime.checks import even_cuts
+from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, tensor_parallel_time
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage

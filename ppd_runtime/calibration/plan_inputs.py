@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
 from ppd_runtime.calibration.stages_at_work import with_stages_at_work
+from ppd_runtime.checks import even_cuts
 from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.cost_model.tradeoff import MatchRates
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.measure.match_rate_report import summarise

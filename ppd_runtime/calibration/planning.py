@@ -10,16 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppd_runtime.checks import check_number, check_whole
+from ppd_runtime.checks import check_cuts, check_number, check_whole
 from ppd_runtime.config import in_process_config
 from ppd_runtime.cost_model.machine_costs import Calibration, read_calibration
 from ppd_runtime.cost_model.memory import GivenMemory
 from ppd_runtime.cost_model.planner import rank
 from ppd_runtime.cost_model.plans import Ranking, StagedPlan
-from ppd_runtime.cost_model.staged import check_cuts
-from ppd_runtime.cost_model.staged_choice import StageCosts, chosen_rows
 from ppd_runtime.cost_model.tradeoff import MatchRates, read_match_rates, select
 from ppd_runtime.host import available_cores
+from ppd_runtime.launch.layout_choice import StageCosts, chosen_rows
 from ppd_runtime.measure.machine_load import busy_note
 from ppd_runtime.sampling_params import SamplingParams
 

@@ -15,10 +15,9 @@ from ppd_runtime.calibration.simulated_cluster import (
     VirtualSampler,
     VirtualStage,
 )
-from ppd_runtime.checks import check_layers, check_number, check_share, check_whole, check_workers
+from ppd_runtime.checks import can_run_ahead, check_layers, check_number, check_share, check_whole, check_workers
 from ppd_runtime.cost_model.theory import (
     Times,
-    can_run_ahead,
     expected_compute,
     expected_latency,
     expected_runs,

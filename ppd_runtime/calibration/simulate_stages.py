@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppd_runtime.calibration.simulated_cluster import Clock, VirtualSampler
 from ppd_runtime.calibration.simulated_stages import ClockedHead, Machines, SimulatedText, StageTimes
-from ppd_runtime.checks import check_number, check_whole
+from ppd_runtime.checks import check_cuts, check_number, check_whole, stage_layers
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.theory import Times, miss_time
 from ppd_runtime.pipeline.messages import CLIENT, Begin
@@ -50,7 +50,7 @@ class StagedSetting:
     """How often the right token has each rank at the boundary that first names it, in any unit; empty: not known."""
 
     def __post_init__(self) -> None:
-        staged.check_cuts(self.num_layers, self.cuts)
+        check_cuts(self.num_layers, self.cuts)
         for name, least in (("k", 1), ("rows", 1), ("num_new_tokens", 2)):
             check_whole(name, getattr(self, name), least)
         for name in ("layer", "head", "exit_head", "hop", "row_cost", "besides"):
@@ -146,7 +146,7 @@ def _simulate(
         ranks=generator.choices(range(setting.k), ranks, k=tokens),
     )
     clocks = [_clock(setting, (number + 1) % size, generator) for number in range(size)]
-    layers = staged.stage_layers(setting.num_layers, setting.cuts)
+    layers = stage_layers(setting.num_layers, setting.cuts)
     said = [[share * rank / sum(ranks) for rank in ranks] for share in (*staged.cumulative_shares(shares), 0.0)]
     machines = Machines(
         setting.num_layers,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs
 from ppd_runtime.calibration.simulated_stages import StageTimes
+from ppd_runtime.checks import stage_layers
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
 from ppd_runtime.cost_model.planner import ordinary_ms
@@ -74,7 +75,7 @@ def plan_stages(
     runs = simulate_staged_runs(setting, shares, _TEXTS)[1:]
     ms = statistics.fmean(run.time_per_token for run in runs)
     dropped = statistics.fmean(run.rows_per_token for run in runs) - 1
-    longest = max(staged.stage_layers(num_layers, cuts))
+    longest = max(stage_layers(num_layers, cuts))
     return StagedPlan(
         devices=len(shares),
         cuts=cuts,
@@ -112,7 +113,7 @@ def _from_parts(num_layers: int, cuts: tuple[int, ...], rows: int, calibration: 
     """A pass takes a start, a message in and a message out, and for each further row as much as for rows of one
     position.
     """
-    longest = max(staged.stage_layers(num_layers, cuts))
+    longest = max(stage_layers(num_layers, cuts))
     # half_factor is for half of the layers; fewer stay in caches no better
     cached = 1 - (1 - calibration.half_factor) * min(1.0, 2 * (num_layers - longest) / num_layers)
     return StagesAtWork(

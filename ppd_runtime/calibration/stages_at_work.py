@@ -12,9 +12,9 @@ from statistics import median
 from typing import NamedTuple
 
 from ppd_runtime.calibration.calibrate import CalibrationConditions
+from ppd_runtime.checks import even_cuts
 from ppd_runtime.cost_model.machine_costs import Calibration, StagesAtWork
 from ppd_runtime.cost_model.planner import ordinary_ms
-from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.host import available_cores
 from ppd_runtime.launch.cpu_affinity import assign_cores
 from ppd_runtime.launch.supervisor import Progress

@@ -94,7 +94,7 @@ def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
 
 
 def _cuts(num_layers: int, stages: str | None, cuts: Sequence[str]) -> list[tuple[int, ...]]:
-    from ppd_runtime.cost_model.staged import even_cuts
+    from ppd_runtime.checks import even_cuts
     from ppd_runtime.cost_model.tradeoff import parse_list
 
     even = [] if stages is None else [even_cuts(num_layers, number) for number in parse_list("--stages", stages, int)]

@@ -117,7 +117,7 @@ def print_staged(rows: "Sequence[StagedTradeoff]", options: StagedOptions) -> No
     from rich.console import Console
     from rich.table import Table
 
-    from ppd_runtime.cost_model.staged import even_cuts
+    from ppd_runtime.checks import even_cuts
 
     title = f"The staged layout: {rows[0].num_layers} layers, {rows[0].num_new_tokens} tokens"
     table = Table(title=title, caption=_caption(options, rows[0]), box=box.SIMPLE_HEAD, padding=0)

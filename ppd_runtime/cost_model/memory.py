@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppd_runtime.checks import check_bool, check_number, check_whole
-from ppd_runtime.cost_model.staged import stage_layers
+from ppd_runtime.checks import check_bool, check_number, check_whole, stage_layers
 
 GB, _MB, _KB = 1e9, 1e6, 1e3
 USUAL_TOKENS = 4096

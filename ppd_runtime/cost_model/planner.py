@@ -8,14 +8,14 @@ whose pass over the prompt every way of decoding has in common.
 import math
 from collections.abc import Mapping, Sequence
 
-from ppd_runtime.checks import check_layers, check_number, check_share, check_whole, check_workers
+from ppd_runtime.checks import can_run_ahead, check_layers, check_number, check_share, check_whole, check_workers
 from ppd_runtime.cost_model import verdict as words
 from ppd_runtime.cost_model.fitting import fitting
 from ppd_runtime.cost_model.machine_costs import Calibration
 from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, StagedPlan, TokenTime
 from ppd_runtime.cost_model.run_ahead_model import entry_messages, follow
 from ppd_runtime.cost_model.staged import tensor_parallel_time
-from ppd_runtime.cost_model.theory import Times, can_run_ahead, miss_time
+from ppd_runtime.cost_model.theory import Times, miss_time
 from ppd_runtime.cost_model.tradeoff import Rates
 
 

@@ -223,8 +223,3 @@ def _run_count_quantile(match_rate: float, num_new_tokens: int, probability: flo
         if reached >= probability - _ROUNDING:
             return runs
     return num_new_tokens
-
-
-def can_run_ahead(num_layers: int, exit_layer: int, k: int) -> bool:
-    """Whether the layout is one in which a lone sub-process' last state is the next exit state."""
-    return k == 1 and num_layers == 2 * exit_layer

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ppd_runtime.checks import check_choice, check_share, check_whole
+from ppd_runtime.checks import check_choice, check_cuts, check_share, check_whole
 from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.files.whole import whole_file
@@ -189,7 +189,7 @@ def _check_boundaries(path: Path, num_layers: int | None, boundaries: BoundarySh
             check_whole("k", k, 1)
             for cut in cuts:
                 check_whole("cuts", cut, 1)
-            staged.check_cuts(num_layers or max((1, *cuts)) + 1, cuts)
+            check_cuts(num_layers or max((1, *cuts)) + 1, cuts)
             staged.check_shares(shares, len(cuts) + 1)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

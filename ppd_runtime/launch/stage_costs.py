@@ -13,9 +13,9 @@ import torch
 
 from ppd_runtime import __version__
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.files.cache_folder import capabilities, with_way_out
 from ppd_runtime.files.findings import kept_finding
+from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device

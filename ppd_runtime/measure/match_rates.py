@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.checks import check_depth, check_whole
+from ppd_runtime.checks import check_cuts, check_depth, check_whole
 from ppd_runtime.config import SHARED
-from ppd_runtime.cost_model.staged import check_cuts
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.heads import HeadInfo, load_head

@@ -9,13 +9,14 @@ from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.cost_model.staged import even_cuts
-from ppd_runtime.cost_model.staged_choice import StageCosts, StagedLayout, balanced_cuts, choose_layout, chosen_rows
+from ppd_runtime.checks import even_cuts
 from ppd_runtime.files.checksummed import checksum
+from ppd_runtime.launch.layout_choice import StageCosts, balanced_cuts, choose_layout, chosen_rows
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.pipeline.staged.chances import Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.results import StagedLayout
 from ppd_runtime.sampling_params import SamplingParams
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ppd_runtime.checks import even_cuts, stage_layers
 from ppd_runtime.config import USUAL_K
-from ppd_runtime.cost_model.staged import even_cuts, stage_layers
+from ppd_runtime.results import StagedLayout
 
 MOST_CHOSEN_ROWS = 8
 _MOST_K = 5  # a further candidate is right in one token of a hundred
@@ -34,22 +35,6 @@ class StageCosts:
         """From measured numbers; a row never costs more than a pass of its own."""
         row = min(max(round(_ROWS * row) / _ROWS, 0.0), 1.0)
         return StageCosts(round(_HEADS * guess_head) / _HEADS, round(_HEADS * head) / _HEADS, row)
-
-
-@dataclass(frozen=True)
-class StagedLayout:
-    """How a model runs in stages."""
-
-    cuts: tuple[int, ...]
-    """Layers before each border."""
-    rows: int
-    """Of a pass, at the most."""
-    k: int
-    """Candidates at each boundary."""
-    row_cost: float = 0.0
-    """What a further row of a pass adds, as a share of the first one's time: the chance that it has to have."""
-    guess_vocab: int | None = None
-    """Tokens that boundaries guess among; None: the whole vocabulary."""
 
 
 def balanced_cuts(num_layers: int, stages: int, costs: StageCosts) -> tuple[int, ...]:
