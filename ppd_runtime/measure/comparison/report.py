@@ -158,6 +158,11 @@ class ComparisonReport:
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)] if notes else []
         return "\n\n".join(parts) + "\n"
 
+    def title(self) -> str:
+        """In a few words, for a chart."""
+        known = self.conditions
+        return f"{known.model}, {known.num_prompts} prompts, {'compiled' if known.compile else 'not compiled'}"
+
     def summary(self) -> str:
         """In a line, what was decoded and how."""
         known, sampling = self.conditions, self.conditions.sampling
