@@ -18,10 +18,10 @@ from ppd_runtime.config import in_process_config
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ppd_runtime.measure.device_plan import DevicePlan
-    from ppd_runtime.measure.layouts import LayoutFigures
-    from ppd_runtime.measure.plan import Plan
-    from ppd_runtime.measure.subject import Subject
+    from ppd_runtime.tune.device_plan import DevicePlan
+    from ppd_runtime.tune.layouts import LayoutFigures
+    from ppd_runtime.tune.plan import Plan
+    from ppd_runtime.tune.subject import Subject
 
 _MOST_ROWS = 16
 
@@ -104,7 +104,7 @@ def plan(
 
 
 def _here(subject: "Subject", seconds: float) -> "Plan | DevicePlan":
-    from ppd_runtime.measure.plan import plan_here
+    from ppd_runtime.tune.plan import plan_here
 
     return plan_here(subject, seconds, show_progress)
 
@@ -114,7 +114,7 @@ def _elsewhere(
 ) -> "Plan | DevicePlan":
     """The formulas' plan; the model is loaded where something is left to measure."""
     from ppd_runtime.cost_model.tradeoff import parse_list
-    from ppd_runtime.measure.device_plan import Given, plan_devices
+    from ppd_runtime.tune.device_plan import Given, plan_devices
 
     known: dict[str, Any] = asdict(elsewhere)
     k = known.pop("k")
@@ -123,7 +123,7 @@ def _elsewhere(
 
 
 def _loaded(model: str, prompts: str, limit: int | None, params: SamplingParams, place: Settings) -> "Subject":
-    from ppd_runtime.measure.subject import loaded
+    from ppd_runtime.tune.subject import loaded
 
     return loaded(model, prompts, limit, params, **place)
 
@@ -131,7 +131,7 @@ def _loaded(model: str, prompts: str, limit: int | None, params: SamplingParams,
 def _draw(planned: "Plan | DevicePlan", plot: Path | None) -> None:
     if plot is None:
         return
-    from ppd_runtime.measure.comparison.chart import Bar, draw_speedups
+    from ppd_runtime.tune.comparison.chart import Bar, draw_speedups
 
     draw_speedups({name: Bar(*figures) for name, figures in planned.bars().items()}, planned.title, plot)
 
@@ -139,7 +139,7 @@ def _draw(planned: "Plan | DevicePlan", plot: Path | None) -> None:
 def _print(planned: "Plan | DevicePlan") -> None:
     from rich.console import Console
 
-    from ppd_runtime.measure.device_plan import DevicePlan
+    from ppd_runtime.tune.device_plan import DevicePlan
 
     console = Console()
     console.print(planned.title, highlight=False, markup=False)

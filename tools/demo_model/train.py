@@ -27,10 +27,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ppd_runtime.measure.match_rates import teacher_forced_match_rates
-from ppd_runtime.measure.measured_on import versions
 from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.corpus import Document, corpus_hash, read_standard_library
+from ppd_runtime.tune.match_rates import teacher_forced_match_rates
+from ppd_runtime.tune.measured_on import versions
 
 logger = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
