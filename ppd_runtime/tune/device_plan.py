@@ -4,12 +4,12 @@ Only measuring needs the model and torch: they are imported when it comes to tha
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppd_runtime.checks import check_number, check_share, check_whole
+from ppd_runtime.checks import check_whole
 from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.cost_model.devices import Parts, Predicted, check_request, rank
 from ppd_runtime.cost_model.tradeoff import MatchRates, boundary_rows, read_match_rates, select
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ppd_runtime.tune.subject import Subject
 
 _USUAL_KS = (1, 3, 5)
+_PARTS = tuple(entry.name for entry in fields(Parts))
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,15 @@ class Given:
             check_whole("k", k, 1)
         if self.layers is not None:
             check_whole("layers", self.layers, 2)
-        for name in ("layer_ms", "head_ms", "exit_head_ms", "hop_ms"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value)
-        if self.layer_ms == 0:
-            raise ValueError("layer_ms=0: a plan needs layers that take time; give a number above 0")
-        if self.row_cost is not None:
-            check_share("row_cost", self.row_cost)
+        Parts(**{"layer_ms": 1.0, **self.known_parts})  # refuses what cannot be
         if self.hop_ms is None:
             told = f"devices={self.devices}: a message between devices that are not here cannot be timed"
             raise ValueError(f"{told}, give --hop-ms as well")
+
+    @property
+    def known_parts(self) -> dict[str, float]:
+        """Those of `Parts` that are given."""
+        return {name: value for name in _PARTS if (value := getattr(self, name)) is not None}
 
     @cached_property
     def rates(self) -> MatchRates | None:
@@ -169,15 +169,13 @@ def _num_layers(given: Given, model: str, subject: "Subject | None") -> int:
 
 
 def _parts(given: Given, subject: "Subject | None", progress: "Progress") -> Parts:
-    names = ("layer_ms", "head_ms", "exit_head_ms", "hop_ms", "row_cost")
-    known = {name: value for name in names if (value := getattr(given, name)) is not None}
     if given.layer_ms is not None:
-        return Parts(**known)
+        return Parts(**given.known_parts)
     from ppd_runtime.tune.parts import measured_parts
 
     assert subject
     progress("measuring layers and heads")
-    return replace(measured_parts(subject, known["hop_ms"]), **known)
+    return replace(measured_parts(subject), **given.known_parts)
 
 
 def _measured_rates(given: Given, subject: "Subject | None", progress: "Progress") -> MatchRates:

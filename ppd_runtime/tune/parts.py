@@ -46,8 +46,10 @@ def measured_rates(
     return MatchRates(source, table, info.num_layers, boundaries, info.weights_name)
 
 
-def measured_parts(subject: Subject, hop_ms: float) -> Parts:
-    """The parts as ordinary decoding's own records have them; an exit head is taken to be like the final one."""
+def measured_parts(subject: Subject) -> Parts:
+    """The parts as ordinary decoding's own records have them, but for hops; an exit head is taken to be like the final
+    one.
+    """
     ordinary, params = subject.ordinary, replace(subject.params, ignore_eos=True)
     texts = itertools.islice(itertools.cycle(subject.prompts), _LEAST_TEXTS + 1)
     ledgers = [ordinary.generate(list(prompt), params).stats.ledger_per_token for prompt in texts][1:]
@@ -57,7 +59,7 @@ def measured_parts(subject: Subject, hop_ms: float) -> Parts:
     ordinary.stage.compile_for(PassKind.SEVERAL)
     with cpu_threads(ordinary.config.threads_per_worker):
         further = row_cost(RowStage(ordinary.stage, MOST_CHOSEN_ROWS))
-    return Parts(layers / ordinary.info.num_layers, heads, heads, hop_ms, min(max(further, 0.0), 1.0))
+    return Parts(layers / ordinary.info.num_layers, heads, heads, row_cost=min(max(further, 0.0), 1.0))
 
 
 def _after_first(text: TextPlaces) -> TextPlaces:
