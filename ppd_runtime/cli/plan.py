@@ -1,10 +1,9 @@
 """`ppd plan`: which layout is the fastest here, measured, or on devices that are not here, by the formulas."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,11 +13,11 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
-from ppd_runtime.config import in_process_config
+from ppd_runtime.config import SHARED, in_process_config
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.device_plan import DevicePlan, Given, plan_devices
 
 if TYPE_CHECKING:
-    from ppd_runtime.tune.device_plan import DevicePlan
     from ppd_runtime.tune.layouts import LayoutFigures
     from ppd_runtime.tune.plan import Plan
     from ppd_runtime.tune.subject import Subject
@@ -26,41 +25,8 @@ if TYPE_CHECKING:
 _MOST_ROWS = 16
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """What is known of devices that are not here."""
-
-    devices: int | None = None
-    """Predict for so many devices that are not here, by formulas, instead of running layouts."""
-    hop_ms: float | None = None
-    """With --devices: time of a message between two of them."""
-    layer_ms: float | None = None
-    """With --devices: time of a layer; default: measured here, and the heads' with it."""
-    head_ms: float | None = None
-    """With --devices: time of the final head."""
-    exit_head_ms: float | None = None
-    """With --devices: time of an exit head."""
-    match_rates: Path | None = None
-    """With --devices: what `ppd match-rate --out` wrote, instead of measuring rates."""
-    layers: int | None = None
-    """With --devices: decoder layers, where the match rates' file lacks them."""
-    k: str | None = None
-    """With --devices: candidates to plan with, such as 1,3; default: all that the file has, or 1,3,5."""
-    row_cost: float | None = None
-    """With --devices: what a further token adds to a pass, as a share of the first one's time; default: measured
-    where the layers are, else 0."""
-    all_reduce_ms: float | None = None
-    """With --devices: rank tensor parallelism with all-reduces of this time, two for each layer."""
-
-    def check(self) -> None:
-        """Raise ValueError for something that is known of no devices."""
-        for entry in fields(self):
-            if self.devices is None and (value := getattr(self, entry.name)) is not None:
-                raise ValueError(f"{entry.name}={value}: is for devices that are not here, give --devices as well")
-
-
 @takes(
-    elsewhere=options.group(Elsewhere, make=Elsewhere),
+    elsewhere=options.group(Given),
     sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64),
     place=options.COMPILED,
 )
@@ -68,8 +34,9 @@ def plan(
     model: options.Model = "demo",
     prompts: options.Prompts = "demo",
     seconds: Annotated[float, typer.Option(help="Run each layout so long, in turn with ordinary decoding.")] = 8.0,
+    exit_head: options.ExitHead = SHARED,
     *,
-    elsewhere: Elsewhere,
+    elsewhere: Settings,
     sampling: Settings,
     limit: options.Limit = None,
     as_json: options.AsJson = False,
@@ -90,35 +57,33 @@ def plan(
         check_outputs(out, plot)
         check_image(plot)
         check_number("seconds", seconds)
-        elsewhere.check()
+        given = Given(**elsewhere)
         in_process_config("a plan", {"model": model, **place})
         load = partial(_loaded, model, prompts, limit, SamplingParams(**sampling), place)
-        if elsewhere.devices is None:
-            planned = _here(load(), seconds)
+        if given.devices is None:
+            planned = _here(load(), seconds, exit_head)
         else:
-            planned = _elsewhere(elsewhere, model, place.get("weights"), load)
+            planned = _elsewhere(given, model, exit_head, place.get("weights"), load)
         _draw(planned, plot)
         give_json(planned.as_dict(), as_json, out)
         if not as_json:
             _print(planned)
 
 
-def _here(subject: "Subject", seconds: float) -> "Plan | DevicePlan":
+def _here(subject: "Subject", seconds: float, exit_head: str) -> "Plan | DevicePlan":
     from ppd_runtime.tune.plan import plan_here
 
-    return plan_here(subject, seconds, show_progress)
+    return plan_here(subject, seconds, exit_head, show_progress)
 
 
 def _elsewhere(
-    elsewhere: Elsewhere, model: str, weights: str | None, load: "Callable[[], Subject]"
+    given: Given, model: str, exit_head: str, weights: str | None, load: "Callable[[], Subject]"
 ) -> "Plan | DevicePlan":
     """The formulas' plan; the model is loaded where something is left to measure."""
-    from ppd_runtime.cost_model.tradeoff import parse_list
-    from ppd_runtime.tune.device_plan import Given, plan_devices
-
-    known: dict[str, Any] = asdict(elsewhere)
-    k = known.pop("k")
-    given = Given(**known, ks=None if k is None else parse_list("--k", k, int), weights=weights)
+    if exit_head != SHARED:
+        told = f"--exit-head {exit_head} with --devices: `ppd match-rate --exit-head` measures its rates"
+        raise ValueError(f"{told}, give them as --match-rates instead")
+    given.check_weights(weights)
     return plan_devices(given, model, load() if given.measures else None, show_progress)
 
 
@@ -138,8 +103,6 @@ def _draw(planned: "Plan | DevicePlan", plot: Path | None) -> None:
 
 def _print(planned: "Plan | DevicePlan") -> None:
     from rich.console import Console
-
-    from ppd_runtime.tune.device_plan import DevicePlan
 
     console = Console()
     console.print(planned.title, highlight=False, markup=False)

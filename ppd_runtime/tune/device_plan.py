@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppd_runtime.checks import check_whole
 from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.cost_model.devices import Parts, Predicted, check_request, rank
-from ppd_runtime.cost_model.tradeoff import MatchRates, boundary_rows, read_match_rates, select
+from ppd_runtime.cost_model.tradeoff import MatchRates, boundary_rows, parse_list, read_match_rates, select
 from ppd_runtime.tune.verdict import Candidate, Verdict, verdict
 
 if TYPE_CHECKING:
@@ -25,26 +25,40 @@ _PARTS = tuple(entry.name for entry in fields(Parts))
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of the devices and the model; what is None is measured here.
+    """What is known of devices that are not here, and of the model.
 
     Raises:
         ValueError: naming the value and the way out.
     """
 
-    devices: int
-    match_rates: Path | None = None
-    layers: int | None = None
-    ks: Sequence[int] | None = None
-    layer_ms: float | None = None
-    head_ms: float | None = None
-    exit_head_ms: float | None = None
+    devices: int | None = None
+    """Predict for so many devices that are not here, by formulas, instead of running layouts."""
     hop_ms: float | None = None
+    """With --devices: time of a message between two of them."""
+    layer_ms: float | None = None
+    """With --devices: time of a layer; default: measured here, and the heads' with it."""
+    head_ms: float | None = None
+    """With --devices: time of the final head."""
+    exit_head_ms: float | None = None
+    """With --devices: time of an exit head."""
     row_cost: float | None = None
+    """With --devices: what a further token adds to a pass, as a share of the first one's time; default: measured
+    where the layers are, else 0."""
+    match_rates: Path | None = None
+    """With --devices: what `ppd match-rate --out` wrote, instead of measuring rates."""
+    layers: int | None = None
+    """With --devices: decoder layers, where the match rates' file lacks them."""
+    k: str | None = None
+    """With --devices: candidates to plan with, such as 1,3; default: all that the file has, or 1,3,5."""
     all_reduce_ms: float | None = None
-    weights: str | None = None
-    """The weights' format that was asked for."""
+    """With --devices: rank tensor parallelism with all-reduces of this time, two for each layer."""
 
     def __post_init__(self) -> None:
+        if self.devices is None:
+            for name, value in asdict(self).items():
+                if value is not None:
+                    raise ValueError(f"{name}={value}: is for devices that are not here, give --devices as well")
+            return
         check_request(self.devices, self.all_reduce_ms)
         for k in self.ks or ():
             check_whole("k", k, 1)
@@ -55,6 +69,11 @@ class Given:
             told = f"devices={self.devices}: a message between devices that are not here cannot be timed"
             raise ValueError(f"{told}, give --hop-ms as well")
 
+    @cached_property
+    def ks(self) -> list[int] | None:
+        """The candidates as numbers."""
+        return None if self.k is None else parse_list("--k", self.k, int)
+
     @property
     def known_parts(self) -> dict[str, float]:
         """Those of `Parts` that are given."""
@@ -62,18 +81,14 @@ class Given:
 
     @cached_property
     def rates(self) -> MatchRates | None:
-        """The file's; ValueError where its weights are of another format than those asked for."""
-        if self.match_rates is None:
-            return None
-        found = read_match_rates(self.match_rates)
-        if self.weights is not None:
-            self.check_weights(found, self.weights)
-        return found
+        """The file's."""
+        return None if self.match_rates is None else read_match_rates(self.match_rates)
 
-    def check_weights(self, rates: MatchRates, weights: str) -> None:
-        """Raise ValueError where rates are of another format."""
-        if rates.weights not in (None, weights):
-            told = f"was measured with weights in {rates.weights}, and the model has them in {weights}"
+    def check_weights(self, weights: str | None) -> None:
+        """Raise ValueError where the file's rates are of another format than the model, or than what was asked for."""
+        known = self.rates.weights if self.rates else None
+        if None not in (known, weights) and known != weights:
+            told = f"was measured with weights in {known}, and the model has them in {weights}"
             raise ValueError(f"{self.match_rates} {told}: give figures that were measured alike")
 
     @property
@@ -147,9 +162,10 @@ def plan_devices(
     parts = _parts(given, subject, progress)
     rates, cautions = _chosen(given.rates or _measured_rates(given, subject, progress), num_layers, given.ks)
     progress("")
-    predicted = rank(num_layers, rates, parts, given.devices, given.all_reduce_ms)
-    found = _verdict(predicted, given, parts)
-    return DevicePlan(model, num_layers, given.devices, parts, rates, tuple(predicted), found, cautions)
+    devices = given.devices or 0
+    predicted = rank(num_layers, rates, parts, devices, given.all_reduce_ms)
+    found = _verdict(predicted, devices, parts)
+    return DevicePlan(model, num_layers, devices, parts, rates, tuple(predicted), found, cautions)
 
 
 def _num_layers(given: Given, model: str, subject: "Subject | None") -> int:
@@ -163,8 +179,7 @@ def _num_layers(given: Given, model: str, subject: "Subject | None") -> int:
         if number not in (None, info.num_layers):
             told = f"{source} says {number} layers, but model {model!r} has {info.num_layers}"
             raise ValueError(f"{told}: give its own")
-    if given.rates:
-        given.check_weights(given.rates, info.weights_name)
+    given.check_weights(info.weights_name)
     return info.num_layers
 
 
@@ -182,7 +197,7 @@ def _measured_rates(given: Given, subject: "Subject | None", progress: "Progress
     from ppd_runtime.tune.parts import measured_rates
 
     assert subject
-    return measured_rates(subject, given.ks or _USUAL_KS, given.devices, progress)
+    return measured_rates(subject, given.ks or _USUAL_KS, given.devices or 0, progress)
 
 
 def _chosen(rates: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tuple[MatchRates, tuple[str, ...]]:
@@ -195,13 +210,13 @@ def _chosen(rates: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tup
     return replace(covered, rates=kept, first_boundary=boundaries), cautions
 
 
-def _verdict(predicted: Sequence[Predicted], given: Given, parts: Parts) -> Verdict:
+def _verdict(predicted: Sequence[Predicted], devices: int, parts: Parts) -> Verdict:
     own = [row for row in predicted if row.options]
     candidates = [
         Candidate(row.name, row.ms_per_token, row.speedup, row.allowed_speedup, command=f"ppd generate {row.options}")
         for row in own
     ]
-    nothing = f"no setting with a match rate or first boundaries fits {given.devices} devices"
+    nothing = f"no setting with a match rate or first boundaries fits {devices} devices"
     found = verdict(candidates, nothing, f"a hop of {parts.hop_ms:g} ms with heads and rows")
     best = max((row.speedup for row in own), default=0.0)
     faster = [row for row in predicted if not row.options and row.speedup > best]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.config import ALL_FORMATS
+from ppd_runtime.config import ALL_FORMATS, SHARED
 from ppd_runtime.launch.cpu_affinity import own_cores
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.tune.layouts import LayoutFigures, fitting, measured, opened
@@ -37,6 +37,8 @@ class Conditions:
     seconds: float
     """Timed for each layout."""
     machine: str
+    exit_head: str = SHARED
+    """What names the candidates, as `RuntimeConfig` has it."""
 
     @property
     def places(self) -> str:
@@ -85,19 +87,21 @@ class Plan:
         }
 
 
-def plan_here(subject: Subject, seconds: float, progress: Progress = lambda line: None) -> Plan:
+def plan_here(
+    subject: Subject, seconds: float, exit_head: str = SHARED, progress: Progress = lambda line: None
+) -> Plan:
     """Run every layout that fits this machine in turn with ordinary decoding; one that cannot start is left out.
 
     Every text has all its tokens: an end token would leave too few to time.
     """
-    known = _conditions(subject, seconds)
+    known = _conditions(subject, seconds, exit_head)
     subject = replace(subject, params=replace(subject.params, ignore_eos=True))
     rows, left_out = [], {}
     layouts = fitting(known.devices, known.num_layers, known.threads, known.device == "cpu")
     for number, layout in enumerate(layouts, start=1):
         progress(f"measuring {layout.name} beside ordinary decoding, {number} of {len(layouts)}")
         try:
-            with opened(layout, subject.ordinary, launcher="processes") as way:
+            with opened(layout, subject.ordinary, launcher="processes", exit_head=exit_head) as way:
                 rows.append(measured(layout, way, subject, seconds))
         except (ValueError, RuntimeError) as error:
             left_out[layout.name] = " ".join(str(error).split())
@@ -113,7 +117,7 @@ def made_plan(known: Conditions, rows: Sequence[LayoutFigures], left_out: dict[s
     return Plan(known, ranked, left_out, found, tuple(_cautions(ranked, left_out)))
 
 
-def _conditions(subject: Subject, seconds: float) -> Conditions:
+def _conditions(subject: Subject, seconds: float, exit_head: str) -> Conditions:
     ordinary, params = subject.ordinary, subject.params
     device, threads = ordinary.stage.device.type, ordinary.config.threads_per_worker
     devices = max(1, len(own_cores()) // threads) if device == "cpu" else torch.cuda.device_count()
@@ -131,17 +135,19 @@ def _conditions(subject: Subject, seconds: float) -> Conditions:
         temperature=params.temperature or 0.0,
         seconds=seconds,
         machine=machine(),
+        exit_head=exit_head,
     )
 
 
 def _candidate(known: Conditions, row: LayoutFigures) -> Candidate:
+    head = f" --exit-head {known.exit_head}" * (known.exit_head != SHARED and row.layout.processes > 1)
     return Candidate(
         name=row.layout.name,
         ms_per_token=row.ms_per_token,
         speedup=row.speedup,
         allowed_speedup=row.allowed_speedup,
         surely_faster=row.speedup_low > 1,
-        command=f"ppd generate --model {known.model} {row.layout.command}",
+        command=f"ppd generate --model {known.model} {row.layout.command}{head}",
     )
 
 

@@ -94,7 +94,7 @@ def test_a_plan_measures_what_fits_and_goes_on_behind_what_fails(
     broken = Layout("none", {"stages": 99}, 99)
     monkeypatch.setattr(planning, "fitting", lambda *_: [broken, STAGES])
     told: list[str] = []
-    found = plan_here(subject, 0.0, told.append)
+    found = plan_here(subject, 0.0, progress=told.append)
     assert [row.layout for row in found.layouts] == [STAGES]
     assert list(found.left_out) == ["none"]
     assert "stages=99" in found.left_out["none"]

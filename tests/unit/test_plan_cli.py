@@ -102,6 +102,7 @@ def test_what_is_asked_for_is_planned(rates: Path) -> None:
         ("--devices 4 --layer-ms 0 --hop-ms 1", "--layer-ms 0"),
         ("--devices 4 --layer-ms 1", "--devices 4: a message between devices that are not here cannot be timed, give"),
         ("--devices 1 --hop-ms 1", "--devices 1"),
+        ("ASKED --exit-head trained", "--exit-head trained with --devices: `ppd match-rate --exit-head` measures its"),
         ("--hop-ms 0.1", "--hop-ms 0.1: is for devices that are not here, give --devices as well"),
         ("--match-rates FOLDER/rates.json", "is for devices that are not here, give --devices as well"),
         ("--plot FOLDER/none/plan.png", "give a file in a folder that exists"),

@@ -111,6 +111,11 @@ def test_a_plan_ranks_and_advises() -> None:
     assert busy.startswith("Measuring had 50% of the CPU time")
 
 
+def test_trained_exits_are_part_of_the_command() -> None:
+    found = made_plan(replace(KNOWN, exit_head="heads"), [measured("2 stages", 1.3)], {})
+    assert found.verdict.text.endswith("(ppd generate --model m --stages 2 --exit-head heads)")
+
+
 def test_a_layout_with_other_tokens_is_named_and_not_advised() -> None:
     found = made_plan(KNOWN, [measured("2 stages", 1.3, identical=False), measured("k=1", 1.1)], {})
     assert found.verdict.best == "k=1"
