@@ -32,7 +32,7 @@ from ppd_runtime.pipeline.messages import MAIN, ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.tune.comparison.methods import Methods
+from ppd_runtime.tune.comparison.in_turn import core_beside
 
 PACKAGE = Path(ppd_runtime.__file__).parent
 
@@ -63,7 +63,7 @@ def test_nobody_who_measures_for_gpus_stays_on_a_core(monkeypatch: pytest.Monkey
             hop._row(hop.Series("unix", 8, 1, 5, device), pool)
         config, stage = RuntimeConfig(), SimpleNamespace(device=torch.device(device))
         ordinary: Any = SimpleNamespace(config=config, stage=stage)
-        found.append(Methods(ordinary, [])._last_cores)
+        found.append(core_beside(ordinary))
     assert [len(some) for some in cores["cpu"]] == [1] * 3
     assert cores["cuda:0"] == [()] * 3
 

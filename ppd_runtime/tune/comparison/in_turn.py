@@ -112,7 +112,7 @@ def _pair(
     way_first: bool,
 ) -> Pair:
     early = OwnMethod(way).generate(prompt, params) if way_first else None
-    with on_core_of(way), load.computing.running():
+    with on_core_of(way if isinstance(way, PPDRuntime) else ordinary), load.computing.running():
         expected, usual = OwnMethod(ordinary).generate(prompt, params)
     got, run = early or OwnMethod(way).generate(prompt, params)
     return Pair(usual, run, Agreement(common_start(expected, got), max(len(expected), len(got))))
@@ -132,10 +132,14 @@ def cores_of(way: Way) -> list[int]:
 
 @contextlib.contextmanager
 def on_core_of(way: Way) -> Iterator[None]:
-    """Keep this thread on a runtime's main process' cores where those are fixed, else on the last core."""
-    if isinstance(way, PPDRuntime):
-        cores = way.main_cores
-    else:
-        *_, cores = assign_cores(available_cores(), 1, device=str(way.stage.device))
-    with on_cores(cores):
+    """Keep this thread on the cores of `core_beside` while the block lasts."""
+    with on_cores(core_beside(way)):
         yield
+
+
+def core_beside(way: Way) -> tuple[int, ...]:
+    """The cores of a runtime's main process; beside decoding in this process, the last ones. Empty: anywhere."""
+    if isinstance(way, PPDRuntime):
+        return way.main_cores
+    threads = way.config.threads_per_worker
+    return assign_cores(max(available_cores() // threads, 1), threads, device=str(way.stage.device))[-1]

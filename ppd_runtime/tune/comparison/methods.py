@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-from ppd_runtime.host import available_cores
-from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.methods.registry import SELF_SPECULATIVE, open_method
@@ -18,7 +16,7 @@ from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tune.comparison.figures import Agreement
-from ppd_runtime.tune.comparison.in_turn import Generated, OwnMethod, common_start
+from ppd_runtime.tune.comparison.in_turn import Generated, OwnMethod, common_start, on_core_of
 from ppd_runtime.tune.comparison.rows import BASELINE, MethodRow, full_settings
 from ppd_runtime.tune.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
 from ppd_runtime.tune.machine_load import CpuTime
@@ -45,9 +43,6 @@ class Methods:
         self._closing = contextlib.ExitStack()
         self._methods: dict[str, ComparedMethod] = {}
         self._pipeline: PPDRuntime | None = None
-        threads = ordinary.config.threads_per_worker
-        places = max(available_cores() // threads, 1)
-        *_, self._last_cores = assign_cores(places, threads, device=str(ordinary.stage.device))
         self._stage: Stage | None = None
 
     def __enter__(self) -> "Methods":
@@ -119,7 +114,7 @@ class Methods:
         if row.method == "ppd":
             yield
         else:
-            with on_cores(self._pipeline.main_cores if self._pipeline else self._last_cores):
+            with on_core_of(self._pipeline or self.ordinary):
                 yield
 
     @torch.inference_mode()
