@@ -23,9 +23,9 @@ from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, positive, run
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import FORMATS
-from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.training.texts import read_texts, token_rows
+from ppd_runtime.tune.prompt_files import read_prompts
 
 _HALF = "bfloat16"
 _LENGTH, _PROMPT = 512, 200  # tokens of a row of text, and of a prompt at the most

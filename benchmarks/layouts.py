@@ -44,11 +44,11 @@ from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, expected_first
 from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
 from ppd_runtime.launch import guessing_times
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult, Stats
 from ppd_runtime.training.corpus import read_standard_library
+from ppd_runtime.tune.prompt_files import read_prompts
 
 REPEATING, HELD_OUT = "repeating", "held-out"
 _REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")

@@ -35,7 +35,7 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, share, spread, whole_numbers
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import DTYPES
-from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.tune.prompt_files import read_prompts
 
 _START_S, _ANSWER_S, _SETTLE_S, _END_S = 300.0, 300.0, 60.0, 120.0
 _TOLD_TO_END = 143  # exit code

@@ -1,8 +1,9 @@
 """Checks of what people pass; each raises a ValueError that names the value and the way out."""
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -108,3 +109,40 @@ def check_depth(num_layers: int, user: str, model: str | None = None) -> None:
     if num_layers < 2:
         name = "the model" if model is None else f"model {model!r}"
         raise ValueError(f"{name} has {num_layers} layer: {user} needs at least 2, give a deeper one")
+
+
+def check_stages(num_layers: int, stages: int) -> None:
+    """A whole number of stages that each have a layer: 2 ≤ N ≤ d."""
+    check_whole("num_layers", num_layers, 2)
+    check_whole("stages", stages, 2)
+    if stages > num_layers:
+        raise ValueError(f"stages={stages}: with {num_layers} layers choose 2 to {num_layers}")
+
+
+def check_cuts(num_layers: int, cuts: Sequence[int]) -> None:
+    """One layer or several from 1 to d − 1, in rising order."""
+    check_whole("num_layers", num_layers, 2)
+    for cut in cuts:
+        check_whole("cuts", cut, 1)
+    ends = [0, *cuts, num_layers]
+    if not cuts or any(first >= last for first, last in itertools.pairwise(ends)):
+        asked = ",".join(map(str, cuts))
+        choice = f"with {num_layers} layers give layers from 1 to {num_layers - 1}, each above the one before"
+        raise ValueError(f"cuts={asked!r}: {choice}")
+
+
+def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:
+    """The cuts of stages whose numbers of layers differ by one at most."""
+    check_stages(num_layers, stages)
+    return tuple(num_layers * stage // stages for stage in range(1, stages))
+
+
+def stage_layers(num_layers: int, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Each stage's number of layers."""
+    check_cuts(num_layers, cuts)
+    return tuple(last - first for first, last in itertools.pairwise([0, *cuts, num_layers]))
+
+
+def can_run_ahead(num_layers: int, exit_layer: int, k: int) -> bool:
+    """Whether a lone sub-process' last state is the next exit state."""
+    return k == 1 and num_layers == 2 * exit_layer

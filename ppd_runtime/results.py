@@ -5,7 +5,6 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
-from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import ProcessSpans
@@ -23,6 +22,22 @@ class Live(IntEnum):
     """With stages, which boundary foresaw each token, too."""
     PASSES = 3
     """And what every process computes."""
+
+
+@dataclass(frozen=True)
+class StagedLayout:
+    """How a model runs in stages."""
+
+    cuts: tuple[int, ...]
+    """Layers before each border."""
+    rows: int
+    """Of a pass, at the most."""
+    k: int
+    """Candidates at each boundary."""
+    row_cost: float = 0.0
+    """What a further row of a pass adds, as a share of the first one's time: the chance that it has to have."""
+    guess_vocab: int | None = None
+    """Tokens that boundaries guess among; None: the whole vocabulary."""
 
 
 @dataclass(frozen=True)

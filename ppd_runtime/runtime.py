@@ -14,7 +14,6 @@ from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
 from ppd_runtime.config import TRANSPORTS, UNSET, RuntimeConfig, runtime_config
 from ppd_runtime.cost_model.staged import expected_first_boundary
-from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.host import available_cores
 from ppd_runtime.launch.base import RequestCounts, Workers
@@ -34,7 +33,7 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
 from ppd_runtime.process_names import process_name
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.results import Live
+from ppd_runtime.results import Live, StagedLayout
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.tracing.trace import Trace

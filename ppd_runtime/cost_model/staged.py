@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ppd_runtime.checks import check_number, check_share, check_whole
+from ppd_runtime.checks import check_cuts, check_number, check_share, check_whole, stage_layers
 from ppd_runtime.cost_model.theory import Times, miss_time, ordinary_time
 
 GPT_FAST_ALL_REDUCE_MS = (0.018, 0.029)
@@ -25,26 +25,6 @@ GPT_FAST_ALL_REDUCE_MS = (0.018, 0.029)
 GPT_FAST_LAYER_MS = 0.298
 """A layer, heads included, on one of them: 1 / (104.9 · 32) seconds."""
 _ROUNDING = 1e-6
-
-
-def check_stages(num_layers: int, stages: int) -> None:
-    """A whole number of stages that each have a layer: 2 ≤ N ≤ d."""
-    check_whole("num_layers", num_layers, 2)
-    check_whole("stages", stages, 2)
-    if stages > num_layers:
-        raise ValueError(f"stages={stages}: with {num_layers} layers choose 2 to {num_layers}")
-
-
-def check_cuts(num_layers: int, cuts: Sequence[int]) -> None:
-    """One layer or several from 1 to d − 1, in rising order."""
-    check_whole("num_layers", num_layers, 2)
-    for cut in cuts:
-        check_whole("cuts", cut, 1)
-    ends = [0, *cuts, num_layers]
-    if not cuts or any(first >= last for first, last in itertools.pairwise(ends)):
-        asked = ",".join(map(str, cuts))
-        choice = f"with {num_layers} layers give layers from 1 to {num_layers - 1}, each above the one before"
-        raise ValueError(f"cuts={asked!r}: {choice}")
 
 
 def check_shares(shares: Sequence[float], stages: int | None = None) -> None:
@@ -59,18 +39,6 @@ def check_shares(shares: Sequence[float], stages: int | None = None) -> None:
         raise ValueError(
             f"first_boundary={asked!r}: the shares sum to {math.fsum(shares):g}, give shares that sum to 1"
         )
-
-
-def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:
-    """The cuts of stages whose numbers of layers differ by one at most."""
-    check_stages(num_layers, stages)
-    return tuple(num_layers * stage // stages for stage in range(1, stages))
-
-
-def stage_layers(num_layers: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Each stage's number of layers."""
-    check_cuts(num_layers, cuts)
-    return tuple(last - first for first, last in itertools.pairwise([0, *cuts, num_layers]))
 
 
 def cumulative_shares(shares: Sequence[float]) -> tuple[float, ...]:

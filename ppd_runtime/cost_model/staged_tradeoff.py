@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ppd_runtime.checks import check_number
+from ppd_runtime.checks import check_cuts, check_number, check_stages, even_cuts
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.theory import Times, miss_time
 from ppd_runtime.cost_model.tradeoff import MatchRates
@@ -97,7 +97,7 @@ def tensor_parallel_speedups(
 
 def given_settings(num_layers: int, stages: int, shares: Sequence[float], ks: Sequence[int]) -> list[Setting]:
     """Even stages, their shares, and each k; raises ValueError for stages or shares that cannot be."""
-    cuts = staged.even_cuts(num_layers, stages)
+    cuts = even_cuts(num_layers, stages)
     staged.check_shares(shares, stages)
     return [(cuts, k, tuple(shares)) for k in ks]
 
@@ -112,7 +112,7 @@ def measured_settings(
     """
     settings = []
     for number in stages:
-        staged.check_stages(num_layers, number)
+        check_stages(num_layers, number)
         by_cuts = [row for row in sorted(measured.first_boundary.items()) if len(row[1]) == number]
         if not by_cuts:
             raise ValueError(f"{measured.source}: no first boundaries of {number} stages; {_way_out(measured, number)}")
@@ -123,7 +123,7 @@ def measured_settings(
                 raise ValueError(f"no first boundaries of {number} stages with k={k}: choose among {choice}")
         settings += [(cuts, k, shares) for (cuts, k), shares in by_cuts if ks is None or k in ks]
     for cuts, _, _ in settings:
-        staged.check_cuts(num_layers, cuts)
+        check_cuts(num_layers, cuts)
     return settings
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ppd_runtime.checks import check_choice, check_share, check_whole
+from ppd_runtime.checks import check_choice, check_cuts, check_share, check_whole
 from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.files.whole import whole_file
@@ -189,7 +189,7 @@ def _check_boundaries(path: Path, num_layers: int | None, boundaries: BoundarySh
             check_whole("k", k, 1)
             for cut in cuts:
                 check_whole("cuts", cut, 1)
-            staged.check_cuts(num_layers or max((1, *cuts)) + 1, cuts)
+            check_cuts(num_layers or max((1, *cuts)) + 1, cuts)
             staged.check_shares(shares, len(cuts) + 1)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -206,18 +206,6 @@ def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
         raise ValueError(f"{name}={text!r}: give {what} with commas between them") from None
-
-
-def parse_factors(name: str, texts: Sequence[str]) -> dict[int, float]:
-    """Factors by number from texts of the form NUMBER:FACTOR; raises ValueError naming what has another form."""
-    factors = {}
-    for text in texts:
-        rank, _, factor = text.partition(":")
-        try:
-            factors[int(rank)] = float(factor)
-        except ValueError:
-            raise ValueError(f"{name}={text!r}: give NUMBER:FACTOR, such as 2:1.5") from None
-    return factors
 
 
 class CsvRow(Protocol):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from ppd_runtime.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.config import SHARED, RuntimeConfig
-from ppd_runtime.cost_model.staged import check_cuts, check_stages, even_cuts
-from ppd_runtime.cost_model.staged_choice import MOST_CHOSEN_ROWS
 from ppd_runtime.launch.gpus import assign_gpus
+from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype

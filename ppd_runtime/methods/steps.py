@@ -9,10 +9,9 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import Ending
-from ppd_runtime.cost_model.staged_choice import StagedLayout
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.results import NOTHING_NEW, News, PathStats, Speculation, run_lengths
+from ppd_runtime.results import NOTHING_NEW, News, PathStats, Speculation, StagedLayout, run_lengths
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from ppd_runtime.checks import can_run_ahead
 from ppd_runtime.config import ALWAYS, AUTO, NEVER, SHARED
-from ppd_runtime.cost_model.theory import can_run_ahead
 from ppd_runtime.models.checkpoint.config import heavy_length
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind, head_kind

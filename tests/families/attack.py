@@ -13,8 +13,8 @@ from pipeline_runs import Bench, Decoded
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime.checks import even_cuts
 from ppd_runtime.client.ending import Ending
-from ppd_runtime.cost_model.staged import even_cuts
 from ppd_runtime.methods.steps import Step, Totals, in_parts
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppd_runtime.checks import even_cuts, stage_layers
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.cost_model.theory import Times
 
@@ -44,7 +45,7 @@ def test_both_forms_of_the_expected_first_boundary_are_one(shares: tuple[float, 
 @pytest.mark.parametrize("num_new_tokens", [1, 2, 5])
 def test_the_latency_is_the_mean_over_all_texts(shares: tuple[float, ...], num_new_tokens: int) -> None:
     stages, times = len(shares), Times(layer=2, hop=0.5, exit_head=3, head=4)
-    cuts = staged.even_cuts(12, stages)
+    cuts = even_cuts(12, stages)
     stage = 12 / stages * 2 + 0.5
     total = 0.0
     for text in itertools.product(range(1, stages + 1), repeat=num_new_tokens - 1):
@@ -84,13 +85,13 @@ def test_all_certain_and_never(stages: int) -> None:
     assert staged.speedup_bound((1.0, *others)) == stages
     assert staged.speedup_bound((*others, 1.0)) == 1
     times = Times(layer=2, head=5, exit_head=3)
-    assert staged.limit_latency_ratio(2 * stages, staged.even_cuts(2 * stages, stages), (*others, 1.0), times) == 1
+    assert staged.limit_latency_ratio(2 * stages, even_cuts(2 * stages, stages), (*others, 1.0), times) == 1
 
 
 @given(layouts(), st.floats(0, 5), st.floats(0, 5))
 def test_a_time_by_the_formula(layout: tuple[int, tuple[int, ...], tuple[float, ...]], hop: float, head: float) -> None:
     num_layers, cuts, shares = layout
-    longest = max(staged.stage_layers(num_layers, cuts))
+    longest = max(stage_layers(num_layers, cuts))
     times = Times(layer=1.5, head=head, exit_head=head, hop=hop)
     expected = (longest * 1.5 + hop) * staged.expected_first_boundary(shares) + head
     assert staged.token_time(num_layers, cuts, shares, times) == pytest.approx(expected)
@@ -112,13 +113,13 @@ def test_an_earlier_boundary_is_never_slower(shares: tuple[float, ...], data: st
 @given(st.integers(2, 80), st.data())
 def test_even_cuts_are_even(num_layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(2, num_layers))
-    layers = staged.stage_layers(num_layers, staged.even_cuts(num_layers, stages))
+    layers = stage_layers(num_layers, even_cuts(num_layers, stages))
     assert (len(layers), sum(layers)) == (stages, num_layers)
     assert max(layers) - min(layers) <= 1
 
 
 def test_the_longest_stage_and_its_rows_count() -> None:
-    assert staged.stage_layers(12, (3, 5, 10)) == (3, 2, 5, 2)
+    assert stage_layers(12, (3, 5, 10)) == (3, 2, 5, 2)
     assert staged.stage_time(12, (3, 5, 10), Times(layer=2, hop=1)) == 11
     assert staged.stage_time(12, (3, 6, 9), Times(layer=2, hop=1, width=1.5)) == 10
 
@@ -158,15 +159,15 @@ def test_tensor_parallelism_on_one_device_is_ordinary_decoding() -> None:
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: staged.even_cuts(12, 1), "stages=1: give a whole number of at least 2"),
-        (lambda: staged.even_cuts(12, 13), "stages=13: with 12 layers choose 2 to 12"),
-        (lambda: staged.even_cuts(1, 2), "num_layers=1"),
-        (lambda: staged.stage_layers(12, ()), "cuts='': with 12 layers give layers from 1 to 11"),
-        (lambda: staged.stage_layers(12, (6, 3)), "cuts='6,3': with 12 layers"),
-        (lambda: staged.stage_layers(12, (3, 3)), "cuts='3,3'"),
-        (lambda: staged.stage_layers(12, (12,)), "cuts='12'"),
-        (lambda: staged.stage_layers(12, (0, 6)), "cuts=0: give a whole number of at least 1"),
-        (lambda: staged.stage_layers(12, (2.5,)), "cuts=2.5"),
+        (lambda: even_cuts(12, 1), "stages=1: give a whole number of at least 2"),
+        (lambda: even_cuts(12, 13), "stages=13: with 12 layers choose 2 to 12"),
+        (lambda: even_cuts(1, 2), "num_layers=1"),
+        (lambda: stage_layers(12, ()), "cuts='': with 12 layers give layers from 1 to 11"),
+        (lambda: stage_layers(12, (6, 3)), "cuts='6,3': with 12 layers"),
+        (lambda: stage_layers(12, (3, 3)), "cuts='3,3'"),
+        (lambda: stage_layers(12, (12,)), "cuts='12'"),
+        (lambda: stage_layers(12, (0, 6)), "cuts=0: give a whole number of at least 1"),
+        (lambda: stage_layers(12, (2.5,)), "cuts=2.5"),
         (lambda: staged.expected_first_boundary((0.5, 0.4)), "first_boundary='0.5,0.4': the shares sum to 0.9"),
         (lambda: staged.expected_first_boundary((1.5, -0.5)), "first_boundary=1.5: give a number from 0 to 1"),
         (lambda: staged.expected_first_boundary((1.0,)), "2 stages need 2 shares"),

@@ -1,0 +1,1 @@
+"""This machine and this model, measured: layouts, match rates, and methods beside each other."""
