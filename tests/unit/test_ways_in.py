@@ -316,8 +316,15 @@ def test_each_method_has_its_kinds_of_passes_compiled_before_it_is_made(
 
 @pytest.mark.parametrize(("workers", "siblings"), [(3, (1, 1, 1)), (2, (2, 1)), (1, (3,))])
 def test_each_worker_has_its_kinds_of_passes(folder: str, workers: int, siblings: tuple[int, ...]) -> None:
-    with contextlib.closing(PPDRuntime(folder, k=3, workers=workers, transport="local")) as runtime:
+    made = PPDRuntime(folder, k=3, workers=workers, transport="local", dtype="float32")
+    with contextlib.closing(made) as runtime:
         assert [spec.pass_kinds for spec in runtime._specs] == [{1}, *({1, share} for share in siblings)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fewer_workers_than_candidates_need_float32(folder: str, dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"workers=2 with k=3 in {dtype}: .* give workers=3, or dtype='float32'"):
+        PPDRuntime(folder, k=3, workers=2, transport="local", dtype=dtype)
 
 
 def test_paths_and_pytorchs_dtypes_are_taken(folder: str) -> None:
