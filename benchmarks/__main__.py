@@ -69,7 +69,6 @@ PLAN = (
     ("", f"equal_devices --devices 4 {_DEVICES}"),
     ("", f"equal_devices --devices 6 {_DEVICES}"),
     ("The server", "serve --stages 2 --compile --beside --own-cost --requests 16 --tokens 32 --at-once 1,2,4,8,16"),
-    ("The planner's predictions", "planner --exit-layers 6 --stages 2 --tokens 64 --rounds 2"),
 )
 """(heading, command) each; about 20 minutes on two cores."""
 

@@ -18,7 +18,7 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import guessing_times
-from ppd_runtime.measure.against_ordinary import on_core_of
+from ppd_runtime.measure.comparison.in_turn import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.models.trained.exit_heads import OracleHead
 

@@ -25,7 +25,8 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SHARED
-from ppd_runtime.measure.against_ordinary import on_core_of, summarise
+from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
+from ppd_runtime.measure.comparison.in_turn import on_core_of
 from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -141,21 +142,25 @@ def _paired_runs(
 def _figures(
     options: argparse.Namespace, runtime: PPDRuntime, pairs: list[Pair], library_times: list[float]
 ) -> Figures:
-    summary = summarise(runtime, pairs, options.tokens)
+    hits, misses = (sum(getattr(got.stats, name) for _, got in pairs) for name in ("hits", "misses"))
+    asked = sum(got.stats.asked for _, got in pairs)
+    rate = sum(got.stats.foreseen for _, got in pairs) / asked if asked else hits / max(hits + misses, 1)
+    whole = latency_ratio(runtime.info.num_layers, runtime.exit_layer, rate, options.tokens)
+    predicted = (whole * options.tokens - 1) / (options.tokens - 1)  # of tokens after the first
     ratios = [got.stats.time_per_token_s / expected.stats.time_per_token_s for expected, got in pairs]
     return {
         "model": options.model,
         "launcher": options.launcher,
         "emulated_layer_ms": options.emulate_layer_ms,
-        "autoregressive_ms": summary.ordinary_time_per_token_s * 1000,
-        "ppd_ms": summary.ppd_time_per_token_s * 1000,
+        "autoregressive_ms": statistics.median(expected.stats.time_per_token_s for expected, _ in pairs) * 1000,
+        "ppd_ms": statistics.median(got.stats.time_per_token_s for _, got in pairs) * 1000,
         "transformers_ms": statistics.median(library_times) * 1000 if library_times else None,
-        "ratio": summary.ratio,
+        "ratio": statistics.median(ratios),
         "ratio_quartiles": quartiles(ratios),
-        "predicted_ratio": summary.predicted_ratio,
-        "realised_saving": summary.realised_saving,
-        "match_rate": summary.match_rate,
-        "identical": summary.identical,
+        "predicted_ratio": predicted,
+        "realised_saving": realised_saving(statistics.median(ratios), predicted) if predicted < 1 else None,
+        "match_rate": hits / (hits + misses),
+        "identical": all(expected.token_ids == got.token_ids for expected, got in pairs),
         "identical_tokens": _identical_tokens(pairs),
         "pairs": len(pairs),
         "k": options.k,

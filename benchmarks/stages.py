@@ -6,15 +6,7 @@
     python -m benchmarks.stages --stages 4 --k 3 --rows 8 --emulate-layer-ms 3 --compile --prompts repeating
     python -m benchmarks.stages --stages 2 --k 3 --compile --beside --contention
 
-Times are for a token after the first; the first round is dropped, and serves the heads' calibration. "Lock-step" is the
-same machines over the same texts on virtual clocks, with hops and heads of no time: the best that they could reach.
-"Simulator" is the same with times: an emulated device's for a layer, ordinary decoding's head for every head, for a
-hop what `benchmarks.hop` measures and what --hop-ms adds, and for each pass what a stage does besides, as the stages'
-own records have it (`besides_ms`). On real cores a layer, which is slower beside the other core's and behind a pause,
-and a boundary's head take what the stages' records say, a further row what the runtime has measured, and to send and to
-take in a message keeps a stage busy, so they are among what it does besides. "Planner" is what `ppd plan` says for the
-same times and the first boundaries that were counted: it has the machines run over texts that are drawn by these, and
-knows no repetitions. An error is the predicted time over the measured one, less 1.
+Times are for a token after the first; the first round is dropped, and serves the heads' calibration.
 Below the row stands where the time went: by ordinary decoding's and the last stage's ledgers, and by stage in further
 runs of three of the texts, in the same turns, that record what each does, which costs some time of its own.
 With --emulate-layer-ms every stage computes its real result and then sleeps until that time per layer has passed, as a
@@ -36,21 +28,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import contention, hop
+from benchmarks import contention
 from benchmarks.keep_cores_awake import keep_cores_awake
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import exit_head, woken_at_once
 from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms, new_parser, positive, run
 from benchmarks.slow_links import found_sockets, slow_links
+from benchmarks.stage_ledgers import StageLedgers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
-from ppd_runtime.calibration.simulated_stages import SimulatedStages, StageTimes
-from ppd_runtime.calibration.staged_plans import rank_stages
 from ppd_runtime.cost_model import staged
-from ppd_runtime.cost_model.machine_costs import Calibration
-from ppd_runtime.measure.against_ordinary import on_core_of
+from ppd_runtime.measure.comparison.in_turn import on_core_of
 from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.measure.quartiles import quartiles
-from ppd_runtime.measure.stage_ledgers import StageLedgers
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -60,7 +49,6 @@ STAGES, THREADS, _RECORDED = "stages", "2 threads", "stages, recorded"
 REPEATING = "repeating"
 _REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")
 _NUM_RECORDED = 3  # texts
-_HIDDEN_SIZE = 512  # of the messages whose hop is measured; a hop of others takes about as long
 _PAPERS = {"PPD, k=1": {"k": 1}, "PPD, k=3 on 1 sub-process": {"k": 3, "workers": 1}}
 Pair = tuple[GenerationResult, GenerationResult]
 """Ordinary decoding's and another way's result for one prompt."""
@@ -94,16 +82,16 @@ def measure(options: argparse.Namespace) -> Figures:
         ledgers = StageLedgers.of([got for _, got in pairs.pop(_RECORDED)], options.tokens)
         figures = _figures(options, runtime, pairs) | asdict(ledgers)
         figures["contention"] = _contention(options, model, figures) if options.contention else None
-        times = _times(options, runtime, figures, ledgers)
-        return figures | _predicted(options, runtime, head, prompts, params, figures, times)
+        bound = figures["bound"]
+        saving = (1 - 1 / figures["speedup"]) / (1 - 1 / bound) if bound > 1 else None
+        return figures | {"realised_saving": saving}
 
 
 def table(figures: Figures) -> str:
     """The figures in Markdown, as an emulation's where they are."""
     emulated = figures["emulated_layer_ms"]
-    columns = ["layout", "ordinary, ms a token", "stages", "speed-up", "quartiles", "lock-step", "N/E[J]"]
-    columns += ["realised saving", "simulator, ms a token", "its error", "planner, ms a token", "its error"]
-    columns += ["tokens first named at boundary 1, 2, …, never", "tokens identical", "texts"]
+    columns = ["layout", "ordinary, ms a token", "stages", "speed-up", "quartiles", "N/E[J]"]
+    columns += ["realised saving", "tokens first named at boundary 1, 2, …, never", "tokens identical", "texts"]
     layout = f"{figures['stages']} stages, k={figures['k']}, rows={figures['rows']}, T={figures['temperature']:g}"
     layout += "" if figures["repetitions"] else ", without repetitions"
     layout += "" if figures["match_rate"] is None else f", match rate {figures['match_rate']:g}"
@@ -113,8 +101,7 @@ def table(figures: Figures) -> str:
         layout + ", compiled" * figures["compiled"] + conditions,
         *(figures[name] for name in ("autoregressive_ms", "staged_ms", "speedup")),
         f"{figures['speedup_quartiles'][0]:.2f} to {figures['speedup_quartiles'][2]:.2f}",
-        *(figures[name] for name in ("lock_step_speedup", "bound", "realised_saving")),
-        *(word for name in ("simulated", "planned") for word in _with_error(figures, name)),
+        *(figures[name] for name in ("bound", "realised_saving")),
         ", ".join(map(str, figures["first_boundary"])),
         figures["identical_tokens"],
         figures["texts"],
@@ -135,10 +122,6 @@ def table(figures: Figures) -> str:
         names = ("match_rate", "step_to_floor", "ratio", "measured_ratio", "realised")
         tables.append(markdown(columns, [[told[name] for name in names]]))
     return "\n\n".join(tables)
-
-
-def _with_error(figures: Figures, name: str) -> tuple[float, str]:
-    return figures[f"{name}_ms"], f"{figures[f'{name}_error']:+.1%}"
 
 
 def _ledgers(figures: Figures) -> list[str]:
@@ -274,95 +257,6 @@ def _contention(options: argparse.Namespace, model: str, figures: Figures) -> Fi
         "measured_ratio": 1 / figures["speedup"],
         "realised": (1 - 1 / figures["speedup"]) / (1 - left) if left < 1 else None,
     }
-
-
-def _predicted(
-    options: argparse.Namespace,
-    runtime: PPDRuntime,
-    head: str | OracleHead,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    figures: Figures,
-    timed: StageTimes,
-) -> Figures:
-    """What the machines could reach over these texts, and what the simulator and the planner say that they take."""
-    oracle = head if isinstance(head, OracleHead) else None
-    layout = (runtime.cuts, options.k, options.rows, options.compile, not options.no_repetitions)
-    simulated = SimulatedStages(runtime.info, *layout, head=oracle)
-    num_layers = runtime.info.num_layers
-    lock_step = StageTimes(row_cost=options.row_cost)
-    for prompt in prompts:  # for the heads' calibration, as in the round that is dropped
-        simulated.decode(prompt, params, timed)
-    least, taken = (
-        statistics.median(simulated.decode(prompt, params, times).time_per_token for prompt in prompts)
-        for times in (lock_step, timed)
-    )
-    allowed = num_layers / least
-    alone = SimulatedStages(runtime.info, runtime.cuts, 1, 1, options.compile, repetitions=False, head=oracle)
-    foreseen = _foreseen(alone, prompts, params) if options.k > 1 else ()
-    return {
-        "lock_step_speedup": allowed,
-        "realised_saving": (1 - 1 / figures["speedup"]) / (1 - 1 / allowed) if allowed > 1 else None,
-        **_beside(figures, "simulated", taken),
-        **_beside(figures, "planned", planned_ms(timed, runtime.cuts, options.k, options.rows, figures, foreseen)),
-        "measured_over_simulated": figures["staged_ms"] / taken,
-    }
-
-
-def _beside(figures: Figures, name: str, ms: float) -> Figures:
-    """A predicted time and its error: the predicted over the measured time, less 1."""
-    return {f"{name}_ms": ms, f"{name}_error": ms / figures["staged_ms"] - 1}
-
-
-def _foreseen(stages: SimulatedStages, prompts: Sequence[list[int]], params: SamplingParams) -> Sequence[int]:
-    """How many tokens each boundary named first."""
-    counts = [stages.decode(prompt, params, StageTimes()).first_boundary for prompt in prompts]
-    return [sum(of_boundary) for of_boundary in zip(*counts, strict=True)]
-
-
-def planned_ms(
-    times: StageTimes, cuts: Sequence[int], k: int, rows: int, figures: Figures, foreseen: Sequence[int] = ()
-) -> float:
-    """The planner's time of a token for these times and the shares of the first boundaries that were counted.
-
-    `foreseen` are the counts with one candidate at each boundary; empty: not known.
-    """
-    by_k = {(tuple(cuts), count): _shares(of) for count, of in ((1, foreseen), (k, figures["first_boundary"])) if of}
-    widths = {rows: 1 + (rows - 1) * times.row_cost} if rows > 1 else {}
-    known = Calibration(times.layer, times.head, times.exit_head, times.hop, times.besides, widths=widths)
-    plans = rank_stages(figures["num_layers"], known, by_k, len(cuts) + 1, [rows])
-    return next(row.ms_per_token for row in plans if row.k == k)
-
-
-def _shares(counts: Sequence[int]) -> tuple[float, ...]:
-    return tuple(count / sum(counts) for count in counts)
-
-
-def _times(options: argparse.Namespace, runtime: PPDRuntime, figures: Figures, ledgers: StageLedgers) -> StageTimes:
-    """In milliseconds, as this module's docstring says."""
-    heads = figures["ordinary_ledger_ms"]["heads"]
-    if options.emulate_layer_ms is None:
-        assert runtime.layout
-        row_cost = runtime.layout.row_cost
-        return StageTimes(
-            layer=ledgers.layer_ms(row_cost),
-            head=heads,
-            exit_head=ledgers.exit_head_ms(),
-            hop=options.hop_ms,
-            row_cost=row_cost,
-            besides=ledgers.besides_ms(),
-        )
-    # so many that Linux, which takes a core from real-time programs for 50 ms a second, makes few of them late
-    sizes = f"--transports unix --sizes {4 * _HIDDEN_SIZE} --pauses-ms 1 --count 400"
-    (row,) = hop.measure(hop.parser().parse_args(sizes.split()))["rows"]
-    return StageTimes(
-        layer=options.emulate_layer_ms,
-        head=heads,
-        exit_head=heads,
-        hop=row["median_us"] / 1000 + options.hop_ms,
-        row_cost=options.row_cost,
-        besides=ledgers.besides_ms(["python"]),
-    )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,17 +11,14 @@ from benchmarks.gpu.bits import _recordings
 from benchmarks.gpu.parts import bandwidths, kernels_of, run_one
 from benchmarks.gpu.scene import Row, Rows, Scene
 from benchmarks.models import shape_config
-from ppd_runtime.calibration.simulate_stages import StagedSetting, simulate_staged_runs, summarise_staged
-from ppd_runtime.calibration.simulated_stages import StageTimes
 from ppd_runtime.checks import even_cuts
-from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, tensor_parallel_time
+from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, tensor_parallel_time, token_time
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
 
 _SHARES_OF_RIGHT = 0.8
 """Of tokens that boundary 1 names, and of the rest, each later one: about the demo model's with k = 3."""
-_CANDIDATES, _ROWS = 3, 8
 _FORETOLD = (2, 4, 8)
 
 
@@ -73,7 +70,7 @@ def _embedding_bytes(stage: Stage) -> int:
 
 
 def forecast(scene: Scene) -> Rows:
-    """Stages, by the simulator, against tensor parallelism, from the fastest passes and the hop of 8 KB that earlier
+    """Stages against tensor parallelism, from the fastest passes and the hop of 8 KB that earlier
     stages of the benchmark found.
     """
     found = _found(scene)
@@ -83,20 +80,18 @@ def forecast(scene: Scene) -> Rows:
         raise ValueError("nothing to go by: the stages llama and hops have found nothing")
     layers = shape_config(scene.choose("llama3-8b", "little")).num_hidden_layers
     layer_ms, head_ms = passes["layers, ms"] / layers, max(passes["ms"] - passes["layers, ms"], 0.0)
-    times = StageTimes(layer=layer_ms, hop=min(hops) / 1000, exit_head=head_ms, head=head_ms)
+    times = Times(layer=layer_ms, hop=min(hops) / 1000, exit_head=head_ms, head=head_ms)
     for devices in _FORETOLD:
         if devices > layers:
             continue
         right = [_SHARES_OF_RIGHT * (1 - _SHARES_OF_RIGHT) ** boundary for boundary in range(devices - 1)]
-        cuts, tokens, runs = even_cuts(layers, devices), scene.choose(128, 16), scene.choose(5, 1)
-        setting = StagedSetting(layers, cuts, _CANDIDATES, _ROWS, tokens, times)
-        staged = summarise_staged(setting, simulate_staged_runs(setting, (*right, 1 - sum(right)), runs))
+        staged = token_time(layers, even_cuts(layers, devices), (*right, 1 - sum(right)), times)
         whole = Times(layer=layer_ms, head=head_ms)
         low, high = (tensor_parallel_time(layers, devices, whole, a) for a in GPT_FAST_ALL_REDUCE_MS)
         yield {
             "GPUs": devices,
             "ordinary, ms a token": passes["ms"],
-            "stages, simulated": staged.time_per_token,
+            "stages, by the formula": staged,
             "tensor parallel, all-reduce 18 µs": low,
             "29 µs": high,
         }

@@ -128,9 +128,9 @@ def _report(
 
     report = summarise(run, left_out)
     if chart is not None:
-        from ppd_runtime.measure.comparison.chart import draw_bars
+        from ppd_runtime.measure.comparison.chart import bar_of, draw_speedups
 
-        draw_bars(report, chart)
+        draw_speedups({label: bar_of(figures) for label, figures in report.overall.items()}, report.title(), chart)
     if markdown is not None:
         write_markdown(report, markdown)
     if as_json or out is not None:

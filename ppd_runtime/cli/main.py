@@ -16,7 +16,6 @@ _COMMANDS = (
     "demo",
     "tradeoff",
     "match-rate",
-    "simulate",
     "quantize",
     "plan",
     "bench",

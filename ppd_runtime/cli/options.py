@@ -46,7 +46,7 @@ ExitLayer = Annotated[int | None, typer.Option(help="Default: the trained part's
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times of the cost model, by their names in a calibration; None: not given."""
+    """Times of the cost model; None: not given."""
 
     layer_ms: float | None = None
     """Time of a layer."""

@@ -1,168 +1,157 @@
-"""`ppd plan`: whether pipelined decoding pays here, and with which exit layer, k and number of workers."""
+"""`ppd plan`: which layout is the fastest here, measured, or on devices that are not here, by the formulas."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.checks import check_number
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.cli.outputs import check_outputs, give_json
-from ppd_runtime.config import ALL_FORMATS
-from ppd_runtime.cost_model.memory import GivenMemory
-from ppd_runtime.host import available_cores
+from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
+from ppd_runtime.config import SHARED, in_process_config
+from ppd_runtime.measure.device_plan import DevicePlan, Given, plan_devices
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ppd_runtime.calibration.planning import Given, Planned
-    from ppd_runtime.cost_model.plans import Alternative, Plan, Ranking, StagedPlan
+    from ppd_runtime.measure.layouts import LayoutFigures
+    from ppd_runtime.measure.plan import Plan
+    from ppd_runtime.measure.subject import Subject
 
-_MOST_ROWS = 12
-
-
-@dataclass(frozen=True)
-class PlanInputs:
-    """What need not be measured, and what to plan with."""
-
-    match_rates: Path | None = None
-    """What `ppd match-rate --out` wrote, instead of measuring rates."""
-    calibration: Path | None = None
-    """What `ppd plan --out` wrote, instead of measuring times."""
-    layers: int | None = None
-    """Decoder layers, where the match rates' file lacks them."""
-    k: str | None = None
-    """Candidates to plan with, such as 1,3; default: all that fit."""
-    workers: str | None = None
-    """Sub-processes to plan with, such as 1,2; default: all that fit, up to k."""
-    rows: str | None = None
-    """Tokens of a stage's pass to plan with, such as 1,4; default: what a runtime chooses."""
-    width: tuple[str, ...] = ()
-    """N:FACTOR, a pass over N candidates in passes over one; may be given again."""
-
-    def given(
-        self, times: options.LayerTimes, run_ahead: bool, all_reduce_ms: float | None, memory: GivenMemory
-    ) -> "Given":
-        """As the library has it; ValueError for what cannot be."""
-        from ppd_runtime.calibration.planning import Given
-        from ppd_runtime.cost_model.tradeoff import parse_factors, parse_list
-
-        ks = None if self.k is None else parse_list("--k", self.k, int)
-        counts = None if self.workers is None else parse_list("--workers", self.workers, int)
-        rows = None if self.rows is None else parse_list("--rows", self.rows, int)
-        widths = parse_factors("--width", self.width)
-        known = (self.match_rates, self.calibration, self.layers, ks, asdict(times), counts, widths)
-        return Given(*known, run_ahead, rows, all_reduce_ms, memory)
+_MOST_ROWS = 16
 
 
 @takes(
-    known=options.group(PlanInputs, make=PlanInputs),
-    times=options.group(options.LayerTimes, make=options.LayerTimes),
-    memory=options.group(GivenMemory),
+    elsewhere=options.group(Given),
     sampling=options.sampling(*options.USUAL_SAMPLING, max_new_tokens=64),
     place=options.COMPILED,
 )
 def plan(
     model: options.Model = "demo",
     prompts: options.Prompts = "demo",
-    devices: Annotated[
-        int | None,
-        typer.Option(help="CPU cores or GPUs to plan for, one for each process; default: the CPU cores here."),
-    ] = None,
+    seconds: Annotated[float, typer.Option(help="Run each layout so long, in turn with ordinary decoding.")] = 8.0,
+    exit_head: options.ExitHead = SHARED,
     *,
-    known: PlanInputs,
-    run_ahead: Annotated[
-        bool, typer.Option(help="With k=1 and the exit at half depth, plan with running ahead, the runtime's default.")
-    ] = True,
-    times: options.LayerTimes,
-    memory: Settings,
-    tensor_parallel_efficiency: Annotated[
-        float | None,
-        typer.Option(
-            help="Rank tensor parallelism with this speed-up over devices; default: where it was measured, with that."
-        ),
-    ] = None,
-    all_reduce_ms: Annotated[
-        float | None, typer.Option(help="Or rank it with all-reduces of this time, two for each layer.")
-    ] = None,
+    elsewhere: Settings,
     sampling: Settings,
     limit: options.Limit = None,
     as_json: options.AsJson = False,
     out: options.Out = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with sliders here; it needs no network.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart of the speed-ups into this image.")] = None,
     place: Settings,
 ) -> None:
-    """Rank exit layers, k and workers by predicted time per token, beside ordinary decoding and tensor parallelism.
+    """Run each layout that fits this machine on real text, rank them by speed, and advise one or none.
 
-    Even stages of the staged layout are ranked as well, up to a stage for each device; with --match-rates, those whose
-    first boundaries the file has (`ppd match-rate --stages`).
+    Layouts are ordinary decoding with twice the threads, the paper's with k=1 and k=3, and stages, as far as there is a
+    CPU core or a GPU for each process. Each runs in turn with ordinary decoding. Prompts are user's messages where the
+    model has a chat template.
 
-    A layout whose fullest device would hold more than --memory-gb is left out, and so is one that this machine has no
-    memory for where the model is measured.
-
-    What is not given is measured here. With --match-rates and either --calibration or all four times nothing is.
+    With --devices no layout runs: formulas predict its time from those of a layer, a head and a message, and from match
+    rates. What is not given of these is measured here, but for --hop-ms.
     """
     with one_line_errors(plan):
-        from ppd_runtime.calibration.planning import Subject, plan_with
-        from ppd_runtime.cost_model.planner import check_request
-
-        check_outputs(out, html)
-        max_devices = available_cores() if devices is None else devices
-        check_request(max_devices, tensor_parallel_efficiency, all_reduce_ms)
-        given = known.given(times, run_ahead, all_reduce_ms, GivenMemory(**memory))
-        subject = Subject(model, prompts, limit, SamplingParams(**sampling), **place)
-        planned = plan_with(given, max_devices, tensor_parallel_efficiency, subject, show_progress)
-        _give(planned, model, as_json, out, html)
-
-
-def _give(planned: "Planned", model: str, as_json: bool, out: Path | None, html: Path | None) -> None:
-    from ppd_runtime.cost_model.report import page_data, plan_data, write_page
-
-    found = (model, planned.ranking, planned.calibration, planned.rates)
-    if html is not None:
-        write_page(page_data(*found), html)
-    give_json(plan_data(*found), as_json, out)
-    if not as_json:
-        _print(planned, model)
+        check_outputs(out, plot)
+        check_image(plot)
+        check_number("seconds", seconds)
+        given = Given(**elsewhere)
+        in_process_config("a plan", {"model": model, **place})
+        load = partial(_loaded, model, prompts, limit, SamplingParams(**sampling), place)
+        if given.devices is None:
+            planned = _here(load(), seconds, exit_head)
+        else:
+            planned = _elsewhere(given, model, exit_head, place.get("weights"), load)
+        _draw(planned, plot)
+        give_json(planned.as_dict(), as_json, out)
+        if not as_json:
+            _print(planned)
 
 
-def _print(planned: "Planned", model: str) -> None:
+def _here(subject: "Subject", seconds: float, exit_head: str) -> "Plan | DevicePlan":
+    from ppd_runtime.measure.plan import plan_here
+
+    return plan_here(subject, seconds, exit_head, show_progress)
+
+
+def _elsewhere(
+    given: Given, model: str, exit_head: str, weights: str | None, load: "Callable[[], Subject]"
+) -> "Plan | DevicePlan":
+    """The formulas' plan; the model is loaded where something is left to measure."""
+    if exit_head != SHARED:
+        told = f"--exit-head {exit_head} with --devices: `ppd match-rate --exit-head` measures its rates"
+        raise ValueError(f"{told}, give them as --match-rates instead")
+    given.check_weights(weights)
+    return plan_devices(given, model, load() if given.measures else None, show_progress)
+
+
+def _loaded(model: str, prompts: str, limit: int | None, params: SamplingParams, place: Settings) -> "Subject":
+    from ppd_runtime.measure.subject import loaded
+
+    return loaded(model, prompts, limit, params, **place)
+
+
+def _draw(planned: "Plan | DevicePlan", plot: Path | None) -> None:
+    if plot is None:
+        return
+    from ppd_runtime.measure.comparison.chart import Bar, draw_speedups
+
+    draw_speedups({name: Bar(*figures) for name, figures in planned.bars().items()}, planned.title, plot)
+
+
+def _print(planned: "Plan | DevicePlan") -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(planned.title, highlight=False, markup=False)
+    if isinstance(planned, DevicePlan):
+        _print_predicted(planned)
+    else:
+        print_layouts(planned.layouts)
+    for line in (*planned.cautions, planned.verdict.text):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_layouts(rows: "Sequence[LayoutFigures]") -> None:
+    """What was measured, as a table; ordinary decoding comes first."""
+    if not rows:
+        return
+    ordinary = sorted(row.ordinary_ms_per_token for row in rows)[len(rows) // 2]
+    cells = [["ordinary decoding", f"{ordinary:.3f}", "1.00", "", "", ""]]
+    for row in rows:
+        allowed, saving = row.allowed_speedup, row.realised_saving
+        cells.append(
+            [
+                row.layout.name,
+                f"{row.ms_per_token:.3f}",
+                f"{row.speedup:.2f} ({row.speedup_low:.2f}–{row.speedup_high:.2f})",
+                "" if allowed is None else f"{allowed:.2f}",
+                "" if saving is None else "none" if saving <= 0 else f"{saving:.0%}",
+                "yes" if row.identical else "NO",
+            ]
+        )
+    _print_table(["", "ms/token", "speed-up", "allowed", "realised", "equal"], cells)
+
+
+def _print_predicted(planned: "DevicePlan") -> None:
+    cells = [["ordinary decoding", "1", f"{planned.ordinary_ms:.3f}", "1.00", "", "1.00"]]
+    for row in planned.predicted[:_MOST_ROWS]:
+        figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.allowed_speedup:.2f}"]
+        cells.append([row.name, str(row.devices), *figures, f"{row.compute_per_token:.2f}"])
+    _print_table(["", "devices", "ms/token", "speed-up", "allowed", "compute"], cells)
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console, ranking = Console(), planned.ranking
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    sized = ["GB"] if ranking.ordinary.memory_gb is not None else []
-    for heading in ("exit", "k", "devices", "match", "ms/token", "speed-up", "compute", *sized):
+    table.add_column(heads[0], no_wrap=True)
+    for heading in heads[1:]:
         table.add_column(heading, justify="right", no_wrap=True)
-    rows: list[Plan | StagedPlan | Alternative] = [ranking.ordinary, *ranking.parallel]
-    rows += [*ranking.plans[:_MOST_ROWS], *ranking.staged[:_MOST_ROWS]]
-    for row in sorted(rows, key=lambda row: row.ms_per_token):
-        table.add_row(*_cells(ranking, row))
-    devices = f"{ranking.max_devices} device{'s' * (ranking.max_devices > 1)}"
-    few_bits = f", {planned.rates.weights} weights" * (planned.rates.weights in ALL_FORMATS)
-    compiled = ", compiled" * bool(planned.calibration.compiled)
-    summary = f"{model}{few_bits}{compiled}, {ranking.num_layers} layers, at most {devices}"
-    console.print(f"{summary}: predicted for a token after the first", highlight=False, markup=False)
-    console.print(table, highlight=False)
-    for note in (*planned.notes, *ranking.footnotes):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
-    console.print(ranking.verdict, highlight=False, markup=False, soft_wrap=True)
-
-
-def _cells(ranking: "Ranking", row: "Plan | StagedPlan | Alternative") -> list[str]:
-    from ppd_runtime.cost_model.plans import Plan, StagedPlan
-
-    figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.compute_per_token:.2f}"]
-    figures += [] if row.memory_gb is None else [f"{row.memory_gb:.3g}"]
-    if isinstance(row, Plan):
-        number = f"{ranking.plans.index(row) + 1}{', running ahead' if row.runs_ahead else ''}"
-        return [number, str(row.exit_layer), str(row.k), str(row.devices), f"{row.match_rate:.3f}", *figures]
-    if isinstance(row, StagedPlan):
-        several = f" ({row.rows} rows)" if row.rows > 1 else ""
-        return [f"{row.devices} stages{several}", "", str(row.k), str(row.devices), "", *figures]
-    return [row.name if row.fits else "ordinary, too large", "", "", str(row.devices), "", *figures]
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, highlight=False)

@@ -1,4 +1,4 @@
-"""What `ppd tradeoff --stages` predicts and prints; and what `ppd simulate --stages` has in common with it."""
+"""What `ppd tradeoff --stages` predicts and prints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ppd_runtime.cost_model.theory import Times
 
 USUAL_LAYERS = 40
-"""What `ppd tradeoff` and `ppd simulate` take where nothing else says it."""
+"""What `ppd tradeoff` takes where nothing else says it."""
 Layers = Annotated[
     int | None,
     typer.Option(help="Decoder layers of the model; default: what --match-rates says.", show_default=str(USUAL_LAYERS)),
@@ -77,11 +77,11 @@ def predict_staged(asked: AskedStages, tokens: int, times: "Times | None") -> "l
         raise ValueError(f"--all-reduce-ms {all_reduce:g}: needs --layer-ms as well, give it too")
     stages = parse_list("--stages", asked.stages, int)
     ks = None if asked.k is None else parse_list("--k", asked.k, int)
-    num_layers, settings = staged_settings(stages, asked.own.first_boundary, asked.match_rates, asked.layers, ks)
+    num_layers, settings = _settings(stages, asked.own.first_boundary, asked.match_rates, asked.layers, ks)
     return [predict(num_layers, setting, tokens, times, rows, all_reduce) for setting in settings]
 
 
-def staged_settings(
+def _settings(
     stages: Sequence[int], shares: str | None, file: Path | None, layers: int | None, ks: Sequence[int] | None
 ) -> "tuple[int, list[Setting]]":
     """The model's layers, and what is known of so many stages: from `shares` as an option has them, or from a file.

@@ -175,7 +175,7 @@ def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
     - Every candidate is named before the token is: 2c + σ ≤ λ + (d − d̄)τ.
     - After that no early start takes longer than (d − d̄)τ to come.
 
-    Where one of them does not hold, simulate (`ppd_runtime.calibration.simulate`).
+    Where one of them does not hold a hit takes longer.
     """
     check_layers(num_layers, exit_layer)
     wider = (times.width - 1) * (num_layers - exit_layer) * times.layer

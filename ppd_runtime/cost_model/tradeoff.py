@@ -208,18 +208,6 @@ def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
         raise ValueError(f"{name}={text!r}: give {what} with commas between them") from None
 
 
-def parse_factors(name: str, texts: Sequence[str]) -> dict[int, float]:
-    """Factors by number from texts of the form NUMBER:FACTOR; raises ValueError naming what has another form."""
-    factors = {}
-    for text in texts:
-        rank, _, factor = text.partition(":")
-        try:
-            factors[int(rank)] = float(factor)
-        except ValueError:
-            raise ValueError(f"{name}={text!r}: give NUMBER:FACTOR, such as 2:1.5") from None
-    return factors
-
-
 class CsvRow(Protocol):
     """What a line of a file is made of."""
 

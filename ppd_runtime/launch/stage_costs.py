@@ -112,14 +112,25 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
                 code = {kind: files for kind, files in spec.code.items() if kind == short}
                 guesses = load_stage(spec.info, 1, spec.dtype, spec.device, code, head_tokens=tokens)
                 head = SharedHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
-            rows.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
-            hidden = rows.run_prompt(_PROMPT, 0)[:, -1:]
-            one, several = (_shortest(partial(_run_pass, rows, size)) for size in (1, MOST_CHOSEN_ROWS))
+            hidden, one, row = _timed_passes(rows)
             guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
             final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))
     finally:
         torch.set_num_threads(threads)
-    return layers * guess_head / one, layers * final_head / one, (several / one - 1) / (MOST_CHOSEN_ROWS - 1)
+    return layers * guess_head / one, layers * final_head / one, row
+
+
+def row_cost(stage: RowStage) -> float:
+    """What a further row adds to a pass, as a share of the first one's time."""
+    return _timed_passes(stage)[2]
+
+
+def _timed_passes(stage: RowStage) -> tuple[torch.Tensor, float, float]:
+    """A hidden state behind a prompt, the seconds of a pass over one row, and what a further row adds to it."""
+    stage.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
+    hidden = stage.run_prompt(_PROMPT, 0)[:, -1:]
+    one, several = (_shortest(partial(_run_pass, stage, size)) for size in (1, MOST_CHOSEN_ROWS))
+    return hidden, one, (several / one - 1) / (MOST_CHOSEN_ROWS - 1)
 
 
 def _run_pass(stage: RowStage, size: int) -> None:

@@ -51,7 +51,8 @@ class MatchRateRun:
         self._tasks = _validator(meter, prompts)
         self.num_prompts, self.skipped_prompts = len(self._tasks), len(prompts) - len(self._tasks)
         self.partial = PartialResults(out, self._header(), _result) if out else None
-        self._results = self._kept(resume)
+        hashes = {task.number: task.sha256 for task in self._tasks}
+        self._results = self.partial.open(resume, hashes) if self.partial else {}
 
     @property
     def num_done(self) -> int:
@@ -85,15 +86,6 @@ class MatchRateRun:
 
         text = self.meter.measure(task.token_ids, (sampling.seed + task.number) % _SEEDS, on_token)
         return PromptResult(task.number, task.sha256, text)
-
-    def _kept(self, resume: bool) -> dict[int, PromptResult]:
-        results = self.partial.open(resume) if self.partial else []
-        known = {task.number: task.sha256 for task in self._tasks}
-        if self.partial and any(known.get(result.number) != result.sha256 for result in results):
-            raise ValueError(
-                f"{self.partial.path} was measured on other prompts: resume with the same ones, or delete it"
-            )
-        return {result.number: result for result in results}
 
     def _header(self) -> dict[str, object]:
         ordinary = self.meter.ordinary

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppd_runtime.checks import check_cuts, check_depth, check_whole
 from ppd_runtime.config import SHARED
@@ -176,33 +175,6 @@ def exit_states(stage: Stage, token_ids: list[int], first: int, exit_layers: Seq
     for last, layer in zip((0, *exit_layers), exit_layers, strict=False):
         inputs = stage.run(last, layer, inputs, first)
         yield inputs[0]
-
-
-@torch.no_grad()
-def teacher_forced_match_rates(
-    model: PreTrainedModel, chunks: Sequence[Tensor], ks: Sequence[int], seed: int | None = None
-) -> dict[int, dict[int, float]]:
-    """Match rate of every intermediate layer on given text: `rates[exit_layer][k]`, in [0, 1].
-
-    Full depth's choice at each position of each chunk (1-D token ids) is compared with the k best tokens of layers
-    1..d-1 under the shared head: the model's final norm, then its `lm_head`. Without a seed choices are greedy, with
-    one they are drawn at temperature 1 and ranked with the same noise.
-    """
-    hits: dict[int, dict[int, int]] = {}
-    total = sum(chunk.numel() for chunk in chunks)
-    noise = torch.zeros(())
-    for number, chunk in enumerate(chunks):
-        if seed is not None:
-            sampler = Sampler(SamplingParams(temperature=1.0, seed=seed + number))
-            noise = sampler.noise(0, len(chunk), model.config.vocab_size)
-        hidden_states = model.model(chunk[None], output_hidden_states=True, use_cache=False).hidden_states
-        chosen = (model.lm_head(hidden_states[-1]) + noise).argmax(-1, keepdim=True)
-        for layer, hidden in enumerate(hidden_states[1:-1], start=1):
-            ranked = (model.lm_head(model.model.norm(hidden)) + noise).topk(max(ks), dim=-1).indices
-            for k in ks:
-                row = hits.setdefault(layer, {})
-                row[k] = row.get(k, 0) + int((ranked[..., :k] == chosen).sum())
-    return {layer: {k: count / total for k, count in row.items()} for layer, row in hits.items()}
 
 
 def places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:

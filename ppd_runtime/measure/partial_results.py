@@ -32,11 +32,16 @@ class PartialResults(Generic[Result]):
         self.path = out.with_name(out.name + ".partial.jsonl")
         self._header = json.loads(json.dumps({"format": _FORMAT, **header}))
 
-    def open(self, resume: bool) -> list[Result]:
-        """Make the file ready to append to; the results that it holds already.
+    def open(self, resume: bool, hashes: Mapping[int, str]) -> dict[int, Result]:
+        """Make the file ready to append to; the results that it holds already, by their prompts' numbers.
+
+        Args:
+            resume: go on from them.
+            hashes: the prompts' by number; a result has the `number` and the `sha256` of its own.
 
         Raises:
-            ValueError: it holds results and `resume` is off, they were measured otherwise, or it cannot be written.
+            ValueError: it holds results and `resume` is off, they were measured otherwise or on other prompts, or it
+                cannot be written.
         """
         header, *rows = self._rows() if self.path.exists() else [self._header]
         if rows and not resume:
@@ -45,7 +50,10 @@ class PartialResults(Generic[Result]):
             self._check_header(header)
         with whole_file(self.path) as unfinished:
             unfinished.write_text("".join(map(_line, [self._header, *rows])), encoding="utf-8")
-        return [self._result(row) for row in rows]
+        results: list[Any] = [self._result(row) for row in rows]
+        if any(hashes.get(result.number) != result.sha256 for result in results):
+            raise ValueError(f"{self.path} was measured on other prompts: resume with the same ones, or delete it")
+        return {result.number: result for result in results}
 
     def append(self, result: Result) -> None:
         """Keep one more result."""

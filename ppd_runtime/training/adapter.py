@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.measure.exit_heads import HeadComparison, compare_heads
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.stage.slicing import FinalHead, layer_range
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.training.head_comparison import HeadComparison, compare_heads
 from ppd_runtime.training.loop import FrozenModel, LearningFromModel, distillation_loss
 from ppd_runtime.training.recipe import ExitRecipe
 from ppd_runtime.training.run import PartRun

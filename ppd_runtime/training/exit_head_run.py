@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ppd_runtime.measure.exit_heads import HeadComparison, compare_heads
 from ppd_runtime.models.trained.heads import HeadInfo, HeadNetwork, new_head, save_head
 from ppd_runtime.training.exit_head import HeadRecipe, HeadTraining
+from ppd_runtime.training.head_comparison import HeadComparison, compare_heads
 from ppd_runtime.training.run import PartRun
 
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.measure.probes import ProbeReport, report_probe
 from ppd_runtime.models.trained.probe import Probe, ProbeInfo, save_probe
 from ppd_runtime.training.loop import FrozenModel, LearningFromModel
+from ppd_runtime.training.probe_report import ProbeReport, report_probe
 from ppd_runtime.training.recipe import ExitRecipe
 from ppd_runtime.training.run import PartRun
 

@@ -21,7 +21,6 @@ from benchmarks import (
     pass_ledger,
     passes,
     pipeline,
-    planner,
     recovery,
     siblings,
     stages,
@@ -98,31 +97,15 @@ def test_equal_devices_that_are_emulated():
 
 @nightly
 def test_stages_on_slow_links_that_nobody_foresees():
-    """Nothing is guessed, so every token takes all layers and a hop to each stage; the simulator knows both."""
+    """Nothing is guessed, so every token takes all layers and a hop to each stage."""
     options = "--model random:64x4 --stages 2 --tokens 6 --limit 1 --rounds 1 --emulate-layer-ms 5 --hop-ms 20"
     found = figures(stages, f"{options} --match-rate 0 --no-repetitions")
     assert found["identical"]
     assert found["first_boundary"] == [0, 5]
     assert (found["emulated_layer_ms"], found["hop_ms"], found["beside"], found["contention"]) == (5, 20, [], None)
-    assert found["lock_step_speedup"] == found["bound"] == 1
+    assert found["bound"] == 1
     assert found["realised_saving"] is None
-    assert min(found["staged_ms"], found["simulated_ms"]) >= 4 * 5 + 2 * 20
-    assert found["measured_over_simulated"] == found["staged_ms"] / found["simulated_ms"]
-
-
-@nightly
-@pytest.mark.parametrize(
-    ("settings", "label"),
-    [
-        ("--exit-layers 6", "6, k=1"),
-        ("--stages 2", "2 stages, k=1"),
-        ("--stages 2 --rows 2 --compile", "2 stages, k=1"),
-    ],
-)
-def test_planner(settings, label):
-    found = figures(planner, f"{settings} --tokens 9 --rounds 1")
-    assert [row["setting"] for row in found["rows"]] == [label, "ordinary"]
-    assert all(row["predicted_ms"] > 0 and row["measured_ms"] > 0 for row in found["rows"])
+    assert found["staged_ms"] >= 4 * 5 + 2 * 20
 
 
 @nightly

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from grids import nightly
 from hosts import Hosts, why_not
+from virtual_paper import Setting, simulate
 
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.calibration.simulate import Setting, simulate
 from ppd_runtime.cost_model.theory import Times
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))

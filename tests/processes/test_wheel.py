@@ -23,8 +23,6 @@ def test_wheel_holds_the_demo_model_and_runs_elsewhere(tmp_path):
         assert (demo / name).read_bytes() == (ROOT / "ppd_runtime" / "models" / "demo" / name).read_bytes()
     for name in (
         "py.typed",
-        "cost_model/report.html",
-        "cost_model/report.css",
         "measure/prompts/demo.jsonl",
         "models/native/layers.cpp",
         "models/native/vectors.h",

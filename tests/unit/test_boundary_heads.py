@@ -9,9 +9,9 @@ import torch
 from heads_for_tests import make_head
 from node_trees import chain_behind
 from pipeline_runs import PROMPTS, Bench, begin_message
+from virtual_stages import Text, VirtualBoundaryHead
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.calibration.simulate_stages import VirtualBoundaryHead, _Text
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
@@ -149,7 +149,7 @@ def test_heads_that_are_told_texts_find_their_places():
     hidden = torch.zeros(1, len(nodes), 32)
     for head in (
         OracleHead(((0, 1, 2, 3, 4, 5),), 1.0, 300),
-        VirtualBoundaryHead(_Text([1] * 8, [0] * 8), 1, [0.5]),
+        VirtualBoundaryHead(Text([1] * 8, [0] * 8), 1, [0.5]),
     ):
         found = [guesses[0][0] for guesses in head.guesses(hidden, texts, 1)]
         assert found[:3] == [3, 4, 5]

@@ -102,7 +102,6 @@ def test_numbers_that_help_gives_as_defaults_are_the_settings_own(command: Calla
     "arguments",
     [
         "tradeoff --layers 8 --exit-layer 4,6",
-        "simulate --layers 8 --exit-layer 4 --runs 2 --tokens 8",
         f"plan --match-rates FOLDER/rates.json {TIMES} --devices 3",
         "match-rate --model MODEL --prompts FOLDER/prompts.jsonl --max-new-tokens 4 --dtype float32",
         "bench --model MODEL --prompts FOLDER/prompts.jsonl --max-new-tokens 4 --methods layerskip --dtype float32",
@@ -134,10 +133,10 @@ def test_json_goes_to_standard_output_and_out_names_the_file(
         assert "give a file in a folder that exists" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["bench", "match-rate", "plan", "tradeoff", "simulate"])
+@pytest.mark.parametrize("name", ["bench", "match-rate", "plan", "tradeoff"])
 @pytest.mark.parametrize("words", [["--json", "old.json"], ["--json=old.json"], ["--limit", "1", "--json", "old.json"]])
 def test_the_old_spelling_is_told_the_new_one(name: str, words: list[str]) -> None:
-    if words[0] == "--limit" and name in ("tradeoff", "simulate"):
+    if words[0] == "--limit" and name == "tradeoff":
         words = words[2:]
     result = invoke(name, *words)
     assert (result.exit_code, result.stdout) == (2, "")

@@ -15,13 +15,13 @@ from models_for_tests import END_ID, VOCAB_SIZE, load_stage
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from ppd_runtime.measure.exit_heads import WAYS, compare_heads
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.training.exit_head import CROSS_ENTROPY, DISTIL, LOSSES, HeadRecipe, HeadTraining, recipe_for
 from ppd_runtime.training.exit_head_run import ExitHeadRun
+from ppd_runtime.training.head_comparison import WAYS, compare_heads
 from ppd_runtime.training.texts import read_texts, token_rows
 
 ModelFolder = Callable[..., Path]

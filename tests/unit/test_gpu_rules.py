@@ -21,10 +21,9 @@ from two_gpus import NewTensors, on_gpu, two_gpus
 import ppd_runtime
 from benchmarks import hop
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig
-from ppd_runtime.calibration.calibrate import CalibrationConditions, Calibrator
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
-from ppd_runtime.measure.comparison.methods import Methods
+from ppd_runtime.measure.comparison.in_turn import core_beside
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
@@ -52,7 +51,7 @@ def test_workers_of_gpus_stay_on_no_core(model_folder: Callable[..., Path], monk
 
 
 def test_nobody_who_measures_for_gpus_stays_on_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As their workers do not: the benchmark of messages, the planner's calibration, the comparison of methods."""
+    """As their workers do not: the benchmark of messages, the comparison of methods."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     cores: dict[str, list[tuple[int, ...]]] = {"cpu": [], "cuda:0": []}
     monkeypatch.setattr(
@@ -64,9 +63,9 @@ def test_nobody_who_measures_for_gpus_stays_on_a_core(monkeypatch: pytest.Monkey
             hop._row(hop.Series("unix", 8, 1, 5, device), pool)
         config, stage = RuntimeConfig(), SimpleNamespace(device=torch.device(device))
         ordinary: Any = SimpleNamespace(config=config, stage=stage)
-        found.extend([*Calibrator(ordinary, CalibrationConditions(2))._cores(), Methods(ordinary, [])._last_cores])
-    assert [len(some) for some in cores["cpu"]] == [1] * 5
-    assert cores["cuda:0"] == [()] * 5
+        found.append(core_beside(ordinary))
+    assert [len(some) for some in cores["cpu"]] == [1] * 3
+    assert cores["cuda:0"] == [()] * 3
 
 
 @pytest.mark.parametrize(

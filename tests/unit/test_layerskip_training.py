@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.measure.exit_scores import exit_scores
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.training.exit_scores import exit_scores
 from ppd_runtime.training.layerskip import LayerSkipRecipe, LayerSkipTraining, recipe_for
 from ppd_runtime.training.layerskip_run import LayerSkipRun
 

@@ -11,8 +11,8 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, begin_message, rehearsed, same
 from seeds import SEED
+from virtual_clock import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 
-from ppd_runtime.calibration.simulated_cluster import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Candidate, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess

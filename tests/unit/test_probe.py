@@ -13,10 +13,10 @@ from models_for_tests import load_stage
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppd_runtime.measure.probes import area_under_curve, forecast
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.trained.probe import Probe, describe_probe, load_probe
 from ppd_runtime.training.probe import ProbeRecipe, ProbeRun, ProbeTraining
+from ppd_runtime.training.probe_report import area_under_curve, forecast
 
 ModelFolder = Callable[..., Path]
 QUICK = ProbeRecipe(exit_layer=2, learning_rate=0.05, max_length=24, epochs=9, max_steps=8)

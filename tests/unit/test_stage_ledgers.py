@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppd_runtime.measure.stage_ledgers import StageLedgers, by_stage, is_whole, jitters, layers, passes
+from benchmarks.stage_ledgers import StageLedgers, by_stage, is_whole, jitters, layers, passes
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 from ppd_runtime.tracing.trace import Trace
 

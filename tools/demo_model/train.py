@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from ppd_runtime.measure.match_rates import teacher_forced_match_rates
 from ppd_runtime.measure.measured_on import versions
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.corpus import Document, corpus_hash, read_standard_library
 
@@ -231,6 +232,33 @@ def train(
         if time.monotonic() - saved > 120 or step + 1 == recipe.total_steps:
             checkpoint.save(step + 1)
             saved = time.monotonic()
+
+
+@torch.no_grad()
+def teacher_forced_match_rates(
+    model: PreTrainedModel, chunks: Sequence[Tensor], ks: Sequence[int], seed: int | None = None
+) -> dict[int, dict[int, float]]:
+    """Match rate of every intermediate layer on given text: `rates[exit_layer][k]`, in [0, 1].
+
+    Full depth's choice at each position of each chunk (1-D token ids) is compared with the k best tokens of layers
+    1..d-1 under the shared head: the model's final norm, then its `lm_head`. Without a seed choices are greedy, with
+    one they are drawn at temperature 1 and ranked with the same noise.
+    """
+    hits: dict[int, dict[int, int]] = {}
+    total = sum(chunk.numel() for chunk in chunks)
+    noise = torch.zeros(())
+    for number, chunk in enumerate(chunks):
+        if seed is not None:
+            sampler = Sampler(SamplingParams(temperature=1.0, seed=seed + number))
+            noise = sampler.noise(0, len(chunk), model.config.vocab_size)
+        hidden_states = model.model(chunk[None], output_hidden_states=True, use_cache=False).hidden_states
+        chosen = (model.lm_head(hidden_states[-1]) + noise).argmax(-1, keepdim=True)
+        for layer, hidden in enumerate(hidden_states[1:-1], start=1):
+            ranked = (model.lm_head(model.model.norm(hidden)) + noise).topk(max(ks), dim=-1).indices
+            for k in ks:
+                row = hits.setdefault(layer, {})
+                row[k] = row.get(k, 0) + int((ranked[..., :k] == chosen).sum())
+    return {layer: {k: count / total for k, count in row.items()} for layer, row in hits.items()}
 
 
 def write_card(

@@ -15,7 +15,7 @@ from ppd_runtime.host import available_cores
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ppd_runtime.measure.exit_heads import HeadComparison
+    from ppd_runtime.training.head_comparison import HeadComparison
     from ppd_runtime.training.run import TrainingRun
 
 Out = Annotated[Path, typer.Option(help="The new folder; it appears when everything is whole.")]

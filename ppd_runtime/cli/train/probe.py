@@ -10,7 +10,7 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.train import common
 
 if TYPE_CHECKING:
-    from ppd_runtime.measure.probes import ProbeReport
+    from ppd_runtime.training.probe_report import ProbeReport
 
 
 def probe(

@@ -1,32 +1,47 @@
-"""A comparison as a bar chart; needs the `plots` extra."""
+"""Speed-ups as a bar chart; needs the `plots` extra."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ppd_runtime.files.images import new_figure, save_figure
-from ppd_runtime.measure.comparison.report import ComparisonReport
+from ppd_runtime.measure.comparison.figures import MethodFigures
 
 
-def draw_bars(report: ComparisonReport, path: Path) -> None:
-    """Draw a bar for each row's speed-up over ordinary decoding, with quartiles, and a mark for what is allowed.
+class Bar(NamedTuple):
+    """A speed-up over ordinary decoding."""
+
+    speedup: float
+    low: float
+    """First quartile of the texts' own; the speed-up itself where it is predicted."""
+    high: float
+    allowed: float | None
+
+
+def bar_of(figures: MethodFigures) -> Bar:
+    """What a comparison found."""
+    spread = figures.speedup
+    return Bar(spread.median, spread.low, spread.high, figures.allowed_speedup)
+
+
+def draw_speedups(bars: Mapping[str, Bar], title: str, path: Path) -> None:
+    """Draw a bar for each name, with quartiles, and a mark for what is allowed behind the first token.
 
     Raises:
         ValueError: where matplotlib is not installed, or the file cannot be written.
     """
-    rows = report.overall
-    figure = new_figure(8, 1.5 + 0.35 * len(rows))
-    axes, places = figure.subplots(), range(len(rows))
-    spreads = [figures.speedup for figures in rows.values()]
-    reach = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-    axes.barh(places, [s.median for s in spreads], xerr=reach, color="tab:blue", ecolor="0.3", capsize=2)
-    allowed = [(place, f.allowed_speedup) for place, f in enumerate(rows.values()) if f.allowed_speedup is not None]
+    figure = new_figure(8, 1.5 + 0.35 * len(bars))
+    axes, places = figure.subplots(), range(len(bars))
+    reach = [[bar.speedup - bar.low for bar in bars.values()], [bar.high - bar.speedup for bar in bars.values()]]
+    axes.barh(places, [bar.speedup for bar in bars.values()], xerr=reach, color="tab:blue", ecolor="0.3", capsize=2)
+    allowed = [(place, bar.allowed) for place, bar in enumerate(bars.values()) if bar.allowed is not None]
     if allowed:
         marks, values = zip(*allowed, strict=True)
         axes.plot(values, marks, "D", color="tab:orange", label="allowed behind the first token")
         axes.legend(loc="lower right", fontsize="small")
     axes.axvline(1, color="0.3", linewidth=0.8)
-    axes.set_yticks(places, list(rows), size="small")
+    axes.set_yticks(places, list(bars), size="small")
     axes.invert_yaxis()
     axes.set_xlabel("speed-up over ordinary decoding,\nmedian and quartiles of the texts")
-    code = "compiled" if report.conditions.compile else "not compiled"
-    axes.set_title(f"{report.conditions.model}, {report.conditions.num_prompts} prompts, {code}", size="medium")
+    axes.set_title(title, size="medium")
     save_figure(figure, path, dpi=150)

@@ -104,11 +104,6 @@ class MethodFigures:
     """The same of all texts together, as s, CR and c are: what to set beside the allowed one."""
     allowed_speedup: float | None
     """What s, CR and c allow behind the first token by SWIFT's equation 6; what Theorem 4.1 allows for PPD."""
-    costed_speedup: float | None
-    """The same with a verification's own cost: equation 6 takes one for an ordinary step."""
-    text_deviation: Spread | None
-    """By how much each text's speed-up behind the first token is above what its own s and CR give with the c and v of
-    all other texts, as a share; None for fewer than two texts."""
     acceptance_rate: float | None
     """α."""
     mean_accepted_length: float
@@ -142,7 +137,7 @@ def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
     drafted, accepted = (sum(sum(getattr(draft, name)) for draft in drafts) for name in ("drafted", "accepted"))
     new_tokens = sum(run.new_tokens for run in runs)
     compression_rate = float(np.mean(lengths)) if lengths else 1.0
-    draft_cost, verification_cost = _draft_cost(pairs), _verification_cost(pairs)
+    draft_cost = _draft_cost(pairs)
     gaps = [abs(pair.agreement.gap) for pair in pairs if pair.agreement.gap is not None]
     draft_steps = drafted / len(lengths) if lengths else None
     return MethodFigures(
@@ -153,8 +148,6 @@ def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
         step_speedup=spread([ordinary / method for ordinary, method in steps]) if steps else None,
         pooled_step_speedup=_pooled_step_speedup(pairs),
         allowed_speedup=_theorem_speedup(pairs) or allowed_speedup(compression_rate, draft_steps, draft_cost),
-        costed_speedup=_costed_speedup(compression_rate, draft_steps, draft_cost, verification_cost),
-        text_deviation=_text_deviation(pairs),
         acceptance_rate=accepted / drafted if drafted else None,
         mean_accepted_length=new_tokens / (len(runs) + len(lengths)) if drafts else 1.0,
         compression_rate=compression_rate,
@@ -163,7 +156,7 @@ def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
         ),
         draft_steps=draft_steps,
         draft_cost=draft_cost,
-        verification_cost=verification_cost,
+        verification_cost=_verification_cost(pairs),
         cpu_share=sum(run.cpu_s for run in runs) / sum(run.latency_s for run in runs),
         equal_texts=float(np.mean([pair.agreement.equal == pair.agreement.compared for pair in pairs])),
         equal_tokens=sum(pair.agreement.equal for pair in pairs) / sum(pair.agreement.compared for pair in pairs),
@@ -180,31 +173,6 @@ def allowed_speedup(compression_rate: float, draft_steps: float | None, draft_co
     if draft_steps is None or draft_cost is None:
         return None
     return 1 / drafting_ratio(max(compression_rate, 1.0), draft_steps, max(draft_cost, 0.0))
-
-
-def _costed_speedup(
-    compression_rate: float, draft_steps: float | None, draft_cost: float | None, verification_cost: float | None
-) -> float | None:
-    if draft_steps is None or draft_cost is None or not verification_cost:
-        return None
-    return compression_rate / (verification_cost + draft_steps * draft_cost)
-
-
-def _text_deviation(pairs: Sequence[Pair]) -> Spread | None:
-    """A prediction for each text, from costs that it has no part in."""
-    found = []
-    for i, pair in enumerate(pairs):
-        ordinary_s, method_s, drafting = pair.ordinary.step_s, pair.run.step_s, pair.run.drafting
-        others = [*pairs[:i], *pairs[i + 1 :]]
-        draft_cost, verification_cost = _draft_cost(others), _verification_cost(others)
-        if not (ordinary_s and method_s and drafting and drafting.lengths) or draft_cost is None:
-            continue
-        verifications = len(drafting.lengths)
-        rate, steps = sum(drafting.lengths) / verifications, sum(drafting.drafted) / verifications
-        predicted = _costed_speedup(rate, steps, draft_cost, verification_cost)
-        if predicted:
-            found.append(ordinary_s / method_s / predicted - 1)
-    return spread(found) if found else None
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -7,26 +7,19 @@ from typing import Protocol
 
 import torch
 
-from ppd_runtime.host import available_cores
-from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
-from ppd_runtime.measure.against_ordinary import predicted_ratio_after_first
-from ppd_runtime.measure.comparison.figures import Agreement, Drafting, TextRun
+from ppd_runtime.measure.comparison.figures import Agreement
+from ppd_runtime.measure.comparison.in_turn import Generated, OwnMethod, common_start, on_core_of
 from ppd_runtime.measure.comparison.rows import BASELINE, MethodRow, full_settings
 from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
 from ppd_runtime.measure.machine_load import CpuTime
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.methods.early_exit import EarlyExitDrafting
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.methods.registry import SELF_SPECULATIVE, open_method
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
-
-Generated = tuple[tuple[int, ...], TextRun]
-"""New tokens, and what they took."""
 
 
 class ComparedMethod(Protocol):
@@ -35,45 +28,6 @@ class ComparedMethod(Protocol):
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
         """Continue a prompt."""
         ...
-
-
-class OwnMethod:
-    """One of this project's, by its `generate`."""
-
-    def __init__(self, generator: TextGenerator) -> None:
-        self.generator = generator
-
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
-        """As `TextGenerator.generate`."""
-        result = self.generator.generate(prompt_ids, params)
-        return result.token_ids, TextRun(
-            new_tokens=len(result.token_ids),
-            latency_s=result.stats.latency_s,
-            first_s=result.stats.time_to_first_token_s,
-            layers_s=result.stats.ledger_per_token.layers_s,
-            drafting=self._drafting(result),
-            predicted_ratio=self._predicted_ratio(result),
-        )
-
-    def _drafting(self, result: GenerationResult) -> Drafting | None:
-        found = result.stats.speculation
-        if found is None or not isinstance(self.generator, SelfSpeculativeDecoding):
-            return None
-        reuses = isinstance(self.generator.method, EarlyExitDrafting)
-        return Drafting(
-            lengths=result.stats.run_lengths[1:],
-            drafted=found.drafted,
-            accepted=found.accepted,
-            draft_s=found.draft_s,
-            verify_s=found.verify_s,
-            reused_share=found.draft_cost if reuses else 0.0,
-        )
-
-    def _predicted_ratio(self, result: GenerationResult) -> float | None:
-        rate, tokens = result.stats.match_rate, len(result.token_ids)
-        if not isinstance(self.generator, PPDRuntime) or rate is None or tokens == 1:
-            return None
-        return predicted_ratio_after_first(self.generator, rate, tokens)
 
 
 class Methods:
@@ -89,9 +43,6 @@ class Methods:
         self._closing = contextlib.ExitStack()
         self._methods: dict[str, ComparedMethod] = {}
         self._pipeline: PPDRuntime | None = None
-        threads = ordinary.config.threads_per_worker
-        places = max(available_cores() // threads, 1)
-        *_, self._last_cores = assign_cores(places, threads, device=str(ordinary.stage.device))
         self._stage: Stage | None = None
 
     def __enter__(self) -> "Methods":
@@ -163,7 +114,7 @@ class Methods:
         if row.method == "ppd":
             yield
         else:
-            with on_cores(self._pipeline.main_cores if self._pipeline else self._last_cores):
+            with on_core_of(self._pipeline or self.ordinary):
                 yield
 
     @torch.inference_mode()
@@ -171,8 +122,3 @@ class Methods:
         stage = self.ordinary.stage
         stage.begin(len(token_ids))
         return stage.logits(stage.run(0, stage.num_layers, token_ids, 0))
-
-
-def common_start(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs, or before one text ends."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -23,10 +23,8 @@ drafts among draft steps. M: tokens for each full pass, the prompt's among them.
 CTAR(w): share of the verifications that gave more than w tokens. s: draft steps for each verification. c and v: the
 time of a draft step and of a verification over that of an ordinary step; where drafting runs the first layers for both,
 over the newest certain token, that is v's. Allowed: CR / (1 + s·c), SWIFT's equation 6 as it is printed, which takes a
-verification for the price of an ordinary step; for ppd Theorem 4.1 with the match rate of these texts. With v:
-CR / (v + s·c), the same with a verification's measured price. Measured: by how much "together" is above or below. Each
-text: by how much a text's own speed-up is above or below what its own s and CR give with the c and v that all the other
-texts had, so these costs were known without it."""
+verification for the price of an ordinary step; for ppd Theorem 4.1 with the match rate of these texts. Measured: by how
+much "together" is above or below."""
 _TABLE_1 = {
     "constant": "LayerSkip (constant length)",
     "confidence": "Draft & Verify (confidence)",
@@ -49,9 +47,6 @@ _COST_COLUMNS: Columns = {
     "together": lambda f: _number(f.pooled_step_speedup, 2),
     "allowed": lambda f: _number(f.allowed_speedup, 2),
     "measured": lambda f: _deviation(f.pooled_step_speedup, f.allowed_speedup),
-    "with v": lambda f: _number(f.costed_speedup, 2),
-    "measured, with v": lambda f: _deviation(f.pooled_step_speedup, f.costed_speedup),
-    "each text": lambda f: _shares(f.text_deviation),
     "s": lambda f: _number(f.draft_steps, 2),
     "c": lambda f: _number(f.draft_cost, 3),
     "v": lambda f: _number(f.verification_cost, 3),
@@ -157,6 +152,11 @@ class ComparisonReport:
         notes = self.notes()
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)] if notes else []
         return "\n\n".join(parts) + "\n"
+
+    def title(self) -> str:
+        """In a few words, for a chart."""
+        known = self.conditions
+        return f"{known.model}, {known.num_prompts} prompts, {'compiled' if known.compile else 'not compiled'}"
 
     def summary(self) -> str:
         """In a line, what was decoded and how."""
@@ -271,10 +271,6 @@ def _number(value: float | None, digits: int) -> str:
 
 def _spread(values: Spread | None) -> str:
     return "-" if values is None else f"{values.median:.2f} ({values.low:.2f} to {values.high:.2f})"
-
-
-def _shares(values: Spread | None) -> str:
-    return "-" if values is None else f"{values.median:+.1%} ({values.low:+.1%} to {values.high:+.1%})"
 
 
 def _share(value: float) -> str:

@@ -73,7 +73,8 @@ class ComparisonRun:
         self._tasks, self.cut_prompts = _tasks(methods, prompts, sampling, rounds)
         self.num_tasks, self.num_prompts = len(self._tasks), len(prompts)
         self.partial = PartialResults(out, self._header(), _result) if out else None
-        self._results = self._kept(resume)
+        hashes = {task.number: task.sha256 for task in self._tasks}
+        self._results = self.partial.open(resume, hashes) if self.partial else {}
         self.failures = {label: reason for r in self._results.values() for label, reason in r.failures.items()}
 
     @property
@@ -136,15 +137,6 @@ class ComparisonRun:
 
     def _params(self, task: Task) -> SamplingParams:
         return replace(self.sampling, seed=task.seed)
-
-    def _kept(self, resume: bool) -> dict[int, TaskResult]:
-        results = self.partial.open(resume) if self.partial else []
-        known = {task.number: task.sha256 for task in self._tasks}
-        if self.partial and any(known.get(result.number) != result.sha256 for result in results):
-            raise ValueError(
-                f"{self.partial.path} was measured on other prompts: resume with the same ones, or delete it"
-            )
-        return {result.number: result for result in results}
 
     def _header(self) -> dict[str, Any]:
         ordinary = self.methods.ordinary

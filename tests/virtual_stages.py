@@ -1,24 +1,30 @@
 """The staged layout's machines on virtual clocks, over a text whose tokens are first named at random boundaries.
 
-There is no model: the text is the numbers 0, 1, 2, …, as in `simulated_cluster`. What a head names besides the right
+There is no model: the text is the numbers 0, 1, 2, …, as in `virtual_clock`. What a head names besides the right
 token nobody else names. Heads know how often they are right, not where: a model's know better, and need fewer rows.
 """
 
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from virtual_clock import Clock, VirtualNetwork, VirtualProcess, VirtualSampler
 
-from ppd_runtime.calibration.simulated_cluster import Clock, VirtualSampler
-from ppd_runtime.calibration.simulated_stages import ClockedHead, Machines, SimulatedText, StageTimes
-from ppd_runtime.checks import check_cuts, check_number, check_whole, stage_layers
+from ppd_runtime.checks import stage_layers
 from ppd_runtime.cost_model import staged
-from ppd_runtime.cost_model.theory import Times, miss_time
-from ppd_runtime.pipeline.messages import CLIENT, Begin
+from ppd_runtime.models.trained.exit_heads import BoundaryHead
+from ppd_runtime.pipeline.machine import Machine
+from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
@@ -27,12 +33,110 @@ _NEXT_RANK = 0.25
 
 
 @dataclass(frozen=True)
-class StagedSetting:
-    """What is simulated; times in any one unit.
+class StageTimes:
+    """What things take, all in one unit of time."""
 
-    Raises:
-        ValueError: naming the value and the allowed range.
+    layer: float = 1.0
+    head: float = 0.0
+    """The last stage's final head."""
+    exit_head: float = 0.0
+    """A boundary's, over all rows of a pass."""
+    hop: float = 0.0
+    row_cost: float = 0.0
+    """What a further row of a pass adds, as a share of the first one's time."""
+    besides: float = 0.0
+    """What a stage's process takes for each pass besides layers, heads and hops."""
+
+
+@dataclass(frozen=True)
+class SimulatedText:
+    """What one request came to."""
+
+    time: float
+    """From the request to its last token, in the unit of the times."""
+    time_per_token: float
+    """Of a token after the first."""
+    first_boundary: tuple[int, ...]
+    """As `Stats.first_boundary`."""
+    rows_per_token: float
+    """Of the first stage."""
+
+
+class RowCounter(RowStageLike, Protocol):
+    """A stage that counts the rows of its passes."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Everything but the text that the stages' machines need; stages, heads and clocks are in the stages' order.
+
+    The last stage's head is asked for nothing. `hop` is a message's time, `slow_links` are factors on it by rank.
     """
+
+    num_layers: int
+    stages: Sequence[RowCounter]
+    heads: Sequence[BoundaryHead]
+    clocks: Sequence[Clock]
+    k: int
+    rows: int
+    calibration: ChanceCalibration
+    repetitions: bool = True
+    row_cost: float = 0.0
+    """What the first stage knows a further row to add, as a share of the first one's time."""
+    hop: float = 0.0
+    slow_links: Mapping[int, float] = field(default_factory=dict)
+
+    def run(self, begin: Begin, sampler: Sampler, stop: StopRule) -> SimulatedText:
+        """Decode a text of two tokens at least."""
+        network, told = VirtualNetwork(self.hop, self.slow_links), list[float]()
+
+        def send(rank: int, addresses: Sequence[int], message: Message) -> None:
+            if CLIENT in addresses and isinstance(message, Token):
+                told.append(network.processes[rank].clock.now)
+            network.send(rank, addresses, message)
+
+        size = len(self.stages)
+        first = FirstStage(
+            self.stages[0],
+            self.heads[0],
+            size,
+            self.k,
+            self.rows,
+            partial(send, 1),
+            begin,
+            self.calibration,
+            self.repetitions,
+            row_cost=self.row_cost,
+        )
+        last = LastStage(self.stages[-1], self.num_layers, range(1, size), partial(send, MAIN), begin)
+        machines: dict[int, Machine] = {1: first.serve(), MAIN: last.decode(sampler, stop)}
+        for rank in range(2, size):
+            between = self.stages[rank - 1], self.heads[rank - 1]
+            machines[rank] = MiddleStage(*between, rank, size, self.k, partial(send, rank), begin).serve()
+        for rank, machine in machines.items():
+            network.processes[rank] = VirtualProcess(self.clocks[(rank - 1) % size], machine)
+        network.run()
+        per_token = (told[-1] - told[0]) / (len(told) - 1)
+        return SimulatedText(told[-1], per_token, tuple(first.first_boundary), self.stages[0].rows / len(told))
+
+
+class ClockedHead:
+    """A boundary's head, whose guesses take a clock's time."""
+
+    def __init__(self, head: BoundaryHead, clock: Clock, times: StageTimes) -> None:
+        self._head, self._clock, self._time = head, clock, times.exit_head
+
+    def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+        """The head's own."""
+        self._clock.spend(self._time)
+        return self._head.guesses(hidden, texts, k)
+
+
+@dataclass(frozen=True)
+class StagedSetting:
+    """What is simulated; times in any one unit."""
 
     num_layers: int
     cuts: tuple[int, ...]
@@ -49,91 +153,18 @@ class StagedSetting:
     ranks: tuple[float, ...] = ()
     """How often the right token has each rank at the boundary that first names it, in any unit; empty: not known."""
 
-    def __post_init__(self) -> None:
-        check_cuts(self.num_layers, self.cuts)
-        for name, least in (("k", 1), ("rows", 1), ("num_new_tokens", 2)):
-            check_whole(name, getattr(self, name), least)
-        for name in ("layer", "head", "exit_head", "hop", "row_cost", "besides"):
-            check_number(name, getattr(self.times, name))
-        check_number("jitter", self.jitter)
-        if self.ranks and (len(self.ranks) != self.k or min(self.ranks) < 0 or not sum(self.ranks)):
-            raise ValueError(f"ranks={self.ranks}: give a share for each of {self.k} candidates")
-        if not self.times.layer:
-            raise ValueError("layer=0: a simulation needs layers that take time; give a number above 0")
-        for factors in (self.slow, self.slow_links):
-            self._check_factors(factors)
-
-    def _check_factors(self, factors: Mapping[int, float]) -> None:
-        for rank, factor in factors.items():
-            if not 0 <= rank < self.stages:
-                raise ValueError(f"rank={rank}: with {self.stages} stages choose 1 to {self.stages - 1}, 0 is the last")
-            check_number(f"factor of rank {rank}", factor)
-            if factor == 0:
-                raise ValueError(f"factor of rank {rank}=0: give a number above 0; 1 changes nothing")
-
     @property
     def stages(self) -> int:
         """Processes in a row."""
         return len(self.cuts) + 1
 
-    @property
-    def ordinary_time(self) -> float:
-        """Ordinary decoding's time for a token."""
-        return miss_time(self.num_layers, Times(self.times.layer, self.times.head))
-
-
-@dataclass(frozen=True)
-class StagedSummary:
-    """What a generation comes to on average, by the formulas or in simulations."""
-
-    time_per_token: float
-    """The whole time over the number of tokens."""
-    ratio: float
-    """Time as a share of ordinary decoding's."""
-    first_boundary: tuple[float, ...]
-    """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
-    rows_per_token: float
-    """Of the first stage."""
-    time_per_token_error: float | None = None
-    """Standard error of the mean; None for a prediction, or a single run."""
-
-
-def predict_stages(setting: StagedSetting, shares: Sequence[float]) -> StagedSummary:
-    """What `cost_model.staged` says: without jitter, slow stages or links, and with room for every candidate."""
-    asked = setting.times
-    times = Times(asked.layer, asked.head, asked.exit_head, asked.hop + asked.besides)
-    tokens = setting.num_new_tokens
-    per_token = staged.expected_time(setting.num_layers, setting.cuts, shares, tokens, times) / tokens
-    return StagedSummary(
-        time_per_token=per_token,
-        ratio=per_token / setting.ordinary_time,
-        first_boundary=tuple(share * (tokens - 1) for share in shares),
-        rows_per_token=1 + staged.dropped_rows(setting.k, shares),
-    )
-
 
 def simulate_staged_runs(
     setting: StagedSetting, shares: Sequence[float], runs: int, seed: int = 0
 ) -> list[SimulatedText]:
-    """Simulate generations whose first boundaries are drawn, each with its share; see `staged.check_shares`."""
-    staged.check_shares(shares, setting.stages)
-    check_whole("runs", runs, 1)
-    check_whole("seed", seed, 0)
+    """Simulate generations whose first boundaries are drawn, each with its share."""
     generator, calibration = random.Random(seed), ChanceCalibration()
     return [_simulate(setting, shares, generator, calibration) for _ in range(runs)]
-
-
-def summarise_staged(setting: StagedSetting, runs: Sequence[SimulatedText]) -> StagedSummary:
-    """The means of simulated generations."""
-    per_token = [run.time / setting.num_new_tokens for run in runs]
-    mean = statistics.fmean(per_token)
-    return StagedSummary(
-        time_per_token=mean,
-        ratio=mean / setting.ordinary_time,
-        first_boundary=tuple(map(statistics.fmean, zip(*(run.first_boundary for run in runs), strict=True))),
-        rows_per_token=statistics.fmean(run.rows_per_token for run in runs),
-        time_per_token_error=statistics.stdev(per_token) / len(runs) ** 0.5 if len(runs) > 1 else None,
-    )
 
 
 def _simulate(
@@ -141,7 +172,7 @@ def _simulate(
 ) -> SimulatedText:
     ranks = setting.ranks or [_NEXT_RANK**rank for rank in range(setting.k)]
     size, tokens = setting.stages, setting.num_new_tokens
-    text = _Text(
+    text = Text(
         first_boundary=generator.choices(range(1, size + 1), shares, k=tokens),
         ranks=generator.choices(range(setting.k), ranks, k=tokens),
     )
@@ -174,7 +205,7 @@ def _clock(setting: StagedSetting, rank: int, generator: random.Random) -> Clock
 
 
 @dataclass(frozen=True)
-class _Text:
+class Text:
     """For the tokens at positions 1, 2, …: the first boundary that names each, and its rank there, from 0."""
 
     first_boundary: Sequence[int]
@@ -189,7 +220,7 @@ class VirtualBoundaryHead:
         said: how likely it says its candidates are, by rank.
     """
 
-    def __init__(self, text: _Text, boundary: int, said: Sequence[float]) -> None:
+    def __init__(self, text: Text, boundary: int, said: Sequence[float]) -> None:
         self._text, self._boundary, self._said = text, boundary, said
 
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:

@@ -1,34 +1,19 @@
 """The pipeline's state machines on virtual clocks, beside Theorem 4.1."""
 
 import itertools
-import json
 import random
 import statistics
 
 import pytest
 import torch
-import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from virtual_clock import Clock, VirtualStage
+from virtual_paper import Setting, Simulated, draw_winners, simulate, simulate_runs
 
-from ppd_runtime.calibration.simulate import (
-    Setting,
-    Simulated,
-    draw_winners,
-    predict,
-    simulate,
-    simulate_runs,
-    summarise,
-)
-from ppd_runtime.calibration.simulated_cluster import Clock, VirtualStage
-from ppd_runtime.cli.simulate import simulate as command
 from ppd_runtime.cost_model import theory
 from ppd_runtime.cost_model.theory import Times
-from ppd_runtime.cost_model.tradeoff import parse_factors
 
-app = typer.Typer()
-app.command()(command)
 small = st.integers(0, 6)
 
 
@@ -135,15 +120,18 @@ def test_an_early_start_from_a_text_that_never_came_to_be_is_not_taken() -> None
 )
 def test_the_mean_is_the_predicted_one(num_layers: int, exit_layer: int, k: int, p: float, times: Times) -> None:
     setting = Setting(num_layers, exit_layer, k, 32, times)
-    mean, predicted = summarise(setting, simulate_runs(setting, p, 150, seed=1)), predict(setting, p)
-    error = mean.time_per_token_error
-    assert error is not None and 0 < error < 0.02 * predicted.time_per_token
-    assert abs(mean.time_per_token - predicted.time_per_token) < 4 * error
-    assert mean.ratio == pytest.approx(predicted.ratio, rel=0.03)
-    assert mean.hits == pytest.approx(predicted.hits, abs=1.5)
-    assert mean.main_layer_passes == pytest.approx(predicted.main_layer_passes, rel=0.03)
+    runs = simulate_runs(setting, p, 150, seed=1)
+    spent = [run.time for run in runs]
+    predicted, error = theory.expected_time(num_layers, exit_layer, p, 32, times), statistics.stdev(spent) / 150**0.5
+    assert 0 < error < 0.02 * predicted
+    assert abs(statistics.fmean(spent) - predicted) < 4 * error
+    assert statistics.fmean(run.hits for run in runs) == pytest.approx(31 * p, abs=1.5)
+    passes, compute = (
+        statistics.fmean(getattr(run, name) for run in runs) for name in ("main_layer_passes", "layer_passes")
+    )
+    assert passes == pytest.approx(theory.expected_latency(num_layers, exit_layer, p, 32), rel=0.03)
     unasked = k * (num_layers - exit_layer)
-    assert mean.layer_passes + unasked == pytest.approx(predicted.layer_passes, rel=0.03)
+    assert compute + unasked == pytest.approx(theory.expected_compute(num_layers, exit_layer, k, p, 32), rel=0.03)
 
 
 def test_the_spread_is_the_theorems() -> None:
@@ -168,7 +156,6 @@ def test_always_and_never_right(num_layers: int, exit_layer: int) -> None:
 def test_one_token_asks_nobody() -> None:
     run = simulate(Setting(6, 3, 2, 1), [])
     assert run == Simulated(6.0, 0, 0, 6, 0, (0, 0), (3, 3), 0.0)
-    assert run.time_per_token == 6
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
@@ -244,99 +231,6 @@ def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
     assert [stage.length(layer) for layer in range(4)] == [2, 2, 1, 1]
     with pytest.raises(RuntimeError, match="layer 0 holds 2 tokens, not 1"):
         stage.run(0, 2, torch.empty(1, 1, 0), 1)
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: Setting(8, 3, 1, 4), "exit_layer=3"),
-        (lambda: Setting(8, 4, 0, 4), "k=0"),
-        (lambda: Setting(8, 4, 1, 0), "num_new_tokens=0"),
-        (lambda: Setting(8, 4, 1, 4, jitter=-1), "jitter=-1"),
-        (lambda: Setting(8, 4, 1, 4, jitter=1e300), "jitter=1e+300"),
-        (lambda: Setting(8, 4, 1, 4, Times(layer=1e308)), "layer=1e+308"),
-        (lambda: Setting(8, 4, 1, 4, Times(layer=0)), "layer=0"),
-        (lambda: Setting(8, 4, 1, 4, slow={2: 2.0}), "rank=2: with k=1 choose 0"),
-        (lambda: Setting(8, 4, 3, 4, slow={2: 2.0}, workers=1), "rank=2: with workers=1 choose 0"),
-        (lambda: Setting(8, 4, 3, 4, workers=4), "workers=4 with k=3"),
-        (lambda: Setting(8, 4, 3, 4, workers=0), "workers=0"),
-        (lambda: Setting(8, 4, 3, 4, Times(width=1.5)), "width=1.5 with a worker for each of 3 candidates"),
-        (lambda: Times(width=0.9), "width=0.9"),
-        (lambda: Setting(8, 4, 1, 4, slow_links={1: 0.0}), "factor of rank 1=0"),
-        (lambda: simulate(Setting(8, 4, 1, 4), [1]), "1 winners for 4 tokens"),
-        (lambda: simulate(Setting(8, 4, 1, 2), [2]), "winner=2: with k=1"),
-        (lambda: simulate_runs(Setting(8, 4, 1, 2), 0.5, 0), "runs=0"),
-        (lambda: simulate_runs(Setting(8, 4, 1, 2), 1.5, 1), "match_rate=1.5"),
-        (lambda: parse_factors("--slow", ["1-2"]), "--slow='1-2': give NUMBER:FACTOR"),
-    ],
-)
-def test_mistakes_are_named_in_one_line(call, named: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    assert named in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_command_prints_json() -> None:
-    arguments = "--layers 8 --exit-layer 4 --k 2 --match-rate 0.5 --tokens 16 --runs 4 --seed 3 --hop-ms 0.1"
-    options = "--jitter 0.1 --slow 1:1.5 --slow 0:1.1 --slow-link 2:2 --json"
-    result = CliRunner().invoke(app, [*arguments.split(), *options.split()])
-    assert result.exit_code == 0, result.output
-    output = json.loads(result.stdout)
-    assert output["slow"] == {"0": 1.1, "1": 1.5}
-    assert (output["num_layers"], output["match_rate"], output["runs"], output["seed"]) == (8, 0.5, 4, 3)
-    assert set(output["predicted"]) < set(output["simulated"])
-    assert output["predicted"]["main_layer_passes"] == theory.expected_latency(8, 4, 0.5, 16)
-    assert output["simulated"]["hits"] + output["simulated"]["misses"] == 15
-    assert CliRunner().invoke(app, [*arguments.split(), *options.split()]).stdout == result.stdout
-
-
-def test_command_knows_fewer_workers() -> None:
-    arguments = "--layers 8 --exit-layer 4 --k 3 --workers 1 --width 1.5 --match-rate 1 --tokens 5 --runs 1 --json"
-    result = CliRunner().invoke(app, arguments.split())
-    assert result.exit_code == 0, result.output
-    output = json.loads(result.stdout)
-    assert (output["workers"], output["times"]["width"]) == (1, 1.5)
-    assert output["simulated"]["time_per_token"] * 5 == 8 + 4 * (4 + 0.5 * 4)
-    assert output["simulated"]["layer_passes"] == 8 + 4 * (4 + 3 * 4)
-
-
-def test_command_prints_predicted_beside_simulated() -> None:
-    arguments = "--layers 8 --exit-layer 4 --k 1 --match-rate 1 --tokens 16 --runs 1"
-    result = CliRunner().invoke(app, arguments.split())
-    assert result.exit_code == 0, result.output
-    line = next(line for line in result.stdout.splitlines() if "latency, ms per token" in line)
-    assert line.count("4.250") == 2
-
-
-def test_command_runs_ahead_unless_told_not_to() -> None:
-    arguments = "--layers 8 --exit-layer 4 --k 1 --match-rate 1 --tokens 16 --runs 1 --hop-ms 0.25 --json"
-    results = [CliRunner().invoke(app, [*arguments.split(), *option]) for option in ([], ["--no-run-ahead"])]
-    outputs = [json.loads(result.stdout) for result in results]
-    assert [output["run_ahead"] for output in outputs] == [True, False]
-    ahead, algorithm2 = (output["simulated"]["time_per_token"] for output in outputs)
-    assert algorithm2 == outputs[0]["predicted"]["time_per_token"] == (8 + 15 * 4.5) / 16
-    assert ahead < (8 + 15 * 4.1) / 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("--exit-layer 3", "--exit-layer 3"),
-        ("--match-rate 1.5", "--match-rate 1.5"),
-        ("--slow 9:2", "rank=9"),
-        ("--slow fast", "--slow fast"),
-        ("--runs 0", "--runs 0"),
-        ("--layer-ms 0", "--layer-ms 0"),
-        ("--seed -1", "--seed -1"),
-    ],
-)
-def test_command_names_mistakes_in_one_line(arguments: str, named: str) -> None:
-    result = CliRunner().invoke(app, arguments.split())
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert named in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def test_patterns_of_any_order_and_k_end() -> None:

@@ -1,29 +1,14 @@
-"""Runs the pipeline's own state machines on virtual clocks: what decoding takes where times are not as the theorem
-assumes, before there is a machine to measure it on."""
+"""The paper's machines on virtual clocks: what decoding takes for given times, without a model or a machine."""
 
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ppd_runtime.calibration.simulated_cluster import (
-    Clock,
-    VirtualExitHead,
-    VirtualNetwork,
-    VirtualProcess,
-    VirtualSampler,
-    VirtualStage,
-)
-from ppd_runtime.checks import can_run_ahead, check_layers, check_number, check_share, check_whole, check_workers
-from ppd_runtime.cost_model.theory import (
-    Times,
-    expected_compute,
-    expected_latency,
-    expected_runs,
-    expected_time,
-    ordinary_time,
-)
+from virtual_clock import Clock, VirtualExitHead, VirtualNetwork, VirtualProcess, VirtualSampler, VirtualStage
+
+from ppd_runtime.checks import can_run_ahead
+from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -36,11 +21,7 @@ _Sub = SubProcess | RunAheadSubProcess
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated; times in any one unit.
-
-    Raises:
-        ValueError: naming the value and the allowed range.
-    """
+    """What is simulated; times in any one unit."""
 
     num_layers: int
     exit_layer: int
@@ -77,30 +58,6 @@ class Setting:
         own, most = self.candidates_of(rank), self.candidates_of(1)
         return 1 + (self.times.width - 1) * (own - 1) / (most - 1) if own > 1 else 1.0
 
-    def __post_init__(self) -> None:
-        check_layers(self.num_layers, self.exit_layer)
-        check_whole("k", self.k, 1)
-        check_whole("num_new_tokens", self.num_new_tokens, 1)
-        check_workers(self.k, self.workers)
-        if self.times.width != 1 and self.num_subs == self.k:
-            raise ValueError(
-                f"width={self.times.width} with a worker for each of {self.k} candidates: give fewer workers"
-            )
-        check_number("jitter", self.jitter)
-        if not self.times.layer:
-            raise ValueError("layer=0: a simulation needs layers that take time; give a number above 0")
-        for factors in (self.slow, self.slow_links):
-            self._check_factors(factors)
-
-    def _check_factors(self, factors: Mapping[int, float]) -> None:
-        for rank, factor in factors.items():
-            if not 0 <= rank <= self.num_subs:
-                layout = f"k={self.k}" if self.workers is None else f"workers={self.workers}"
-                raise ValueError(f"rank={rank}: with {layout} choose 0 (the main process) to {self.num_subs}")
-            check_number(f"factor of rank {rank}", factor)
-            if factor == 0:
-                raise ValueError(f"factor of rank {rank}=0: give a number above 0; 1 changes nothing")
-
 
 @dataclass(frozen=True)
 class Simulated:
@@ -123,48 +80,9 @@ class Simulated:
     """What the main process spent waiting for sub-processes."""
 
     @property
-    def time_per_token(self) -> float:
-        """The time over the number of tokens."""
-        return self.time / (1 + self.hits + self.misses)
-
-    @property
     def layer_passes(self) -> int:
         """Of all processes, for tokens and candidates: what Theorem 4.1 counts."""
         return self.main_layer_passes + sum(self.sub_layer_passes)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What Theorem 4.1 with overheads says of a setting, beside which a simulation stands."""
-
-    time_per_token: float
-    ratio: float
-    """Time as a share of ordinary decoding's."""
-    hits: float
-    misses: float
-    main_layer_passes: float
-    layer_passes: float
-    """Of all processes, for tokens and candidates."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Means over several simulated generations."""
-
-    time_per_token: float
-    time_per_token_error: float | None
-    """Standard error of the mean; None for a single run."""
-    ratio: float
-    """Time as a share of ordinary decoding's."""
-    hits: float
-    misses: float
-    main_layer_passes: float
-    main_recomputed_layer_passes: float
-    layer_passes: float
-    """Of all processes, for tokens and candidates."""
-    coherence_layer_passes: float
-    """Of all sub-processes, for the prompt and after misses."""
-    stall_time_per_token: float
 
 
 def simulate(setting: Setting, winners: Sequence[int], seed: int = 0) -> Simulated:
@@ -173,7 +91,6 @@ def simulate(setting: Setting, winners: Sequence[int], seed: int = 0) -> Simulat
     `winners` holds, for each token that another one follows (ℓ − 1 of them), the rank of the candidate that is right
     for the next one, or 0 where none is. The seed draws the jitter. Candidates are asked for always.
     """
-    _check_winners(setting, winners)
     network = VirtualNetwork(setting.times.hop, setting.slow_links)
     main = _add_main(network, setting, seed)
     subs = [_add_sub(network, setting, rank, winners, seed) for rank in _ranks(setting)]
@@ -183,7 +100,6 @@ def simulate(setting: Setting, winners: Sequence[int], seed: int = 0) -> Simulat
 
 def draw_winners(setting: Setting, match_rate: float, generator: random.Random) -> list[int]:
     """Winners for `simulate`: each right with probability `match_rate`, at a rank drawn from all with equal odds."""
-    check_share("match_rate", match_rate)
     return [
         generator.randint(1, setting.k) if generator.random() < match_rate else MISS
         for _ in range(setting.num_new_tokens - 1)
@@ -192,57 +108,10 @@ def draw_winners(setting: Setting, match_rate: float, generator: random.Random) 
 
 def simulate_runs(setting: Setting, match_rate: float, runs: int, seed: int = 0) -> list[Simulated]:
     """Simulate several generations whose hits are drawn at random with probability `match_rate` a token."""
-    check_whole("runs", runs, 1)
-    check_whole("seed", seed, 0)
     generator = random.Random(seed)
     return [
         simulate(setting, draw_winners(setting, match_rate, generator), generator.getrandbits(32)) for _ in range(runs)
     ]
-
-
-def summarise(setting: Setting, runs: Sequence[Simulated]) -> Summary:
-    """The means of simulated generations."""
-    per_token = [run.time_per_token for run in runs]
-    mean = statistics.fmean(per_token)
-    return Summary(
-        time_per_token=mean,
-        time_per_token_error=statistics.stdev(per_token) / len(runs) ** 0.5 if len(runs) > 1 else None,
-        ratio=mean / _ordinary_time_per_token(setting),
-        hits=statistics.fmean(run.hits for run in runs),
-        misses=statistics.fmean(run.misses for run in runs),
-        main_layer_passes=statistics.fmean(run.main_layer_passes for run in runs),
-        main_recomputed_layer_passes=statistics.fmean(run.main_recomputed_layer_passes for run in runs),
-        layer_passes=statistics.fmean(run.layer_passes for run in runs),
-        coherence_layer_passes=statistics.fmean(sum(run.sub_coherence_layer_passes) for run in runs),
-        stall_time_per_token=statistics.fmean(run.stall_time for run in runs) / setting.num_new_tokens,
-    )
-
-
-def predict(setting: Setting, match_rate: float) -> Prediction:
-    """What Theorem 4.1 with overheads says of the setting: without jitter, slow workers or links, or running ahead."""
-    text = (match_rate, setting.num_new_tokens)
-    layers = (setting.num_layers, setting.exit_layer)
-    per_token = expected_time(*layers, *text, setting.times) / setting.num_new_tokens
-    return Prediction(
-        time_per_token=per_token,
-        ratio=per_token / _ordinary_time_per_token(setting),
-        hits=setting.num_new_tokens - expected_runs(*text),
-        misses=expected_runs(*text) - 1,
-        main_layer_passes=expected_latency(*layers, *text),
-        layer_passes=expected_compute(*layers, setting.k, *text),
-    )
-
-
-def _ordinary_time_per_token(setting: Setting) -> float:
-    return ordinary_time(setting.num_layers, 1, setting.times)
-
-
-def _check_winners(setting: Setting, winners: Sequence[int]) -> None:
-    if len(winners) != setting.num_new_tokens - 1:
-        raise ValueError(f"{len(winners)} winners for {setting.num_new_tokens} tokens: give one less than tokens")
-    for winner in winners:
-        if not 0 <= winner <= setting.k:
-            raise ValueError(f"winner={winner}: with k={setting.k} choose 1 to {setting.k}, or 0 for a miss")
 
 
 def _add_main(network: VirtualNetwork, setting: Setting, seed: int) -> MainProcess:

@@ -1,0 +1,63 @@
+"""A loaded model and the prompts to measure it with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.methods.ordinary import OrdinaryDecoding
+from ppd_runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured."""
+
+    ordinary: OrdinaryDecoding
+    prompts: Sequence[Sequence[int]]
+    """As token ids."""
+    params: SamplingParams
+    """With the model's own defaults."""
+
+
+def loaded(model: str, source: str, limit: int | None, sampling: SamplingParams, **place: Any) -> Subject:
+    """The model with the prompts of a file, or "demo" for the shipped ones.
+
+    Args:
+        model: as `RuntimeConfig` has it.
+        source: as `read_prompts` has it.
+        limit: take so many prompts; None takes all.
+        sampling: how texts are decoded.
+        place: settings of `OrdinaryDecoding`.
+
+    Raises:
+        ValueError: for a model, a setting or a file that cannot be used.
+    """
+    if sampling.max_new_tokens < 2:
+        told = f"max_new_tokens={sampling.max_new_tokens}: times are for tokens after the first"
+        raise ValueError(f"{told}, give at least 2")
+    texts = [prompt.text for prompt in read_prompts(source, limit)]
+    ordinary = OrdinaryDecoding(model, **place)
+    params = ordinary.settled(sampling)
+    return Subject(ordinary, prompt_ids(ordinary, texts, params.max_new_tokens), params)
+
+
+def prompt_ids(ordinary: OrdinaryDecoding, texts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+    """The prompts that leave room for the new tokens, each as a user's message where the model has a chat template.
+
+    Raises:
+        ValueError: where none does.
+    """
+    most = ordinary.info.max_positions
+    if getattr(ordinary.tokenizer, "chat_template", None):
+        chats = [ordinary.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+        encoded = ordinary.encoded(chats, add_special_tokens=False)
+    else:
+        encoded = ordinary.encoded(texts)
+    fitting = [ids for ids in encoded if ids and (most is None or len(ids) + max_new_tokens <= most)]
+    if not fitting:
+        raise ValueError(
+            f"none of the {len(texts)} prompts and max_new_tokens={max_new_tokens} fit the model's {most} positions: "
+            "give shorter prompts or ask for fewer tokens"
+        )
+    return fitting
