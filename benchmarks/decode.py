@@ -23,7 +23,6 @@ from benchmarks.pipeline import transformers_time_per_token
 from benchmarks.recording import Figures, markdown, mean_ledger_ms, new_parser, positive, run
 from ppd_runtime.config import DTYPES
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_dtype
 from ppd_runtime.models.compiling import compile_ahead
@@ -34,6 +33,7 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import TimedSampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tune.quartiles import quartiles
 
 WAYS = ("eager", "compiled")
 _PROMPT = list(range(20, 36))

@@ -20,11 +20,11 @@ import torch
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
-from ppd_runtime.measure.comparison.in_turn import cores_of, on_core_of
-from ppd_runtime.measure.machine_load import slowdown_at_once
-from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.stage.chunks import prompt_chunks
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.tune.comparison.in_turn import cores_of, on_core_of
+from ppd_runtime.tune.machine_load import slowdown_at_once
+from ppd_runtime.tune.quartiles import quartiles
 
 _BEFORE = "a prompt of the other's", "one of its own"
 

@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks import bad_requests
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.tune.prompt_files import read_prompts
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 _DEADLINE_S = 180.0

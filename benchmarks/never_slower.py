@@ -18,9 +18,9 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import guessing_times
-from ppd_runtime.measure.comparison.in_turn import on_core_of
-from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.tune.comparison.in_turn import on_core_of
+from ppd_runtime.tune.prompt_files import read_prompts
 
 LAYOUTS: Mapping[str, dict[str, int]] = {"stages=2": {"stages": 2}, "k=1": {"k": 1}, "k=3": {"k": 3}}
 _MOST_PROMPT = 256  # tokens of a text without a template

@@ -30,13 +30,13 @@ from benchmarks.floor import Reading
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.pipeline import PROMPTS
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
-from ppd_runtime.measure.comparison.methods import common_start
-from ppd_runtime.measure.prompt_files import read_prompts
-from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
+from ppd_runtime.tune.comparison.methods import common_start
+from ppd_runtime.tune.prompt_files import read_prompts
+from ppd_runtime.tune.quartiles import quartiles
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from benchmarks.recording import Figures, ledger_table, markdown, mean_ledger_ms
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.config import SHARED
 from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
-from ppd_runtime.measure.comparison.in_turn import on_core_of
-from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
+from ppd_runtime.tune.comparison.in_turn import on_core_of
+from ppd_runtime.tune.quartiles import quartiles
 
 PROMPTS = (
     "def read_lines(path):",

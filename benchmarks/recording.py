@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.whole import whole_file
-from ppd_runtime.measure.markdown import cell, markdown_table
-from ppd_runtime.measure.measured_on import machine, versions
-from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
+from ppd_runtime.tune.markdown import cell, markdown_table
+from ppd_runtime.tune.measured_on import machine, versions
+from ppd_runtime.tune.quartiles import quartiles
 
 Figures = dict[str, Any]
 

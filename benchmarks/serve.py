@@ -29,7 +29,7 @@ from benchmarks.recording import Figures, markdown, new_parser, positive, run, s
 from benchmarks.server_process import PPD_SERVE, ServerProcess, server_process
 from ppd_runtime import PPDRuntime, SamplingParams
 from ppd_runtime.config import DTYPES
-from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.tune.prompt_files import read_prompts
 
 _DEADLINE_S = 300.0
 

@@ -12,8 +12,8 @@ import argparse
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.measure.comparison.methods import common_start
-from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.tune.comparison.methods import common_start
+from ppd_runtime.tune.prompt_files import read_prompts
 
 
 def measure(options: argparse.Namespace) -> Figures:

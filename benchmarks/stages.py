@@ -37,13 +37,13 @@ from benchmarks.slow_links import found_sockets, slow_links
 from benchmarks.stage_ledgers import StageLedgers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.cost_model import staged
-from ppd_runtime.measure.comparison.in_turn import on_core_of
-from ppd_runtime.measure.prompt_files import read_prompts
-from ppd_runtime.measure.quartiles import quartiles
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
+from ppd_runtime.tune.comparison.in_turn import on_core_of
+from ppd_runtime.tune.prompt_files import read_prompts
+from ppd_runtime.tune.quartiles import quartiles
 
 STAGES, THREADS, _RECORDED = "stages", "2 threads", "stages, recorded"
 REPEATING = "repeating"

@@ -23,15 +23,15 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown, new_parser, positive, run
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import FORMATS
-from ppd_runtime.measure.comparison.methods import common_start
-from ppd_runtime.measure.match_rates import cpu_threads
-from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.checkpoint.quantised import PackedModel
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.training.texts import read_texts, token_rows
+from ppd_runtime.tune.comparison.methods import common_start
+from ppd_runtime.tune.match_rates import cpu_threads
+from ppd_runtime.tune.prompt_files import read_prompts
 
 
 @dataclass(frozen=True)

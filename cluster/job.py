@@ -56,7 +56,7 @@ def generate(
     with one_line_errors(generate):
         with quick_imports():
             from ppd_runtime import PPDRuntime
-            from ppd_runtime.measure.prompt_files import read_prompts
+            from ppd_runtime.tune.prompt_files import read_prompts
 
         if bind_interface == "auto":
             bind_interface = _own_address()

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppd_runtime.measure.markdown import cell, markdown_table
+from ppd_runtime.tune.markdown import cell, markdown_table
 
 _TITLE = "Figures of one GPU"
 _NOTES = {

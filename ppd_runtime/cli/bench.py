@@ -16,10 +16,10 @@ from ppd_runtime.cli.progress import progress_bar
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ppd_runtime.measure.comparison.prompt_groups import GroupedPrompt
-    from ppd_runtime.measure.comparison.report import ComparisonReport
-    from ppd_runtime.measure.comparison.rows import LeftOut
-    from ppd_runtime.measure.comparison.run import ComparisonRun
+    from ppd_runtime.tune.comparison.prompt_groups import GroupedPrompt
+    from ppd_runtime.tune.comparison.report import ComparisonReport
+    from ppd_runtime.tune.comparison.rows import LeftOut
+    from ppd_runtime.tune.comparison.run import ComparisonRun
 
 _METHODS = """"all", or rows with commas between them, such as "layerskip:exit_layer=6;num_speculations=2,ppd:k=3". A
 row is a method, with a colon and settings where they are not the defaults. Methods: those of `ppd generate` (ppd runs
@@ -72,7 +72,7 @@ def bench(
 
 
 def _read_groups(prompts: list[str], limit: int | None, categories: str | None) -> "list[GroupedPrompt]":
-    from ppd_runtime.measure.comparison.prompt_groups import read_groups
+    from ppd_runtime.tune.comparison.prompt_groups import read_groups
 
     return read_groups(
         prompts, limit, [part.strip() for part in categories.split(",")] if categories is not None else []
@@ -91,12 +91,12 @@ def _open(
     resume: bool,
 ) -> "tuple[ComparisonRun, list[LeftOut]]":
     """The run, ready to measure, and the rows that it goes without; what is opened is closed with `opened`."""
-    from ppd_runtime.measure.comparison.methods import Methods
-    from ppd_runtime.measure.comparison.rows import check_rows, parse_rows
-    from ppd_runtime.measure.comparison.run import ComparisonRun
     from ppd_runtime.methods.ordinary import OrdinaryDecoding
     from ppd_runtime.models.checkpoint.description import describe
     from ppd_runtime.models.checkpoint.generation import generation_defaults
+    from ppd_runtime.tune.comparison.methods import Methods
+    from ppd_runtime.tune.comparison.rows import check_rows, parse_rows
+    from ppd_runtime.tune.comparison.run import ComparisonRun
 
     check_whole("rounds", rounds, 1)
     info = describe(model, place.get("weights"))
@@ -124,11 +124,11 @@ def _report(
     markdown: Path | None,
     chart: Path | None,
 ) -> None:
-    from ppd_runtime.measure.comparison.report import summarise, write_markdown
+    from ppd_runtime.tune.comparison.report import summarise, write_markdown
 
     report = summarise(run, left_out)
     if chart is not None:
-        from ppd_runtime.measure.comparison.chart import bar_of, draw_speedups
+        from ppd_runtime.tune.comparison.chart import bar_of, draw_speedups
 
         draw_speedups({label: bar_of(figures) for label, figures in report.overall.items()}, report.title(), chart)
     if markdown is not None:

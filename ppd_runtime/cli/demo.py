@@ -9,11 +9,11 @@ from ppd_runtime.cli.generate import print_stream, show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.config import USUAL_K, RuntimeConfig
 from ppd_runtime.imports import quick_imports
-from ppd_runtime.measure.machine_load import busy_note
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.machine_load import busy_note
 
 if TYPE_CHECKING:
-    from ppd_runtime.measure.layouts import Layout, LayoutFigures
+    from ppd_runtime.tune.layouts import Layout, LayoutFigures
 
 _STAGES = (2, 3, 4, 6)  # that the demo model's 12 layers are even in
 _NO_DIFFERENCE = 0.005
@@ -35,8 +35,8 @@ def demo(runtime: Settings, sampling: Settings) -> None:
         with quick_imports():
             from ppd_runtime import OrdinaryDecoding
             from ppd_runtime.host import available_cores
-            from ppd_runtime.measure.layouts import LayoutFigures, measured, opened
-            from ppd_runtime.measure.subject import Subject
+            from ppd_runtime.tune.layouts import LayoutFigures, measured, opened
+            from ppd_runtime.tune.subject import Subject
 
         cores, rows = available_cores(), list[LayoutFigures]()
         layouts = _layouts(runtime.pop("k", None) or USUAL_K, cores)
@@ -57,7 +57,7 @@ def demo(runtime: Settings, sampling: Settings) -> None:
 
 def _layouts(k: int, cores: int) -> "list[Layout]":
     """Layouts worth timing: a stage for each core, and as many candidates as there are spare cores."""
-    from ppd_runtime.measure.layouts import Layout
+    from ppd_runtime.tune.layouts import Layout
 
     stages = max((number for number in _STAGES if number <= cores), default=_STAGES[0])
     candidates = min(k, max(1, cores - 1))

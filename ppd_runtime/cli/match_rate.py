@@ -18,12 +18,12 @@ from ppd_runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ppd_runtime.measure.first_boundaries import FirstBoundaries
-    from ppd_runtime.measure.match_rate_report import MatchRateReport, Rates
-    from ppd_runtime.measure.match_rate_run import MatchRateRun
-    from ppd_runtime.measure.match_rates import MatchRateSetting
     from ppd_runtime.models.checkpoint.description import ModelInfo
     from ppd_runtime.models.trained.heads import HeadInfo
+    from ppd_runtime.tune.first_boundaries import FirstBoundaries
+    from ppd_runtime.tune.match_rate_report import MatchRateReport, Rates
+    from ppd_runtime.tune.match_rate_run import MatchRateRun
+    from ppd_runtime.tune.match_rates import MatchRateSetting
 
 _RANKINGS = {"logits": "candidates by logits", "shared_noise": "candidates by logits and shared noise"}
 
@@ -60,11 +60,11 @@ def match_rate(
     often each boundary is the first whose candidates hold the token. `ppd tradeoff --match-rates` reads the --out file.
     """
     with one_line_errors(match_rate):
-        from ppd_runtime.measure.match_rate_run import MatchRateRun
-        from ppd_runtime.measure.match_rates import MatchRateMeter, trained_head_meter
-        from ppd_runtime.measure.prompt_files import read_prompts
         from ppd_runtime.methods.ordinary import OrdinaryDecoding
         from ppd_runtime.models.checkpoint.description import describe
+        from ppd_runtime.tune.match_rate_run import MatchRateRun
+        from ppd_runtime.tune.match_rates import MatchRateMeter, trained_head_meter
+        from ppd_runtime.tune.prompt_files import read_prompts
 
         check_resume(resume, out)
         check_outputs(out, plot)
@@ -110,7 +110,7 @@ def _setting(
     cuts: Sequence[tuple[int, ...]],
 ) -> "MatchRateSetting":
     from ppd_runtime.cost_model.tradeoff import parse_list
-    from ppd_runtime.measure.match_rates import MatchRateSetting
+    from ppd_runtime.tune.match_rates import MatchRateSetting
 
     if exit_layers is None and head is not None:
         layers = [head.exit_layer]
@@ -142,7 +142,7 @@ def _measure(run: "MatchRateRun", as_json: bool) -> None:
 
 def _draw(report: "MatchRateReport", plot: Path | None) -> None:
     if plot is not None:
-        from ppd_runtime.measure.plots import draw_heatmaps
+        from ppd_runtime.tune.plots import draw_heatmaps
 
         draw_heatmaps(report, plot)
 

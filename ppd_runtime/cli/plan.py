@@ -14,13 +14,13 @@ from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
 from ppd_runtime.config import SHARED, in_process_config
-from ppd_runtime.measure.device_plan import DevicePlan, Given, plan_devices
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.device_plan import DevicePlan, Given, plan_devices
 
 if TYPE_CHECKING:
-    from ppd_runtime.measure.layouts import LayoutFigures
-    from ppd_runtime.measure.plan import Plan
-    from ppd_runtime.measure.subject import Subject
+    from ppd_runtime.tune.layouts import LayoutFigures
+    from ppd_runtime.tune.plan import Plan
+    from ppd_runtime.tune.subject import Subject
 
 _MOST_ROWS = 16
 
@@ -71,7 +71,7 @@ def plan(
 
 
 def _here(subject: "Subject", seconds: float, exit_head: str) -> "Plan | DevicePlan":
-    from ppd_runtime.measure.plan import plan_here
+    from ppd_runtime.tune.plan import plan_here
 
     return plan_here(subject, seconds, exit_head, show_progress)
 
@@ -88,7 +88,7 @@ def _elsewhere(
 
 
 def _loaded(model: str, prompts: str, limit: int | None, params: SamplingParams, place: Settings) -> "Subject":
-    from ppd_runtime.measure.subject import loaded
+    from ppd_runtime.tune.subject import loaded
 
     return loaded(model, prompts, limit, params, **place)
 
@@ -96,7 +96,7 @@ def _loaded(model: str, prompts: str, limit: int | None, params: SamplingParams,
 def _draw(planned: "Plan | DevicePlan", plot: Path | None) -> None:
     if plot is None:
         return
-    from ppd_runtime.measure.comparison.chart import Bar, draw_speedups
+    from ppd_runtime.tune.comparison.chart import Bar, draw_speedups
 
     draw_speedups({name: Bar(*figures) for name, figures in planned.bars().items()}, planned.title, plot)
 

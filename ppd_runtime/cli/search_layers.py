@@ -41,8 +41,8 @@ def search_layers(
 ) -> None:
     """Run SWIFT's search to its end over given prompts, greedily (Self-SD's offline search)."""
     with one_line_errors(search_layers):
-        from ppd_runtime.measure.layer_sets import find_layer_set
-        from ppd_runtime.measure.prompt_files import read_prompts
+        from ppd_runtime.tune.layer_sets import find_layer_set
+        from ppd_runtime.tune.prompt_files import read_prompts
 
         check_outputs(out)
         texts = [prompt.text for prompt in read_prompts(prompts, limit)]

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppd_runtime.measure.match_rates import LOGITS, SHARED_NOISE, places_among_best
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.match_rates import LOGITS, SHARED_NOISE, places_among_best
 
 GREEDY = "greedy"
 WAYS = (GREEDY, SHARED_NOISE, LOGITS)

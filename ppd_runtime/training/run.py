@@ -11,7 +11,6 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.measure.measured_on import versions
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -20,6 +19,7 @@ from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.loop import LearningFromModel, Training
 from ppd_runtime.training.recipe import ExitRecipe, Recipe
 from ppd_runtime.training.texts import read_texts, token_rows
+from ppd_runtime.tune.measured_on import versions
 
 HELD_OUT_LENGTH, HELD_OUT_ROWS = 512, 64
 """Tokens in a row, and rows, to compare on at the most."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.measure.prompt_files import texts_under
 from ppd_runtime.methods.prompts import check_known
 from ppd_runtime.training.corpus import read_standard_library
+from ppd_runtime.tune.prompt_files import texts_under
 
 DEMO = "demo"
 """Names the demo model's corpus."""

@@ -23,7 +23,6 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import startup
 from ppd_runtime.launch.ray import workers
-from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.methods.registry import open_method
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
@@ -32,6 +31,7 @@ from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.sample import output_hashes
 from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.tune.prompt_files import read_prompts
 
 NEW_TOKENS = 70  # past a step of the attended rows
 GREEDY, SAMPLED = {}, {"temperature": 0.8, "seed": 3}

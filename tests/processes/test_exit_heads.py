@@ -170,7 +170,7 @@ def test_results_of_another_head_are_not_mixed(model: Path, tmp_path: Path, monk
     heads = [make_head(tmp_path / kind, model, kind, 3).folder for kind in KINDS]
     measure = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 4, "--out", tmp_path / "rates.json")
     with monkeypatch.context() as patch:
-        patch.setattr("ppd_runtime.measure.partial_results.PartialResults.discard", lambda partial: None)
+        patch.setattr("ppd_runtime.tune.partial_results.PartialResults.discard", lambda partial: None)
         run(*measure, "--exit-head", heads[0])
     for other in (heads[1], "shared"):
         refused = invoke(*measure, "--exit-head", other, "--exit-layers", 3, "--resume")

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.cli.plan import plan
 from ppd_runtime.host import available_cores
-from ppd_runtime.measure import plan as planning
-from ppd_runtime.measure.layouts import Layout, LayoutFigures, fitting, measured, opened
-from ppd_runtime.measure.machine_load import UNDISTURBED
-from ppd_runtime.measure.parts import measured_parts, measured_rates
-from ppd_runtime.measure.plan import plan_here
-from ppd_runtime.measure.subject import Subject, loaded, prompt_ids
+from ppd_runtime.tune import plan as planning
+from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, measured, opened
+from ppd_runtime.tune.machine_load import UNDISTURBED
+from ppd_runtime.tune.parts import measured_parts, measured_rates
+from ppd_runtime.tune.plan import plan_here
+from ppd_runtime.tune.subject import Subject, loaded, prompt_ids
 
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True)
 PROMPTS = [[5, 9, 200], [31, 7]]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cost_model.tradeoff import boundary_rows, read_match_rates
-from ppd_runtime.measure.match_rates import MatchRateMeter
+from ppd_runtime.tune.match_rates import MatchRateMeter
 
 app = typer.Typer()
 app.command()(match_rate)

@@ -6,11 +6,11 @@ from grids import nightly
 from models_for_tests import load_stage
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
-from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.models.compiled.export import compile_layers
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.tune.prompt_files import read_prompts
 
 pytestmark = needs_compiler
 

@@ -23,7 +23,7 @@ def test_wheel_holds_the_demo_model_and_runs_elsewhere(tmp_path):
         assert (demo / name).read_bytes() == (ROOT / "ppd_runtime" / "models" / "demo" / name).read_bytes()
     for name in (
         "py.typed",
-        "measure/prompts/demo.jsonl",
+        "tune/prompts/demo.jsonl",
         "models/native/layers.cpp",
         "models/native/vectors.h",
     ):

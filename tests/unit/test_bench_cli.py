@@ -9,10 +9,10 @@ from transformers import GenerationMixin
 from typer.testing import CliRunner, Result
 
 from ppd_runtime.cli.main import app
-from ppd_runtime.measure.comparison.methods import Methods, OwnMethod
-from ppd_runtime.measure.comparison.rows import MethodRow, check_rows, parse_rows
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.comparison.methods import Methods, OwnMethod
+from ppd_runtime.tune.comparison.rows import MethodRow, check_rows, parse_rows
 
 ROWS = (
     "ppd:k=1;launcher=ray;transport=local,layerskip:exit_layer=2;num_speculations=3,"

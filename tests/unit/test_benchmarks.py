@@ -40,7 +40,6 @@ from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slu
 from benchmarks.slow_links import found_sockets, slow_links
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.measure.comparison.methods import common_start
 from ppd_runtime.models.checkpoint.config import QUANTISED
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
@@ -51,6 +50,7 @@ from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.training.corpus import read_standard_library
 from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.transport.unix import UnixEndpoint
+from ppd_runtime.tune.comparison.methods import common_start
 
 MODULES = (
     contention,

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime.measure.comparison.figures import (
+from ppd_runtime.methods.registry import METHODS
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.comparison.figures import (
     Agreement,
     Drafting,
     Pair,
@@ -15,14 +18,11 @@ from ppd_runtime.measure.comparison.figures import (
     method_figures,
     spread,
 )
-from ppd_runtime.measure.comparison.methods import common_start
-from ppd_runtime.measure.comparison.prompt_groups import read_groups
-from ppd_runtime.measure.comparison.report import ComparisonReport, Conditions
-from ppd_runtime.measure.comparison.rows import LeftOut, check_rows, full_settings, parse_rows, presets
-from ppd_runtime.measure.markdown import markdown_table
-from ppd_runtime.methods.registry import METHODS
-from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.comparison.methods import common_start
+from ppd_runtime.tune.comparison.prompt_groups import read_groups
+from ppd_runtime.tune.comparison.report import ComparisonReport, Conditions
+from ppd_runtime.tune.comparison.rows import LeftOut, check_rows, full_settings, parse_rows, presets
+from ppd_runtime.tune.markdown import markdown_table
 
 ORDINARY = TextRun(new_tokens=11, latency_s=11.0, first_s=1.0, layers_s=0.9)
 """A second a token, 0.9 of it in layers."""

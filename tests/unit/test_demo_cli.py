@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from ppd_runtime.cli.demo import _layouts, _print_all, demo
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.measure.layouts import Layout, LayoutFigures
+from ppd_runtime.tune.layouts import Layout, LayoutFigures
 
 FASTER = LayoutFigures(
     layout=Layout("stages", {"stages": 2}, 2),

@@ -23,7 +23,6 @@ from benchmarks import hop
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
-from ppd_runtime.measure.comparison.in_turn import core_beside
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
@@ -33,6 +32,7 @@ from ppd_runtime.pipeline.messages import MAIN, ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.comparison.in_turn import core_beside
 
 PACKAGE = Path(ppd_runtime.__file__).parent
 

@@ -7,7 +7,7 @@ from busy_cores import busy, cores
 from grids import nightly
 
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.measure.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note, slowdown_at_once
+from ppd_runtime.tune.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note, slowdown_at_once
 
 
 def test_computing_beside_others_is_noticed() -> None:

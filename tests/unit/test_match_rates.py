@@ -15,10 +15,16 @@ from models_for_tests import VOCAB_SIZE, load_stage
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.tradeoff import read_match_rates
-from ppd_runtime.measure import match_rates
-from ppd_runtime.measure.match_rate_report import MatchRateReport, position_ranges, summarise, wilson_interval
-from ppd_runtime.measure.match_rate_run import MatchRateRun
-from ppd_runtime.measure.match_rates import (
+from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
+from ppd_runtime.models.trained.heads import KINDS, load_head
+from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune import match_rates
+from ppd_runtime.tune.match_rate_report import MatchRateReport, position_ranges, summarise, wilson_interval
+from ppd_runtime.tune.match_rate_run import MatchRateRun
+from ppd_runtime.tune.match_rates import (
     LOGITS,
     SHARED_NOISE,
     MatchRateMeter,
@@ -26,13 +32,7 @@ from ppd_runtime.measure.match_rates import (
     TextPlaces,
     trained_head_meter,
 )
-from ppd_runtime.measure.prompt_files import read_prompts
-from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
-from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
-from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
-from ppd_runtime.models.trained.heads import KINDS, load_head
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.prompt_files import read_prompts
 
 ModelFolder = Callable[..., Path]
 NUM_LAYERS, KS, NEW_TOKENS = 4, (1, 3, 5), 10

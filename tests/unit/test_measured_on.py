@@ -7,7 +7,7 @@ import transformers
 
 import ppd_runtime
 from ppd_runtime.host import available_cores
-from ppd_runtime.measure.measured_on import machine, versions
+from ppd_runtime.tune.measured_on import machine, versions
 
 
 def test_the_processor_and_its_cores_are_named() -> None:

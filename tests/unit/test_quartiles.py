@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppd_runtime.measure.quartiles import quartiles
+from ppd_runtime.tune.quartiles import quartiles
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What `benchmarks.stages` decodes."""
 
 from benchmarks import stages
-from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.tune.prompt_files import read_prompts
 
 
 def test_prompts_that_repeat_themselves_are_named() -> None:

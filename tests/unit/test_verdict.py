@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ppd_runtime.measure.comparison.figures import Agreement, Pair, TextRun
-from ppd_runtime.measure.layouts import Layout, LayoutFigures, fitting, layout_figures
-from ppd_runtime.measure.plan import Conditions, made_plan
-from ppd_runtime.measure.verdict import Candidate, verdict
+from ppd_runtime.tune.comparison.figures import Agreement, Pair, TextRun
+from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, layout_figures
+from ppd_runtime.tune.plan import Conditions, made_plan
+from ppd_runtime.tune.verdict import Candidate, verdict
 
 STAGES = Candidate("2 stages", 6.0, 1.5, 1.8, command="ppd generate --stages 2")
 WHY = {"nothing_fits": "there is one core", "cost": "what processes cost each other"}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppd_runtime.files.images import new_figure, save_figure
-from ppd_runtime.measure.match_rate_report import MatchRateReport
+from ppd_runtime.tune.match_rate_report import MatchRateReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

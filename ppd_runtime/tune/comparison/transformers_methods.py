@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ppd_runtime.checks import check_share, check_whole
-from ppd_runtime.measure.comparison.figures import Drafting, TextRun
 from ppd_runtime.methods.early_exit import check_exit_layer
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.loading import errors_only, no_progress_bar
 from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
+from ppd_runtime.tune.comparison.figures import Drafting, TextRun
 
 Arguments = dict[str, Any]
 """What `generate` is called with."""

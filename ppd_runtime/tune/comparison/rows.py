@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS
 from ppd_runtime.methods.choices import METHODS
 from ppd_runtime.methods.registry import SELF_SPECULATIVE, method_settings, open_method
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import UnknownSettingError
+from ppd_runtime.tune.comparison.transformers_methods import TRANSFORMERS_METHODS
 
 BASELINE = "autoregressive"
 ALL = "all"

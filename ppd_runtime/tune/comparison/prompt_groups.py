@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from ppd_runtime.checks import check_whole
-from ppd_runtime.measure.prompt_files import read_prompts
+from ppd_runtime.tune.prompt_files import read_prompts
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppd_runtime.cost_model.theory import realised_saving
-from ppd_runtime.measure.comparison.figures import Pair, TextRun, method_figures
-from ppd_runtime.measure.comparison.in_turn import Way, cores_of, pairs_in_turn
-from ppd_runtime.measure.machine_load import LoadMeter
-from ppd_runtime.measure.subject import Subject
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.runtime import PPDRuntime
+from ppd_runtime.tune.comparison.figures import Pair, TextRun, method_figures
+from ppd_runtime.tune.comparison.in_turn import Way, cores_of, pairs_in_turn
+from ppd_runtime.tune.machine_load import LoadMeter
+from ppd_runtime.tune.subject import Subject
 
 _CANDIDATES = (1, 3)
 _STAGES = (2, 3, 4, 6, 8, 12, 16)

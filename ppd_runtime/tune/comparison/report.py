@@ -8,12 +8,12 @@ from typing import Any
 
 from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.files.whole import whole_file
-from ppd_runtime.measure.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
-from ppd_runtime.measure.comparison.rows import BASELINE, LeftOut, MethodRow, full_settings
-from ppd_runtime.measure.comparison.run import ComparisonRun
-from ppd_runtime.measure.machine_load import busy_note
-from ppd_runtime.measure.markdown import markdown_table
-from ppd_runtime.measure.measured_on import machine, versions
+from ppd_runtime.tune.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
+from ppd_runtime.tune.comparison.rows import BASELINE, LeftOut, MethodRow, full_settings
+from ppd_runtime.tune.comparison.run import ComparisonRun
+from ppd_runtime.tune.machine_load import busy_note
+from ppd_runtime.tune.markdown import markdown_table
+from ppd_runtime.tune.measured_on import machine, versions
 
 Columns = Mapping[str, Callable[[MethodFigures], str]]
 """Heads, and what is below them for a method."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppd_runtime.measure.match_rates import MatchRateSetting, TextPlaces
+from ppd_runtime.tune.match_rates import MatchRateSetting, TextPlaces
 
 
 @dataclass(frozen=True)

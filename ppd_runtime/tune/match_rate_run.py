@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.measure.match_rate_report import MatchRateReport, summarise
-from ppd_runtime.measure.match_rates import MatchRateMeter, TextPlaces
-from ppd_runtime.measure.partial_results import PartialResults
+from ppd_runtime.tune.match_rate_report import MatchRateReport, summarise
+from ppd_runtime.tune.match_rates import MatchRateMeter, TextPlaces
+from ppd_runtime.tune.partial_results import PartialResults
 
 _SEEDS = 2**64
 

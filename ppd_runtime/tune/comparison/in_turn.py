@@ -10,8 +10,6 @@ from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.host import available_cores
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
-from ppd_runtime.measure.comparison.figures import Agreement, Drafting, Pair, TextRun
-from ppd_runtime.measure.machine_load import LoadMeter
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.early_exit import EarlyExitDrafting
 from ppd_runtime.methods.in_process import OneProcessDecoding
@@ -20,6 +18,8 @@ from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.comparison.figures import Agreement, Drafting, Pair, TextRun
+from ppd_runtime.tune.machine_load import LoadMeter
 
 Generated = tuple[tuple[int, ...], TextRun]
 """New tokens, and what they took."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppd_runtime.config import FLOATS, SHARED
-from ppd_runtime.measure.first_boundaries import FirstBoundaries, count_first_boundaries
-from ppd_runtime.measure.match_rates import MatchRateSetting, TextPlaces
+from ppd_runtime.tune.first_boundaries import FirstBoundaries, count_first_boundaries
+from ppd_runtime.tune.match_rates import MatchRateSetting, TextPlaces
 
 _NORMAL_QUANTILE = 1.959964  # two-sided 95 %
 _RANGES = 8  # the columns of the paper's Tables 6 to 8: 16 tokens make pairs, 128 tokens make sixteens

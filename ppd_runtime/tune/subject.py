@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppd_runtime.measure.prompt_files import read_prompts
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.prompt_files import read_prompts
 
 
 @dataclass(frozen=True)

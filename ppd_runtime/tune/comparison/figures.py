@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppd_runtime.cost_model.theory import drafting_ratio
-from ppd_runtime.measure.quartiles import quartiles
+from ppd_runtime.tune.quartiles import quartiles
 
 WINDOWS = tuple(range(1, 7))
 """The w of CTAR(w), as in Kangaroo's Figure 3."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ppd_runtime.files.images import new_figure, save_figure
-from ppd_runtime.measure.comparison.figures import MethodFigures
+from ppd_runtime.tune.comparison.figures import MethodFigures
 
 
 class Bar(NamedTuple):

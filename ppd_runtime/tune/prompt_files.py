@@ -49,7 +49,7 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
 
 def _shipped_file() -> Path:
-    return Path(str(resources.files("ppd_runtime.measure") / "prompts" / "demo.jsonl"))
+    return Path(str(resources.files("ppd_runtime.tune") / "prompts" / "demo.jsonl"))
 
 
 def texts_under(keys: tuple[str, ...], path: Path, lines: Iterator[bytes]) -> Iterator[Prompt]:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.checks import check_whole
-from ppd_runtime.measure.comparison.figures import Agreement, Drafting, Pair, TextRun
-from ppd_runtime.measure.comparison.methods import Methods
-from ppd_runtime.measure.comparison.prompt_groups import GroupedPrompt
-from ppd_runtime.measure.comparison.rows import BASELINE, MethodRow, full_settings
-from ppd_runtime.measure.comparison.transformers_methods import TransformersFailedError
-from ppd_runtime.measure.match_rates import cpu_threads
-from ppd_runtime.measure.partial_results import PartialResults
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.comparison.figures import Agreement, Drafting, Pair, TextRun
+from ppd_runtime.tune.comparison.methods import Methods
+from ppd_runtime.tune.comparison.prompt_groups import GroupedPrompt
+from ppd_runtime.tune.comparison.rows import BASELINE, MethodRow, full_settings
+from ppd_runtime.tune.comparison.transformers_methods import TransformersFailedError
+from ppd_runtime.tune.match_rates import cpu_threads
+from ppd_runtime.tune.partial_results import PartialResults
 
 _SEEDS = 2**64
 

@@ -13,11 +13,11 @@ from ppd_runtime.checks import check_whole
 from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.cost_model.devices import Parts, Predicted, check_request, rank
 from ppd_runtime.cost_model.tradeoff import MatchRates, boundary_rows, parse_list, read_match_rates, select
-from ppd_runtime.measure.verdict import Candidate, Verdict, verdict
+from ppd_runtime.tune.verdict import Candidate, Verdict, verdict
 
 if TYPE_CHECKING:
     from ppd_runtime.launch.supervisor import Progress
-    from ppd_runtime.measure.subject import Subject
+    from ppd_runtime.tune.subject import Subject
 
 _USUAL_KS = (1, 3, 5)
 _PARTS = tuple(entry.name for entry in fields(Parts))
@@ -186,7 +186,7 @@ def _num_layers(given: Given, model: str, subject: "Subject | None") -> int:
 def _parts(given: Given, subject: "Subject | None", progress: "Progress") -> Parts:
     if given.layer_ms is not None:
         return Parts(**given.known_parts)
-    from ppd_runtime.measure.parts import measured_parts
+    from ppd_runtime.tune.parts import measured_parts
 
     assert subject
     progress("measuring layers and heads")
@@ -194,7 +194,7 @@ def _parts(given: Given, subject: "Subject | None", progress: "Progress") -> Par
 
 
 def _measured_rates(given: Given, subject: "Subject | None", progress: "Progress") -> MatchRates:
-    from ppd_runtime.measure.parts import measured_rates
+    from ppd_runtime.tune.parts import measured_rates
 
     assert subject
     return measured_rates(subject, given.ks or _USUAL_KS, given.devices or 0, progress)

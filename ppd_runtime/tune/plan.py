@@ -9,11 +9,11 @@ import torch
 from ppd_runtime.config import ALL_FORMATS, SHARED
 from ppd_runtime.launch.cpu_affinity import own_cores
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.measure.layouts import LayoutFigures, fitting, measured, opened
-from ppd_runtime.measure.machine_load import busy_note
-from ppd_runtime.measure.measured_on import machine
-from ppd_runtime.measure.subject import Subject
-from ppd_runtime.measure.verdict import Candidate, Verdict, verdict
+from ppd_runtime.tune.layouts import LayoutFigures, fitting, measured, opened
+from ppd_runtime.tune.machine_load import busy_note
+from ppd_runtime.tune.measured_on import machine
+from ppd_runtime.tune.subject import Subject
+from ppd_runtime.tune.verdict import Candidate, Verdict, verdict
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from ppd_runtime.cost_model.tradeoff import MatchRates
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
 from ppd_runtime.launch.stage_costs import row_cost
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.measure.match_rate_report import summarise
-from ppd_runtime.measure.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces, cpu_threads
-from ppd_runtime.measure.subject import Subject
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.tune.match_rate_report import summarise
+from ppd_runtime.tune.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces, cpu_threads
+from ppd_runtime.tune.subject import Subject
 
 _LEAST_TEXTS = 3
 

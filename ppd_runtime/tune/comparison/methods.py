@@ -7,11 +7,6 @@ from typing import Protocol
 
 import torch
 
-from ppd_runtime.measure.comparison.figures import Agreement
-from ppd_runtime.measure.comparison.in_turn import Generated, OwnMethod, common_start, on_core_of
-from ppd_runtime.measure.comparison.rows import BASELINE, MethodRow, full_settings
-from ppd_runtime.measure.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
-from ppd_runtime.measure.machine_load import CpuTime
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.methods.registry import SELF_SPECULATIVE, open_method
@@ -20,6 +15,11 @@ from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.comparison.figures import Agreement
+from ppd_runtime.tune.comparison.in_turn import Generated, OwnMethod, common_start, on_core_of
+from ppd_runtime.tune.comparison.rows import BASELINE, MethodRow, full_settings
+from ppd_runtime.tune.comparison.transformers_methods import TRANSFORMERS_METHODS, TransformersMethod, load_whole
+from ppd_runtime.tune.machine_load import CpuTime
 
 
 class ComparedMethod(Protocol):
