@@ -251,11 +251,12 @@ class PPDRuntime(TextGenerator):
         begin = Begin(CLIENT, 0, prompt_ids, params, bool(live), self._traced, watched=watched, foreseen=foreseen)
         begin = self._numbered(begin)
         ending.start_clock()
-        outside, guessable = 0, frozenset(self._specs[-1].guess_tokens)
+        outside, new_tokens, guessable = 0, 0, frozenset(self._specs[-1].guess_tokens)
         call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
+                new_tokens += 1
                 outside += bool(guessable) and message.token_id not in guessable
                 known = not (last or self.config.stages)  # of stages, the first tells later who was right
                 hit = message.winner != MISS if known else None
@@ -265,7 +266,7 @@ class PPDRuntime(TextGenerator):
                 workers.record(_counts(call, workers, self._specs))
             totals = _totals(call, self._trace(call.reports, workers))
             if self._times is not None:
-                self._times.learn(totals.path.way_seconds)
+                self._times.learn(totals.path.way_seconds, len(prompt_ids) + new_tokens / 2)
             news = call.reports.news(name_of)
             yield replace(totals, layout=self.layout, outside_guess_vocab=outside, news=news)
         except RequestError:  # and nothing else: the workers are well

@@ -20,12 +20,11 @@ class TakesTurns:
     def begin(self) -> None:
         pass
 
-    def note(self) -> None:
+    def note(self, length: int) -> None:
         self.now = (self.now + 1) % (self.guesses + self.rests)
 
     def together(self, requests: int) -> None:
         pass
 
-    @property
-    def way_seconds(self) -> tuple[float, ...]:
+    def way_seconds(self, length: float) -> tuple[float, ...]:
         return ()

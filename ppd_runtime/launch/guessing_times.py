@@ -16,6 +16,7 @@ from ppd_runtime.files.findings import note, noted
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.pipeline.speculation_policy import Growth
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,11 @@ class GuessingTimes:
     """
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
-        self._about = None
+        self._about, self._growth = None, Growth()
         # of a model or a device that cannot be read workers say so
         with contextlib.suppress(ValueError, OSError, RuntimeError, AssertionError):
-            self._about = _about(specs) if _are_kept(specs) else None
+            if _are_kept(specs):
+                self._about, self._growth = _about(specs), Growth(specs[MAIN].heavy_length)
         self._seconds: tuple[float, ...] = ()
         self._noted_at = time.monotonic()
 
@@ -46,9 +48,9 @@ class GuessingTimes:
             logger.info("no guessing times are kept: %s", error)
             return ()
 
-    def learn(self, seconds: tuple[float, ...]) -> None:
-        """A request has ended, and this is known by now; now and then it is written."""
-        self._seconds = seconds or self._seconds
+    def learn(self, seconds: tuple[float, ...], length: float) -> None:
+        """A request has ended, and this is known by now of tokens behind so many others; now and then it is written."""
+        self._seconds = tuple(self._growth.moved(one, length, 0) for one in seconds) or self._seconds
         if time.monotonic() - self._noted_at > _EVERY_S:
             self.write()
 

@@ -14,7 +14,7 @@ import torch
 from ppd_runtime.files.cache_folder import kept_artifact
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.native.library import is_float32_on_cpu, load_meanwhile
+from ppd_runtime.models.native.library import is_available, is_float32_on_cpu, load, load_meanwhile
 from ppd_runtime.models.pass_kinds import PassKind, head_rows
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ def compile_ahead(
     for number, part in enumerate(missing, 1):
         progress(f"compiling {part.what} ({number} of {len(missing)})")
         files[part.name] = part.file()
+    if is_available(place, dtype):
+        load()  # or one clear line
     return {kind: tuple(files[part.name] for part in of_kind) for kind, of_kind in parts.items()}
 
 

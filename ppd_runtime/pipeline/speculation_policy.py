@@ -1,8 +1,9 @@
 """Decides how much is guessed: ways of guessing are compared by the time that a token takes, while decoding."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -14,6 +15,9 @@ _MOST_LOSS = 1.0  # and at most: texts change, so each way is tried again some t
 _CLEAR = 0.98  # of its time, for a way to take the place of the one in use
 _WEIGHT = 0.5  # of the newest block
 _OUTLIER = 8.0  # times the way's time a token: the machine did something else
+_KEPT = 0.9  # of what earlier blocks count for a time's growth with the text
+_LEAST_SPREAD = 0.05  # of the heavy length, for lengths to tell that growth
+_MOST_WRONG = 4.0  # times, that a heavy length which was given may be
 _MOST_TOGETHER = 4  # requests at once that are told apart
 
 
@@ -40,17 +44,17 @@ class SpeculationPolicy(Protocol):
         """A request begins: its prompt's time is no token's."""
         ...
 
-    def note(self) -> None:
-        """One more token is certain."""
+    def note(self, length: int) -> None:
+        """One more token is certain, behind so many others."""
         ...
 
     def together(self, requests: int) -> None:
         """So many requests are under way from now on."""
         ...
 
-    @property
-    def way_seconds(self) -> tuple[float, ...]:
-        """Seconds a token of one request alone, by `Guessing`; 0 where it was not tried; empty where none is timed."""
+    def way_seconds(self, length: float) -> tuple[float, ...]:
+        """Seconds a token of one request alone behind so many others, by `Guessing`; 0 where it was not tried; empty
+        where none is timed."""
         ...
 
 
@@ -63,82 +67,122 @@ class Always:
     def begin(self) -> None:
         """Nothing is timed."""
 
-    def note(self) -> None:
+    def note(self, length: int) -> None:
         """Nothing is timed."""
 
     def together(self, requests: int) -> None:
         """Nothing is timed."""
 
-    @property
-    def way_seconds(self) -> tuple[float, ...]:
+    def way_seconds(self, length: float) -> tuple[float, ...]:
         """None."""
         return ()
 
 
-@dataclass
+class Growth:
+    """How a token's time grows with the text before it; learned from tokens for which nothing was guessed.
+
+    Args:
+        heavy_length: tokens behind which a token takes about twice as long as behind none.
+    """
+
+    def __init__(self, heavy_length: float = math.inf) -> None:
+        self._expected = self.heavy_length = heavy_length
+        self._sums: tuple[float, ...] = (0.0,) * 5
+
+    def moved(self, seconds: float, length: float, to: float) -> float:
+        """A token's time behind `to` others, by that behind `length`."""
+        return seconds * (1 + to / self.heavy_length) / (1 + length / self.heavy_length)
+
+    def add(self, length: float, seconds: float) -> None:
+        """Some tokens behind so many others took so long each: least squares, in which recent tokens count most."""
+        values = (1.0, length, length * length, seconds, length * seconds)
+        self._sums = tuple(_KEPT * before + value for before, value in zip(self._sums, values, strict=True))
+        lengths, squares, times, products = (one / self._sums[0] for one in self._sums[1:])
+        variance = squares - lengths**2
+        if self._expected == math.inf or variance < (_LEAST_SPREAD * self._expected) ** 2:
+            return
+        slope = (products - lengths * times) / variance
+        base = times - slope * lengths
+        found = base / slope if slope > 0 and base > 0 else math.inf
+        self.heavy_length = min(max(found, self._expected / _MOST_WRONG), self._expected * _MOST_WRONG)
+
+
 class _Comparison:
-    """Ways of guessing with so many requests at once."""
+    """Ways of guessing with so many requests at once.
 
-    ways: Sequence[Guessing]
-    seconds: dict[Guessing, float] = field(default_factory=dict)
-    """A token's, by the way it was guessed; recent blocks count most."""
+    Args:
+        ways: that there are.
+        growth: makes times behind texts of different lengths comparable.
+        known: seconds of a token behind no others, by way.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, ways: Sequence[Guessing], growth: Growth, known: Mapping[Guessing, float]) -> None:
+        self.ways, self._growth, self._length = ways, growth, 0
+        self._timed = {way: (seconds, 0.0) for way, seconds in known.items()}
         self._saved = dict.fromkeys(self.ways, 0.0)
-        self.guessing = min(self.seconds, key=self.seconds.__getitem__) if self.seconds else self.ways[-1]
+        self.guessing = min(known, key=known.__getitem__) if known else self.ways[-1]
         self.restart()
+
+    def seconds(self, length: float) -> dict[Guessing, float]:
+        """A token's behind so many others, by the way it was guessed; recent blocks count most."""
+        return {way: self._growth.moved(seconds, before, length) for way, (seconds, before) in self._timed.items()}
 
     def restart(self) -> None:
         """Time a block from here on."""
-        self._unsettled, self._tokens, self._spent = _SETTLE, 0, 0.0
+        self._unsettled, self._tokens, self._lengths, self._spent = _SETTLE, 0, 0, 0.0
 
-    def add(self, seconds: float) -> None:
-        """A token has taken so long."""
+    def add(self, seconds: float, length: int) -> None:
+        """A token behind so many others has taken so long."""
         if self._unsettled:
             self._unsettled -= 1
             return
-        known = self.seconds.get(self.guessing)
+        self._length = length
+        known = self.seconds(length).get(self.guessing)
         self._tokens += 1
+        self._lengths += length
         self._spent += seconds if known is None else min(seconds, _OUTLIER * known)
         if self._tokens < _BLOCK:
             return
-        mean = self._spent / self._tokens
-        self.seconds[self.guessing] = mean if known is None else known + _WEIGHT * (mean - known)
+        mean, behind = self._spent / self._tokens, self._lengths / self._tokens
+        if self.guessing == Guessing.NOTHING:
+            self._growth.add(behind, mean)
+        known = self.seconds(behind).get(self.guessing, mean)
+        self._timed[self.guessing] = known + _WEIGHT * (mean - known), behind
         before, spent = self.guessing, self._spent
-        self._tokens, self._spent = 0, 0.0
+        self._tokens, self._lengths, self._spent = 0, 0, 0.0
         self.guessing = self._next(spent)
         if self.guessing != before:
             self.restart()
 
     def _next(self, spent: float) -> Guessing:
-        untried = [way for way in self.ways if way not in self.seconds]
-        if untried and not self._is_clear():
+        seconds = self.seconds(self._length)
+        untried = [way for way in self.ways if way not in seconds]
+        if untried and not self._is_clear(seconds):
             return untried[0]
-        best = self._best()
+        best = self._best(seconds)
         for way in self.ways:
             if way != best:
                 self._saved[way] += _SHARE * spent
-                if self._saved[way] >= self._price(way, best):
+                if self._saved[way] >= self._price(seconds, way, best):
                     self._saved[way] = 0.0
                     return way
         return best
 
-    def _is_clear(self) -> bool:
+    def _is_clear(self, seconds: Mapping[Guessing, float]) -> bool:
         """Whether exits are so much quicker than nothing that what is between need not be tried at once."""
-        nothing, exits = (self.seconds.get(way) for way in (self.ways[0], self.ways[-1]))
+        nothing, exits = (seconds.get(way) for way in (self.ways[0], self.ways[-1]))
         return nothing is not None and exits is not None and exits < nothing * _CLEAR**4
 
-    def _price(self, way: Guessing, best: Guessing) -> float:
+    def _price(self, seconds: Mapping[Guessing, float], way: Guessing, best: Guessing) -> float:
         """Seconds that trying another way costs, by what is known of it."""
-        quickest = self.seconds[best]
-        loss = self.seconds.get(way, quickest) - quickest
+        quickest = seconds[best]
+        loss = seconds.get(way, quickest) - quickest
         return (_BLOCK + _SETTLE) * min(max(loss, _LEAST_LOSS * quickest), _MOST_LOSS * quickest)
 
-    def _best(self) -> Guessing:
+    def _best(self, seconds: Mapping[Guessing, float]) -> Guessing:
         """The quickest; the one in use, unless another is clearly quicker."""
-        quickest = min(self.seconds, key=self.seconds.__getitem__)
-        is_clear = self.seconds[quickest] < _CLEAR * self.seconds[self.guessing]
-        return quickest if is_clear else self.guessing
+        quickest = min(seconds, key=seconds.__getitem__)
+        return quickest if seconds[quickest] < _CLEAR * seconds[self.guessing] else self.guessing
 
 
 class QuickestGuessing:
@@ -150,7 +194,8 @@ class QuickestGuessing:
 
     Args:
         ways: that there are, in ascending order, `Guessing.NOTHING` first.
-        known: `way_seconds` of an earlier run.
+        known: `way_seconds` of an earlier run, behind no tokens.
+        heavy_length: `Growth`'s, about.
         clock: gives seconds.
     """
 
@@ -158,10 +203,12 @@ class QuickestGuessing:
         self,
         ways: Sequence[Guessing],
         known: Sequence[float] = (),
+        heavy_length: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ways, self._clock = tuple(ways), clock
-        self._alone = _Comparison(self._ways, {way: known[way] for way in self._ways if any(known[way : way + 1])})
+        self._ways, self._clock, self._growth = tuple(ways), clock, Growth(heavy_length)
+        timed = {way: known[way] for way in self._ways if any(known[way : way + 1])}
+        self._alone = _Comparison(self._ways, self._growth, timed)
         self._comparisons = {1: self._alone}
         self._now = self._alone
         self._before: float | None = None
@@ -171,27 +218,27 @@ class QuickestGuessing:
         """As `SpeculationPolicy` has it."""
         return self._now.guessing
 
-    @property
-    def way_seconds(self) -> tuple[float, ...]:
+    def way_seconds(self, length: float) -> tuple[float, ...]:
         """As `SpeculationPolicy` has it."""
-        return tuple(self._alone.seconds.get(way, 0.0) for way in Guessing)
+        seconds = self._alone.seconds(length)
+        return tuple(seconds.get(way, 0.0) for way in Guessing)
 
     def begin(self) -> None:
         """As `SpeculationPolicy` has it."""
         self._before = None
 
-    def note(self) -> None:
+    def note(self, length: int) -> None:
         """As `SpeculationPolicy` has it."""
         now = self._clock()
         if self._before is not None:
-            self._now.add(now - self._before)
+            self._now.add(now - self._before, length)
         self._before = now
 
     def together(self, requests: int) -> None:
         """As `SpeculationPolicy` has it."""
         number = min(max(requests, 1), _MOST_TOGETHER)
         if number not in self._comparisons:
-            self._comparisons[number] = _Comparison(self._ways, dict(self._alone.seconds))
+            self._comparisons[number] = _Comparison(self._ways, self._growth, self._alone.seconds(0))
         if self._comparisons[number] is not self._now:
             self._now = self._comparisons[number]
             self._now.restart()

@@ -144,7 +144,7 @@ class Seat:
                 cached_tokens=main.cached_tokens,
                 asked=len(main.asked),
                 foreseen=len(main.foreseen),
-                way_seconds=main.policy.way_seconds,
+                way_seconds=main.policy.way_seconds((len(self.begin.prompt_ids) + len(main.history)) / 2),
                 ledger=ledger,
                 first_token_ledger=self._first_ledger or ledger,
             ),

@@ -1,5 +1,6 @@
 """What a worker is told of itself."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 
 from ppd_runtime.checks import can_run_ahead
 from ppd_runtime.config import ALWAYS, AUTO, NEVER, SHARED
+from ppd_runtime.models.checkpoint.config import heavy_length
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
@@ -70,7 +72,12 @@ class WorkerSpec:
         if self.speculation in (ALWAYS, NEVER):
             return Always(Guessing.EXITS if self.speculation == ALWAYS else Guessing.NOTHING)
         between = [Guessing.REPETITIONS] if self.cuts and self.repetitions else []
-        return QuickestGuessing([Guessing.NOTHING, *between, Guessing.EXITS], self.way_seconds)
+        return QuickestGuessing([Guessing.NOTHING, *between, Guessing.EXITS], self.way_seconds, self.heavy_length)
+
+    @property
+    def heavy_length(self) -> float:
+        """Tokens whose keys and values are as many bytes as the weights; emulated devices read none."""
+        return math.inf if self.emulate else heavy_length(self.info.folder, self.dtype)
 
     @property
     def num_stages(self) -> int:

@@ -1,5 +1,6 @@
 """Ways of guessing are compared by the clock, and whatever is guessed, tokens stay ordinary decoding's."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, rehearsed
 
 from ppd_runtime.pipeline.messages import CLIENT, CatchUp, ExitState, Token
-from ppd_runtime.pipeline.speculation_policy import Guessing, QuickestGuessing
+from ppd_runtime.pipeline.speculation_policy import Growth, Guessing, QuickestGuessing
 from ppd_runtime.sampling_params import SamplingParams
 
 DEPTH, EXIT = 6, 3
@@ -21,20 +22,26 @@ WAYS = [NOTHING, REPETITIONS, EXITS]
 class Decoding:
     """Decodes on a clock of its own, where a token takes what `seconds` says of the way it was guessed."""
 
-    def __init__(self, ways, seconds, known=()):
-        self.now, self.seconds = 0.0, dict(seconds)
-        self.policy = QuickestGuessing(ways, known, lambda: self.now)
+    def __init__(self, ways, seconds, known=(), heavy_length=math.inf):
+        self.now, self.seconds, self.heavy_length = 0.0, dict(seconds), heavy_length
+        self.policy = QuickestGuessing(ways, known, heavy_length, lambda: self.now)
         self.policy.together(1)
+        self.begin(0)
+
+    def begin(self, prompt):
+        """A request with so long a prompt, up to its first token."""
+        self.length = prompt + 1
         self.policy.begin()
-        self.policy.note()  # the first token, behind the prompt
+        self.policy.note(self.length)
 
     def tokens(self, number):
         """Decode so many; how many of them were guessed in each way, and the seconds that a token took."""
         began, counts = self.now, Counter()
         for _ in range(number):
             counts[self.policy.guessing] += 1
-            self.now += self.seconds[self.policy.guessing]
-            self.policy.note()
+            self.length += 1
+            self.now += self.seconds[self.policy.guessing] * (1 + self.length / self.heavy_length)
+            self.policy.note(self.length)
         return counts, (self.now - began) / number
 
 
@@ -67,7 +74,7 @@ def test_one_stall_of_the_machine_changes_little():
     decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 0.6})
     decoding.tokens(200)
     decoding.now += 500.0
-    decoding.policy.note()
+    decoding.policy.note(decoding.length)
     assert decoding.tokens(200)[1] < 0.8
 
 
@@ -76,7 +83,33 @@ def test_what_is_known_is_where_it_begins():
     decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 1.3}, (1.0, 0.0, 1.3))
     assert decoding.policy.guessing == NOTHING
     assert decoding.tokens(64)[0][EXITS] == 0
-    assert decoding.policy.way_seconds == pytest.approx((1.0, 1.0, 1.3))
+    assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 1.0, 1.3))
+
+
+def test_a_longer_text_is_no_slower_way():
+    """Nothing was timed behind a long prompt, where everything takes three times as long."""
+    decoding = Decoding([NOTHING, EXITS], {NOTHING: 1.0, EXITS: 1.2}, heavy_length=1000)
+    decoding.begin(2000)
+    decoding.tokens(200)
+    decoding.begin(10)
+    assert decoding.policy.guessing == NOTHING
+    counts, _ = decoding.tokens(100)
+    assert counts[EXITS] <= 10
+    assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 0.0, 1.2))
+    assert decoding.policy.way_seconds(2000) == pytest.approx((3.0, 0.0, 3.6))
+
+
+def test_growth_is_learned_from_texts_of_different_lengths():
+    """A token takes twice as long behind 500 others, not behind 1,000 as was given."""
+    growth = Growth(1000)
+    for length in (100, 110, 120):
+        growth.add(length, 1.0 + length / 500)
+    assert growth.heavy_length == 1000, "lengths so much alike tell nothing"
+    growth.add(800, 1.0 + 800 / 500)
+    assert growth.heavy_length == pytest.approx(500)
+    assert growth.moved(3.0, 1000, 0) == pytest.approx(1.0)
+    growth.add(5000, 0.1)
+    assert growth.heavy_length == 4000, "no nonsense"
 
 
 def test_requests_at_once_have_a_comparison_of_their_own():
@@ -89,7 +122,7 @@ def test_requests_at_once_have_a_comparison_of_their_own():
     assert decoding.policy.guessing != EXITS
     decoding.policy.together(1)
     assert decoding.policy.guessing == EXITS
-    assert decoding.policy.way_seconds[EXITS] == pytest.approx(0.6)
+    assert decoding.policy.way_seconds(0)[EXITS] == pytest.approx(0.6)
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,16 @@ def model_config(folder: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else transformers asks at the terminal
 
 
+def heavy_length(folder: Path, dtype: torch.dtype) -> float:
+    """About how many tokens' keys and values are as many bytes as a model's weights."""
+    config, weights = model_config(folder), sum(path.stat().st_size for path in weight_files(folder))
+    heads = config.num_attention_heads
+    width = (getattr(config, "num_key_value_heads", None) or heads) * (
+        getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
+    return weights / (2 * config.num_hidden_layers * width * dtype.itemsize)
+
+
 def checked_config(model: str, folder: Path) -> PretrainedConfig:
     if _needs_own_code(folder):
         raise ValueError(

@@ -249,7 +249,7 @@ class MainProcess:
 
         Sub-processes hear of the first token behind their last early start: the entries of that one are fetched then.
         """
-        self.policy.note()
+        self.policy.note(len(self.history))
         guesses = self.policy.guessing != Guessing.NOTHING
         if not guesses:
             early = None

@@ -130,7 +130,7 @@ class LastStage:
             self.finish_reason = stop.finish_reason(token) or ""
             if self.finish_reason:
                 return token
-            self.policy.note()
+            self.policy.note(len(self.history))
             guessing = self.policy.guessing
             certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, MISS, guessing=guessing)
             self.send(self.others, certain)

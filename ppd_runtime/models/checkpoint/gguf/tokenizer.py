@@ -5,16 +5,18 @@ model's own tokenizer makes of it.
 """
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ppd_runtime.models.checkpoint.gguf.reader import GGUF, Value, shown
+from ppd_runtime.models.checkpoint.gguf.words import WORDS, Words
 from ppd_runtime.models.checkpoint.hub import one_line
 
 logger = logging.getLogger(__name__)
@@ -36,22 +38,11 @@ _SPECIAL = {
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _NAMED_ENDS = {"<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"}
 """Tokens that end a text for llama.cpp too, where a file names them by their texts alone."""
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3, _QWEN2 = _CASED % r"\p{N}{1,3}", _CASED % r"\p{N}"
-_SPLITS: Mapping[str, Sequence[str]] = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
-}
-"""What cuts a text into words, one after the other, by the pre-tokenizer's name."""
-_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3"}
-"""Pre-tokenizers whose words that are tokens are not put together by merges; a text begins with BOS there."""
-
-_COMPOSED = {"qwen2"}
-"""Those of models whose own tokenizers compose characters first (NFC); llama.cpp does not."""
+_PHI = "phi3", "phimoe"
+_PHI4 = "dbrx"
+"""The pre-tokenizer of the one model of these whose special tokens take the space before them too."""
+_KEEPING_SPACE = {"<unk>", "<s>", "<|endoftext|>", "<|endofprompt|>"}
+"""Tokens of the others that do not take the space after them."""
 
 
 def write_tokenizer(gguf: GGUF, vocab_size: int, folder: Path) -> list[int]:
@@ -75,7 +66,9 @@ def write_tokenizer(gguf: GGUF, vocab_size: int, folder: Path) -> list[int]:
         )
     tokenizer = _beside(gguf.path, tokens) or tokens.tokenizer()
     known, template = tokenizer.get_vocab(), gguf.metadata.get("tokenizer.chat_template")
-    special = {name: text for name, key in _SPECIAL.items() if (text := tokens.text(key)) in known}
+    named = {name: text for name, key in _SPECIAL.items() if (text := tokens.text(key)) in known}
+    added = {str(token): token for token in tokenizer.get_added_tokens_decoder().values()}
+    special = {name: added.get(text, text) for name, text in named.items()}
     try:
         whole = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
@@ -118,11 +111,18 @@ class _Tokens:
         if any(len(text) > _MOST_CHARACTERS for text in self.texts):
             raise ValueError(f"has a token of more than {_MOST_CHARACTERS} characters; {_WAY_OUT}")
         self._kinds = self._per_token("token_type", 1)
+        self._runs = [number for number, text in enumerate(self.texts) if self._is_run(number, text)]
+        """Gemma's tokens of several spaces, which the file spells as a text does; merges spell them otherwise."""
+        for number in self._runs:
+            self.texts[number] = _SPACE * len(self.texts[number])
         often = Counter(self.texts)
         self.doubled = {number for number, text in enumerate(self.texts) if often[text] > 1}
         """Tokens whose texts others have too, as some makers' files have them: odd, and no damage."""
         self._names = self._told_apart()
         self._numbers = {name: number for number, name in enumerate(self._names)}
+
+    def _is_run(self, number: int, text: str) -> bool:
+        return self._model == "llama" and self._kinds[number] == _USER_DEFINED and set(text) == {" "}
 
     def _told_apart(self) -> list[str]:
         """The texts; where several tokens have one, it stays that of the one that it becomes: one that the file names,
@@ -165,11 +165,11 @@ class _Tokens:
         """
         if self._model not in ("gpt2", "llama") or not self.texts:
             raise ValueError(f"has a tokenizer of the kind {shown(self._model)}, gpt2 and llama are read; {_WAY_OUT}")
-        if self._model == "gpt2" and self._pre not in _SPLITS:
-            known = ", ".join(_SPLITS)
+        if self._model == "gpt2" and self._pre not in WORDS:
+            known = ", ".join(WORDS)
             raise ValueError(f"has the pre-tokenizer {shown(self._pre)}, {known} are read; {_WAY_OUT}")
         try:
-            tokenizer = self._byte_level() if self._model == "gpt2" else self._sentence_piece()
+            tokenizer = self._byte_level(self._words) if self._words else self._sentence_piece()
         except ValueError:
             raise
         except Exception as error:  # the tokenizers library raises plain ones
@@ -178,22 +178,29 @@ class _Tokens:
             without_number = decoders.Replace(Regex(_TWIN + "[0-9]+$"), "")
             tokenizer.decoder = decoders.Sequence([without_number, tokenizer.decoder])
         pairs = list(zip(self._names, self._kinds, strict=True))
-        special = [text for text, kind in pairs if kind in (_UNKNOWN, _CONTROL)]
-        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-        others = [text for text, kind in pairs if kind == _USER_DEFINED]
-        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in others])
+        tokenizer.add_special_tokens([self._added(text) for text, kind in pairs if kind in (_UNKNOWN, _CONTROL)])
+        tokenizer.add_tokens([self._added(text) for text, kind in pairs if kind == _USER_DEFINED])
         self._frame(tokenizer)
         return tokenizer
 
-    def _byte_level(self) -> Tokenizer:
+    def _added(self, text: str) -> AddedToken:
+        """A token that is found in a text before all else; Phi's take the space around them."""
+        of_phi = self._metadata.get("general.architecture") in _PHI
+        before = of_phi and self._model == "gpt2" and self._pre == _PHI4
+        after = before or (of_phi and text not in _KEEPING_SPACE)
+        return AddedToken(text, normalized=False, lstrip=before, rstrip=after)
+
+    @property
+    def _words(self) -> Words | None:
+        """How a text is cut into words; None for another kind of tokenizer."""
+        return WORDS.get(self._pre) if self._model == "gpt2" else None
+
+    def _byte_level(self, words: Words) -> Tokenizer:
         merges = [self._merge(text) for text in self._texts("merges")]
-        whole = self._pre in _WHOLE_WORDS_FIRST
-        tokenizer = Tokenizer(models.BPE(vocab=self._numbers, merges=merges, ignore_merges=whole))
-        splits: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in _SPLITS[self._pre]]
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        if self._pre in _COMPOSED:
-            tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+        tokenizer = Tokenizer(models.BPE(vocab=self._numbers, merges=merges, ignore_merges=words.whole_first))
+        if words.form:
+            tokenizer.normalizer = words.normalizer()
+        tokenizer.pre_tokenizer = words.pre_tokenizer()
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
 
@@ -206,8 +213,10 @@ class _Tokens:
         return first, second
 
     def _sentence_piece(self) -> Tokenizer:
-        """As the library has Llama's: a piece's score says how early two others become it."""
+        """As the library has Llama's: a piece's score says how early two others become it; runs of spaces are first."""
         scores = self._per_token("scores", 0.0)
+        for number in self._runs:
+            scores[number] = math.inf
         found = []
         for text, score in zip(self._names, scores, strict=True):
             for at in range(1, len(text)):
@@ -232,7 +241,7 @@ class _Tokens:
 
     def _frame(self, tokenizer: Tokenizer) -> None:
         """Begin texts with BOS and end them with EOS, where the file has it so."""
-        usual = {"bos": self._model == "llama" or self._pre in _WHOLE_WORDS_FIRST, "eos": False}
+        usual = {"bos": self._words.begun if self._words else True, "eos": False}
         framed = []
         for end, is_usual in usual.items():
             text = self.text(f"{end}_token_id")
