@@ -35,10 +35,10 @@ def demo(runtime: Settings, sampling: Settings) -> None:
         with quick_imports():
             from ppd_runtime import OrdinaryDecoding
             from ppd_runtime.host import available_cores
-            from ppd_runtime.tune.layouts import measured, opened
+            from ppd_runtime.tune.layouts import LayoutFigures, measured, opened
             from ppd_runtime.tune.subject import Subject
 
-        cores, rows = available_cores(), []
+        cores, rows = available_cores(), list[LayoutFigures]()
         layouts = _layouts(runtime.pop("k", None) or USUAL_K, cores)
         with OrdinaryDecoding() as ordinary:
             prompts = [ordinary.prompt_ids(prompt) for prompt in _TIMED_PROMPTS]
@@ -63,7 +63,7 @@ def _layouts(k: int, cores: int) -> "list[Layout]":
     candidates = min(k, max(1, cores - 1))
     return [
         Layout(f"{stages} stages, k={k}", {"stages": stages, "k": k}, stages),
-        Layout(f"the paper's layout, k={candidates}", {"k": candidates}, candidates + 1),
+        Layout(f"paper's layout, k={candidates}", {"k": candidates}, candidates + 1),
     ]
 
 

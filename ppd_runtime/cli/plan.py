@@ -119,23 +119,20 @@ def print_layouts(rows: "Sequence[LayoutFigures]") -> None:
     if not rows:
         return
     ordinary = sorted(row.ordinary_ms_per_token for row in rows)[len(rows) // 2]
-    cells = [["ordinary decoding", "1", f"{ordinary:.3f}", "1.00", "", "", "", ""]]
+    cells = [["ordinary decoding", f"{ordinary:.3f}", "1.00", "", "", ""]]
     for row in rows:
         allowed, saving = row.allowed_speedup, row.realised_saving
         cells.append(
             [
                 row.layout.name,
-                str(row.layout.processes),
                 f"{row.ms_per_token:.3f}",
-                f"{row.speedup:.2f}",
-                f"{row.speedup_low:.2f} to {row.speedup_high:.2f}",
+                f"{row.speedup:.2f} ({row.speedup_low:.2f}–{row.speedup_high:.2f})",
                 "" if allowed is None else f"{allowed:.2f}",
                 "" if saving is None else "none" if saving <= 0 else f"{saving:.0%}",
-                "all" if row.identical else "not all",
+                "yes" if row.identical else "NO",
             ]
         )
-    heads = ["", "processes", "ms/token", "speed-up", "quartiles", "allowed", "realised", "equal"]
-    _print_table(heads, cells)
+    _print_table(["", "ms/token", "speed-up", "allowed", "realised", "equal"], cells)
 
 
 def _print_predicted(planned: "DevicePlan") -> None:

@@ -124,9 +124,10 @@ def worker_specs(
     compiled = wants_code(config.compile, device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
     if not config.stages and config.num_subs < config.num_candidates and dtype != torch.float32:
+        given = f"workers={config.num_subs} with k={config.num_candidates} in {str(dtype).removeprefix('torch.')}"
         raise ValueError(
-            f"workers={config.num_subs} with k={config.num_candidates} in {str(dtype).removeprefix('torch.')}: candidates "
-            f"that share a pass round otherwise there; give workers={config.num_candidates}, or dtype='float32'"
+            f"{given}: candidates that share a pass round otherwise there; give workers={config.num_candidates}, "
+            "or dtype='float32'"
         )
     processes = 1 + config.num_subs
     devices, cuts = [device] * processes, _cuts(config, info.num_layers)

@@ -238,9 +238,9 @@ class TextGenerator(ABC):
         """A prompt's token ids; raises ValueError for what is none."""
         return token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
 
-    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+    def encoded(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each of several texts, which may be none; raises ValueError as `prompt_ids` does."""
-        return encoded_all(texts, self.tokenizer, self.info.vocab_size)
+        return encoded_all(texts, self.tokenizer, self.info.vocab_size, add_special_tokens)
 
     def cancel(self) -> None:
         """End the requests that are running, from any thread: each finishes with the reason "cancelled" and what there

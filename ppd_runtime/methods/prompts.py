@@ -65,12 +65,14 @@ def encoded(
     return token_ids
 
 
-def encoded_all(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[list[int]]:
+def encoded_all(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int, add_special_tokens: bool = True
+) -> list[list[int]]:
     """As `encoded`, of each of several; a refusal says which it is."""
     rows = []
     for number, text in enumerate(texts, start=1):
         try:
-            rows.append(encoded(text, tokenizer, vocab_size))
+            rows.append(encoded(text, tokenizer, vocab_size, add_special_tokens))
         except ValueError as error:
             raise ValueError(f"prompt {number} of {len(texts)}: {error}") from error
     return rows

@@ -23,7 +23,7 @@ class Layout:
     """A way to run the model."""
 
     name: str
-    settings: dict[str, int]
+    settings: dict[str, Any]
     """Its own settings of `RuntimeConfig`, by the names of `ppd generate`'s options; `threads` are ordinary
     decoding's."""
     processes: int = 1

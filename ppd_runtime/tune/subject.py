@@ -51,7 +51,7 @@ def prompt_ids(ordinary: OrdinaryDecoding, texts: Sequence[str], max_new_tokens:
     most = ordinary.info.max_positions
     if getattr(ordinary.tokenizer, "chat_template", None):
         chats = [ordinary.chat_prompt([{"role": "user", "content": text}]) for text in texts]
-        encoded = [ordinary.prompt_ids(chat, add_special_tokens=False) for chat in chats]
+        encoded = ordinary.encoded(chats, add_special_tokens=False)
     else:
         encoded = ordinary.encoded(texts)
     fitting = [ids for ids in encoded if ids and (most is None or len(ids) + max_new_tokens <= most)]

@@ -81,7 +81,7 @@ def test_other_programs_are_noticed_on_the_sub_process_core(subject: Subject) ->
 
 
 def test_a_layout_has_the_models_settings(model_folder: Callable[..., Path]) -> None:
-    ordinary = OrdinaryDecoding(str(model_folder("llama")), dtype="bfloat16", weights="int8", generation_config=False)
+    ordinary = OrdinaryDecoding(str(model_folder("llama")), weights="int8", generation_config=False)
     with opened(STAGES, ordinary, transport="local") as way:
         assert isinstance(way, PPDRuntime)
         assert (way.dtype, way.config.weights, way.config.generation_config) == (ordinary.dtype, "int8", False)

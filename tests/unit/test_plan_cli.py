@@ -77,7 +77,7 @@ def test_what_is_asked_for_is_planned(rates: Path) -> None:
         "tensor parallelism on 2",
         "tensor parallelism on 4",
     }
-    assert "; tensor parallelism on 2 devices is faster: " in parallel["verdict"]
+    assert "; tensor parallelism on 4 devices is faster: " in parallel["verdict"]
 
 
 @pytest.mark.parametrize(

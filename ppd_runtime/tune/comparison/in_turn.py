@@ -69,7 +69,7 @@ class OwnMethod:
         first = result.stats.first_boundary
         if told := sum(first):
             return expected_first_boundary([named / told for named in first]) / len(first)
-        if result.stats.match_rate is None or runtime.cuts:
+        if not result.stats.asked or result.stats.match_rate is None:  # in a pause of guessing nothing is known
             return None
         whole = latency_ratio(runtime.info.num_layers, runtime.exit_layer, result.stats.match_rate, tokens)
         return (whole * tokens - 1) / (tokens - 1)
