@@ -202,7 +202,7 @@ def test_an_unknown_model_gets_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("simulate --layers abc", "'abc': Invalid value for '--layers'"),
+        ("tradeoff --layers abc", "'abc': Invalid value for '--layers'"),
         ("tradeoff --layers 1.5", "'1.5': Invalid value for '--layers'"),
         ("generate x --method fax", "'fax'"),
         ("match-rate --limit", "'--limit' requires an argument"),
