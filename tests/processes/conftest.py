@@ -1,5 +1,6 @@
 """What the tests with real processes and threads share: one fork server, and one Ray node for all that need no own."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -34,13 +35,28 @@ def _forget_the_tests_name() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_fork_server(_test_cache: None) -> Iterator[ForkServer | None]:
+def _first_fork_server(_test_cache: None) -> Iterator[None]:
     """It has imported PyTorch before the first runtime starts, and runs as long as the last."""
+    with _open_server():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server(_first_fork_server: None) -> Iterator[ForkServer | None]:
+    """The module's: the first one, unless a library has changed what programs inherit, such as the import path."""
+    with _open_server() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _open_server() -> Iterator[ForkServer | None]:
     _forget_the_tests_name()  # no hook of this folder is asked where a fixture is the session's
     server = open_fork_server() if can_fork() else None
-    yield server
-    if server:
-        server.close()
+    try:
+        yield server
+    finally:
+        if server:
+            server.close()
 
 
 @pytest.fixture(scope="session")
