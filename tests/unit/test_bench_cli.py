@@ -69,7 +69,8 @@ def test_a_comparison(model: str, prompts: str, tmp_path: Path) -> None:
     assert layerskip["allowed_speedup"] > 0
     assert early_exit["acceptance_rate"] > 0.3
     assert lookup["compression_rate"] >= 1
-    assert report["overall"]["ppd:k=1;launcher=ray;transport=local"]["allowed_speedup"] >= 1
+    allowed = report["overall"]["ppd:k=1;launcher=ray;transport=local"]["allowed_speedup"]
+    assert allowed is None or allowed >= 1, "None: guesses cost time here, so nothing was asked"
     assert files[1].read_text().count("\n| layerskip:exit_layer=2;num_speculations=3 |") == 3
     assert files[2].read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md", "out.png", "prompts.jsonl"]
