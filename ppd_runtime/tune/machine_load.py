@@ -71,8 +71,8 @@ class LoadMeter:
         """Compute on all the cores at once for a moment; nothing else of the measurement may be at work."""
         if self._probed:
             with ThreadPoolExecutor(len(self._probed)) as pool:
-                for core, spell in zip(self._probed, pool.map(_compute_on, self._probed), strict=True):
-                    self._probed[core].add(spell.cpu_s, spell.wall_s)
+                for core, (cpu_s, wall_s) in zip(self._probed, pool.map(_compute_on, self._probed), strict=True):
+                    self._probed[core].add(cpu_s, wall_s)
 
     @property
     def share(self) -> float:
@@ -80,37 +80,12 @@ class LoadMeter:
         return min(self.computing.share, *(time.share for time in self._probed.values()), 1.0)
 
 
-def slowdown_at_once(cores: Sequence[int]) -> float:
-    """How many times as long computing on all these cores at once takes as on each alone, 1 where they share nothing.
-
-    It sees what CPU time does not: cores of a virtual machine that are at times one core of the host.
-    """
-    if not cores:
-        return 1.0
-    alone = [_compute_on(core).blocks_per_s for core in cores]
-    with ThreadPoolExecutor(len(cores)) as pool:
-        return sum(alone) / sum(spell.blocks_per_s for spell in pool.map(_compute_on, cores))
-
-
-@dataclass(frozen=True)
-class _Spell:
-    """A while of computing on one core: the CPU time that a thread had, how long it asked for it, what it got done."""
-
-    cpu_s: float
-    wall_s: float
-    num_blocks: int
-
-    @property
-    def blocks_per_s(self) -> float:
-        return self.num_blocks / self.wall_s
-
-
-def _compute_on(core: int) -> _Spell:
+def _compute_on(core: int) -> tuple[float, float]:
+    """The CPU time that a thread had on a core, and how long it asked for it."""
     from ppd_runtime.launch.cpu_affinity import on_cores
 
     with on_cores((core,)):
-        began, cpu_before, num_blocks = time.perf_counter(), time.thread_time(), 0
+        began, cpu_before = time.perf_counter(), time.thread_time()
         while (wall_s := time.perf_counter() - began) < _PROBE_S:
             hashlib.sha256(_BLOCK).digest()
-            num_blocks += 1
-        return _Spell(time.thread_time() - cpu_before, wall_s, num_blocks)
+        return time.thread_time() - cpu_before, wall_s

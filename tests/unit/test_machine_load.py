@@ -4,10 +4,9 @@ import time
 
 import pytest
 from busy_cores import busy, cores
-from grids import nightly
 
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.tune.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note, slowdown_at_once
+from ppd_runtime.tune.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note
 
 
 def test_computing_beside_others_is_noticed() -> None:
@@ -29,16 +28,6 @@ def test_a_probe_notices_a_core_that_this_thread_does_not_use() -> None:
             load.probe()
     assert load.computing.share == 1
     assert 0 < load.share < UNDISTURBED
-
-
-@nightly  # beside other work it may be any number
-def test_two_threads_on_one_core_take_twice_as_long_at_once() -> None:
-    core = cores()[0]
-    assert 1.3 < slowdown_at_once([core, core]) < 3
-
-
-def test_nobody_at_once_is_not_slowed_down() -> None:
-    assert slowdown_at_once([]) == 1
 
 
 def test_nothing_counted_is_nothing_noticed() -> None:
