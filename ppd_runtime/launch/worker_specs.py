@@ -1,5 +1,6 @@
 """What each process of a layout is given: layers, device, number format, exit head."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from ppd_runtime.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.config import SHARED, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
-from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
+from ppd_runtime.models.checkpoint.config import heavy_length, model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.compiling import wants_code
@@ -136,6 +137,7 @@ def worker_specs(
     joins = config.stages is not None and is_float32_on_cpu(device, dtype)
     rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
     guess_tokens = _guess_tokens(config, info)
+    heavy = math.inf if emulate else heavy_length(info.folder, dtype)  # emulated devices read nothing
     return [
         WorkerSpec(
             rank=rank,
@@ -153,6 +155,7 @@ def worker_specs(
             rows=rows,
             guess_tokens=() if rank == MAIN else guess_tokens,
             speculation=config.speculation,
+            heavy_length=heavy,
             repetitions=config.repetitions,
             prefix_cache_tokens=config.prefix_tokens,
         )

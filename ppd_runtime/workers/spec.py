@@ -9,7 +9,6 @@ import torch
 
 from ppd_runtime.checks import can_run_ahead
 from ppd_runtime.config import ALWAYS, AUTO, NEVER, SHARED
-from ppd_runtime.models.checkpoint.config import heavy_length
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
@@ -52,6 +51,8 @@ class WorkerSpec:
     """What a further one of them adds to a pass, as a share of the first one's time."""
     speculation: str = AUTO
     """As `RuntimeConfig` has it."""
+    heavy_length: float = math.inf
+    """About how many tokens' keys and values take as long to read as the weights."""
     way_seconds: tuple[float, ...] = ()
     """As `SpeculationPolicy` has it, from earlier runs."""
     repetitions: bool = True
@@ -73,11 +74,6 @@ class WorkerSpec:
             return Always(Guessing.EXITS if self.speculation == ALWAYS else Guessing.NOTHING)
         between = [Guessing.REPETITIONS] if self.cuts and self.repetitions else []
         return QuickestGuessing([Guessing.NOTHING, *between, Guessing.EXITS], self.way_seconds, self.heavy_length)
-
-    @property
-    def heavy_length(self) -> float:
-        """Tokens whose keys and values are as many bytes as the weights; emulated devices read none."""
-        return math.inf if self.emulate else heavy_length(self.info.folder, self.dtype)
 
     @property
     def num_stages(self) -> int:

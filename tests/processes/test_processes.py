@@ -63,7 +63,7 @@ def test_a_specification_survives_its_journey(folder, head, emulate):
         head = HeadInfo(Path("/somewhere"), "m", "abc", 2, 32, 300, "def", "affine")
     code = {1: (Path("/kept/a.pt2"),) * 2, 3: (Path("/kept/b.pt2"),) * 2}
     spec = WorkerSpec(1, 5, 2, info, 2, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
-    spec = replace(spec, guess_tokens=(3, 5), row_cost=0.25, way_seconds=(0.5, 0.0, 0.25))
+    spec = replace(spec, guess_tokens=(3, 5), row_cost=0.25, heavy_length=1500.0, way_seconds=(0.5, 0.0, 0.25))
     assert spec.num_candidates == 3
     assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import pydoc
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BatchEncoding,
     NoRepeatNGramLogitsProcessor,
@@ -27,6 +29,7 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.prompts import token_ids_of
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import UnknownSettingError
 
@@ -319,6 +322,17 @@ def test_each_worker_has_its_kinds_of_passes(folder: str, workers: int, siblings
     made = PPDRuntime(folder, k=3, workers=workers, transport="local", dtype="float32")
     with contextlib.closing(made) as runtime:
         assert [spec.pass_kinds for spec in runtime._specs] == [{1}, *({1, share} for share in siblings)]
+
+
+def test_workers_know_at_what_length_a_text_is_as_heavy_as_the_weights(folder: str) -> None:
+    (weights,) = Path(folder).glob("*.safetensors")
+    config = AutoConfig.from_pretrained(folder)
+    entries = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+    place = {"k": 1, "transport": "local", "dtype": "bfloat16"}
+    with contextlib.closing(PPDRuntime(folder, **place)) as runtime:
+        assert {spec.heavy_length for spec in runtime._specs} == {weights.stat().st_size / entries}
+    with contextlib.closing(PPDRuntime(folder, **place, emulate=EmulatedDevice(1.0))) as runtime:
+        assert {spec.heavy_length for spec in runtime._specs} == {math.inf}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,13 @@ def model_config(folder: Path) -> PretrainedConfig:
 
 
 def heavy_length(folder: Path, dtype: torch.dtype) -> float:
-    """About how many tokens' keys and values are as many bytes as a model's weights."""
-    config, weights = model_config(folder), sum(path.stat().st_size for path in weight_files(folder))
+    """About how many tokens' keys and values are as many bytes as a model's weights; infinite without weights."""
+    config, files = model_config(folder), [path for path in weight_files(folder) if path.is_file()]
     heads = config.num_attention_heads
-    width = (getattr(config, "num_key_value_heads", None) or heads) * (
-        getattr(config, "head_dim", None) or config.hidden_size // heads
-    )
-    return weights / (2 * config.num_hidden_layers * width * dtype.itemsize)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    entries = 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+    return sum(path.stat().st_size for path in files) / entries or math.inf
 
 
 def checked_config(model: str, folder: Path) -> PretrainedConfig:
