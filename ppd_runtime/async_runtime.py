@@ -42,7 +42,7 @@ class AsyncDecoding(Generic[Decoder]):
         add_special_tokens: bool = True,
         **settings: Any,
     ) -> Any:
-        """As `PPDRuntime.generate`: one result, or a list of them for `n` and for several prompts."""
+        """Like `PPDRuntime.generate`: one result, or a list of them for `n` and for several prompts."""
         requests, alone = self.generator.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
         results = await together([self.finish(request) for request in requests])
         return results[0] if alone else results
@@ -55,7 +55,7 @@ class AsyncDecoding(Generic[Decoder]):
         chat_template: str | Path | None = None,
         **settings: Any,
     ) -> Any:
-        """As `PPDRuntime.chat`."""
+        """Like `PPDRuntime.chat`."""
         prompt = self.generator.chat_prompt(messages, chat_template, **options_of(settings))
         n = settings.pop("n", None)
         params = self.generator.chat_params(sampling_from(params, settings))
@@ -71,7 +71,7 @@ class AsyncDecoding(Generic[Decoder]):
         passes: bool = False,
         **settings: Any,
     ) -> "AsyncGeneration":
-        """As `PPDRuntime.stream`, for `async for`; the request is sent, or waits for its turn, from now on."""
+        """Like `PPDRuntime.stream`, for `async for`. The call sends the request at once, or queues it."""
         told = {"add_special_tokens": add_special_tokens, "boundaries": boundaries, "passes": passes}
         return self.follow(self.generator.stream(prompt, params, **told, **settings))
 

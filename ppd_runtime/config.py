@@ -23,7 +23,7 @@ class HeadLike(Protocol):
     """An exit head that is an object of this process, such as an `OracleHead`."""
 
     def candidates(self, hidden: Any, history: Sequence[int], k: int) -> list[int]:
-        """As `ExitHead` has it."""
+        """Like `ExitHead.candidates`."""
         ...
 
 

@@ -21,7 +21,7 @@ def first_highest(scores: Tensor) -> int:
 
 
 def choice(scores: Tensor) -> int:
-    """As `first_highest`, or NO_TOKEN."""
+    """Like `first_highest`, or NO_TOKEN."""
     if not scores.is_cpu:
         return choices(scores[None])[0]
     numbers = scores.numpy()
@@ -30,7 +30,7 @@ def choice(scores: Tensor) -> int:
 
 
 def choices(scores: Tensor) -> list[int]:
-    """As `choice`, of each row of `[rows, n]` scores."""
+    """The `choice` of each row of `[rows, n]` scores."""
     if not scores.is_cpu:  # where each look at a number is a wait
         places = scores.argmax(-1)
         return torch.where(scores.gather(-1, places[:, None])[:, 0].isfinite(), places, NO_TOKEN).tolist()
@@ -48,7 +48,7 @@ def best(scores: Tensor, k: int) -> list[int]:
 
 
 def best_of_each(scores: Tensor, k: int) -> list[list[int]]:
-    """As `best`, of each row of `[rows, n]` scores."""
+    """The `best` of each row of `[rows, n]` scores."""
     firsts = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
     if k == 1:
         return [[first] for first in firsts]

@@ -27,7 +27,7 @@ def available_cores(root: Path = _ROOT) -> int:
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
-    """Of this host, or of the tightest group around this process."""
+    """Memory of this host, or of the tightest control group around this process, in bytes."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _limits(root))])
 
 
@@ -57,7 +57,7 @@ def _shares(root: Path) -> Iterator[float]:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Of each group with a limit: this, and what is used of it, in bytes. Who uses more than "high" is slowed down."""
+    """Yield each control group's limit and use, in bytes. A process above the limit "high" is slowed down."""
     for group in _groups(root, _MEMORY):
         kept = {name: value for name, _, value in (line.partition(" ") for line in _lines(group / "memory.stat"))}
         told = [_text(group / f"memory.{name}") for name in ("max", "high", "limit_in_bytes")]
@@ -89,7 +89,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[_Mount]:
-    """Those of a controller, or of the version that has one tree for all."""
+    """Mounts of a controller, or of cgroup v2's single tree."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, behind = line.partition(" - ")
         kind, options = behind.split(" ")[0], behind.split(" ")[-1]

@@ -28,7 +28,8 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: "Tensor", token_id: int, most: int, position: int) -> TokenLogprobs:
-    """Of a token and of the `most` likeliest ones, from the whole model's `[vocab_size]` logits for a position.
+    """Log-probabilities of a token and of the `most` likeliest, from the whole model's `[vocab_size]` logits at a
+    position.
 
     Raises:
         RequestError: where these are no numbers.
@@ -43,7 +44,8 @@ def token_logprobs(logits: "Tensor", token_id: int, most: int, position: int) ->
 
 
 def packed(noted: Sequence[TokenLogprobs]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """As messages hold them: each token's number and those of its likeliest, then all the likeliest tokens' ids."""
+    """Log-probabilities in messages' form: each token's number and its likeliest tokens' numbers, then the likeliest
+    ids."""
     numbers = tuple(number for one in noted for number in (one.logprob, *(logprob for _, logprob in one.top)))
     return numbers, tuple(token for one in noted for token, _ in one.top)
 

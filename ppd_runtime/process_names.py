@@ -4,7 +4,8 @@ _ONLY_ONE = {"client", "main process"}
 
 
 def process_name(rank: int, num_stages: int = 0) -> str:
-    """As in a list; rank 0 is the main process or the last stage, -1 the client, `num_stages` 0 the paper's layout."""
+    """A process' name in a list. Rank 0 is the main process or the last stage, -1 the client; `num_stages` 0 is the
+    paper's layout."""
     if rank < 0:
         return "client"
     if num_stages:
@@ -13,7 +14,7 @@ def process_name(rank: int, num_stages: int = 0) -> str:
 
 
 def named_process(rank: int, num_stages: int = 0) -> str:
-    """The same in a sentence."""
+    """A process' name in a sentence."""
     name = process_name(rank, num_stages)
     return f"the {name}" if name in _ONLY_ONE else name
 

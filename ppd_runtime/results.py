@@ -92,7 +92,7 @@ class Speculation:
     """c: the layers that a draft step runs, as a share of the model's."""
 
     def and_then(self, later: "Speculation") -> "Speculation":
-        """Of both parts of a request."""
+        """The counts of both parts of a request."""
         return Speculation(
             (*self.drafted, *later.drafted),
             (*self.accepted, *later.accepted),
@@ -142,7 +142,7 @@ class PathStats:
             raise ValueError("layer passes or tokens below 0")
 
     def and_then(self, later: "PathStats") -> "PathStats":
-        """Of both parts of a request."""
+        """The counts of both parts of a request."""
         return PathStats(
             self.latency_s + later.latency_s,
             self.time_to_first_token_s,
@@ -323,7 +323,7 @@ def run_lengths(hits: list[bool]) -> tuple[int, ...]:
 
 
 def _with_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with lists for tuples, as JSON would give them back."""
+    """Lists for tuples, as JSON gives them back."""
     return {name: _as_json(value) for name, value in values.items()}
 
 

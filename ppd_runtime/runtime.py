@@ -175,7 +175,7 @@ class PPDRuntime(TextGenerator):
 
     @property
     def process_names(self) -> tuple[str, ...]:
-        """Of the workers, by rank: the main process or the last stage first."""
+        """Names of the workers, by rank: the main process or the last stage first."""
         stages = len(self.cuts) + 1 if self.cuts else 0
         return tuple(process_name(spec.rank, stages) for spec in self._specs)
 
@@ -188,7 +188,7 @@ class PPDRuntime(TextGenerator):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """As `TextGenerator` has it: of stages their cuts, rows and k, of the paper's layout k and the exit layer."""
+        """Implements `TextGenerator.shape`: cuts, rows and k of stages, k and the exit layer of the paper's layout."""
         if layout := self.layout:
             return {"method": "ppd", "cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}
         return {"method": "ppd", "k": self.config.num_candidates, "exit_layer": self.exit_layer}

@@ -126,7 +126,7 @@ class Sampler:
             self._of_prompt.append(token_logprobs(logits, token, most, position + 1 + row))
 
     def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the first chosen token that none were taken of, the prompt's before it; empty where not asked for."""
+        """Take the oldest log-probabilities not yet taken: the prompt's, then a token's; empty where not asked for."""
         return self._noted.popleft() if self._noted else ()
 
     def _chosen(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -181,8 +181,8 @@ class Sampler:
         return token
 
     def choices(self, logits: Tensor) -> list[int] | None:
-        """As `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`, or NO_TOKEN; None where what
-        was before matters, or each has to be noted."""
+        """Like `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`, or NO_TOKEN; None where
+        earlier tokens matter, or each has to be noted."""
         if not self.plain or self.params.logprobs is not None:
             return None
         return choices(logits)
@@ -194,7 +194,7 @@ class Sampler:
     def guesses(
         self, logits: Tensor, histories: Sequence[Sequence[int]], k: int, ranking: Ranking | None = None
     ) -> list[list[tuple[int, float]]]:
-        """As `rank` behind each of several texts, each token with its chance (see `chances`).
+        """Like `rank`, behind each of several texts; each token with its chance (see `chances`).
 
         `logits` are `[texts, vocab_size]`: what is asked of PyTorch for all of them at once, it is asked for once. A
         `ranking` takes less time than PyTorch, where it knows how.
@@ -279,7 +279,7 @@ class Sampler:
         return torch.from_numpy(np.stack(noise))
 
     def _scaled(self, logits: np.ndarray) -> np.ndarray:
-        """As the temperature's processor, to the last bit."""
+        """Scaled by the temperature, to the last bit like transformers' processor."""
         return logits if self._scale == 1 else logits / np.float32(self._scale)
 
     def _least_kept(self, scaled: np.ndarray) -> float:
@@ -300,7 +300,7 @@ class Sampler:
         return torch.stack([self._changed(row, text) for row, text in zip(logits, histories, strict=True)])
 
     def _changed(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """As `changed`, of one text, `[vocab_size]`."""
+        """The `changed` logits of one text, `[vocab_size]`."""
         if not self._changes:
             return logits
         text = np.fromiter(history, np.int64, len(history))  # of a long text a tensor takes nine times as long
@@ -311,7 +311,7 @@ class Sampler:
         return scores[0]
 
     def _guessed(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """As `_changed`, for a guess: behind a text that may never come, on which a processor may fail."""
+        """Like `_changed`, for a guess: it stands behind a text that may never come, on which a processor may fail."""
         try:
             return self._changed(logits, history)
         except RequestError:
@@ -358,14 +358,14 @@ class TimedSampler(Sampler):
         self._recorder = recorder
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
-        """As `Sampler.choose`."""
+        """Implements `Sampler.choose`."""
         began = time.perf_counter()
         token = super().choose(logits, history)
         self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), token)
         return token
 
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
-        """As `Sampler.rank`."""
+        """Implements `Sampler.rank`."""
         began = time.perf_counter()
         tokens = super().rank(logits, history, k)
         self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), tokens[0])

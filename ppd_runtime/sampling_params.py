@@ -206,7 +206,7 @@ class SamplingParams:
         object.__setattr__(self, name, (given[0], float(given[1])))
 
     def _take_token_lists(self) -> None:
-        """As tuples of one form, however they are given."""
+        """Make tuples of one form out of token lists, however they are given."""
         for name, taken in _TOKEN_LISTS.items():
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, taken(name, given))
@@ -233,7 +233,8 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0 or self.min_p == 1
 
     def settled(self, model: "SamplingParams | None" = None) -> "SamplingParams":
-        """Those that a request runs with: the model's where nothing is said, a seed where it is by chance."""
+        """The settings that a request runs with: the model's where nothing is said, a random seed where one is asked
+        for."""
         own = {name: getattr(model, name) for name in FROM_THE_MODEL if getattr(self, name) is None} if model else {}
         found = {name: value for name, value in own.items() if value is not None}
         if self.seed == BY_CHANCE:
@@ -303,7 +304,7 @@ _SEVERAL = ("stop", *END_TOKENS, "logits_processors")
 
 
 def _as_tuple(given: Any) -> Any:
-    """None, one or several as a tuple; what is neither is left for the check to name."""
+    """Nothing, one value or several, as a tuple; anything else is left for the check to name."""
     if given is None:
         return ()
     if isinstance(given, str | int) or (callable(given) and not isinstance(given, Iterable)):

@@ -216,7 +216,7 @@ class StopRule:
 
 
 def _bytes_of(written: str, alone: str) -> bytes | None:
-    """Those of a token that stands for bytes, by how it is written and what it is alone; None for one of characters."""
+    """Bytes of a token that stands for bytes, by its spelling and by its text alone; None for a token of characters."""
     if (byte := _BYTE.fullmatch(written)) and alone != written:
         return bytes.fromhex(byte[1])
     if _INCOMPLETE in alone and not set(written) - _LETTERS.keys():

@@ -139,7 +139,7 @@ class RequestClient:
                 self.reports.take(message)
 
     def _take_tokens(self, message: Token | Tokens) -> Iterator[Token]:
-        """Those that have not come yet."""
+        """Yield the message's tokens that have not come yet."""
         for token in [message] if isinstance(message, Token) else message.singly():
             if self._is_next(token):
                 self._delivered.append(token.token_id)

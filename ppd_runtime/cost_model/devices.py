@@ -40,7 +40,7 @@ class Parts:
         check_share("row_cost", self.row_cost)
 
     def times(self, rows: float = 1.0) -> Times:
-        """The same as the formulas take them, with passes over so many tokens."""
+        """These times in the formulas' form, for passes over `rows` tokens."""
         width = 1 + self.row_cost * max(rows - 1, 0.0)
         return Times(self.layer_ms, self.head_ms, self.exit_head_ms, self.hop_ms, width)
 

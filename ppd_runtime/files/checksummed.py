@@ -99,7 +99,7 @@ def find(folder: Path, name: str, suffix: str) -> Path | None:
 
 
 def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
-    """As `find`, for the process that is the `only_one`."""
+    """Like `find`, for the process that holds `only_one`."""
     for path in _named(folder, name, suffix):
         if _whole_lately(path):
             return path

@@ -50,7 +50,7 @@ def requests_for(tokens: int | None) -> int:
 
 
 def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Of one token's key and value in a layer's cache; where layers differ, in a usual one."""
+    """Bytes of one token's key and value in a layer's cache; where layers differ, in a usual layer."""
     if rank := getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
         return int((rank + config.qk_rope_head_dim) * dtype.itemsize)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -59,7 +59,7 @@ def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype) -> float:
-    """Of all weights in memory, by the files that hold them, or by their format."""
+    """Bytes of all weights in memory, by the files that hold them, or by their format."""
     if card_of(info.folder):
         return sum(file.stat().st_size for file in weight_files(info.folder))
     if info.weights:
@@ -69,7 +69,8 @@ def _weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype)
 
 
 def _packed_bytes(weights: str, config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Of all weights, the packed matrices and what stays floats; all layers are taken to be as large as the first."""
+    """Bytes of the packed matrices and of the tensors that stay floats. All layers are taken to be as large as the
+    first."""
     skeleton = skeleton_of(config, 1)
     sizes = {name: dtype.itemsize * numbers.numel() for name, numbers in skeleton.named_parameters()}
     for name, linear in quantised_linears(skeleton).items():

@@ -10,7 +10,7 @@ from ppd_runtime.host import available_cores
 
 
 def own_cores() -> list[int]:
-    """Those that this thread may run on, as many as there is time for."""
+    """Cores that this thread may run on, no more than its CPU quota pays for."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(available_cores())
     return list(allowed[: available_cores()])
 

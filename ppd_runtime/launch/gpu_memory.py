@@ -32,7 +32,7 @@ class FoundGpu:
 
 
 def check_gpus(specs: Sequence[WorkerSpec], config: RuntimeConfig) -> None:
-    """As `check_shares`, of workers that are told which of this host's GPUs is theirs."""
+    """Like `check_shares`, for workers that know their GPU of this host."""
     on_gpus = {spec.rank: spec.device for spec in specs if spec.device.startswith("cuda")}
     gpus = {rank: FoundGpu(device.removeprefix("cuda:"), free_bytes(device)) for rank, device in on_gpus.items()}
     check_shares(specs, gpus, config)

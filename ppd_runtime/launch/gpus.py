@@ -6,7 +6,7 @@ import torch
 
 
 def free_bytes(device: str) -> int:
-    """Of the memory of a GPU that this process sees."""
+    """Free memory of a GPU that this process sees, in bytes."""
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 

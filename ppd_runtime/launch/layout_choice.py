@@ -53,14 +53,15 @@ def balanced_cuts(num_layers: int, stages: int, costs: StageCosts) -> tuple[int,
 
 
 def chosen_rows(costs: StageCosts) -> int:
-    """As many rows as take twice the time of one, at the most; one where a row costs more than half of that."""
+    """The most rows that together take at most twice one row's time; 1 where each further row costs more than half of
+    one."""
     if costs.row > _DEAR:
         return 1
     return min(1 + int(1 / costs.row), MOST_CHOSEN_ROWS) if costs.row else MOST_CHOSEN_ROWS
 
 
 def chosen_k(rows: int) -> int:
-    """As many candidates as a pass has rows, 3 to 5: fewer leave out what costs next to nothing to name."""
+    """One candidate for each row of a pass, but 3 at least and 5 at most: a further candidate costs next to nothing."""
     return min(max(rows, USUAL_K), _MOST_K)
 
 

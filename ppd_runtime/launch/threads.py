@@ -72,7 +72,7 @@ class ThreadHandle:
         """It serves from its beginning: its bits are this process' own."""
 
     def end_reason(self) -> str | None:
-        """That its thread has ended."""
+        """Says that the worker's thread has ended."""
         return None if self._thread.is_alive() else "its thread has ended"
 
     def wait(self, seconds: float) -> None:

@@ -113,7 +113,7 @@ def worker_specs(
     heads: Heads,
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
-    """Of all processes, by their ranks; ValueError where this machine cannot have them."""
+    """Specs of all processes, by rank; ValueError where this machine has no room for them."""
     by_ray = launcher == "ray"
     if by_ray and config.device.startswith("cuda:"):
         raise ValueError(

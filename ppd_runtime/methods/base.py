@@ -64,7 +64,7 @@ class TextGenerator(ABC):
 
     @property
     def process_names(self) -> tuple[str, ...]:
-        """Of the processes that compute, by rank."""
+        """Names of the processes that compute, by rank."""
         return ("one process",)
 
     @property
@@ -172,7 +172,7 @@ class TextGenerator(ABC):
         chat_template: str | Path | None = None,
         **settings: Any,
     ) -> GenerationResult:
-        """As `generate`, for the next message of a conversation; the tokenizer's end token ends it, too.
+        """Like `generate`, for the next message of a conversation. The tokenizer's end token ends it, too.
 
         Args:
             messages: dictionaries with a "role" (such as system, user, assistant or tool) and a "content", oldest
@@ -196,7 +196,7 @@ class TextGenerator(ABC):
         return chat_text(messages, self.tokenizer, template_of(chat_template), options)
 
     def chat_params(self, params: SamplingParams) -> SamplingParams:
-        """As a conversation's next message has them: the tokenizer's end token ends it as the model's own do.
+        """The settings for a conversation's next message: the tokenizer's end token ends it, as the model's own do.
 
         Templates end messages with it, and configurations often name another token, which ends texts of other kinds.
         """

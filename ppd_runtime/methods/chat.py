@@ -40,7 +40,7 @@ class TemplateOptions(TypedDict, total=False):
 
 
 def options_of(settings: dict[str, Any]) -> TemplateOptions:
-    """Those of a template, taken out of the settings of a call."""
+    """Take a template's options out of the settings of a call."""
     found = {name: settings.pop(name) for name in TemplateOptions.__annotations__ if name in settings}
     return TemplateOptions(**found)  # type: ignore[typeddict-item]
 
@@ -160,7 +160,7 @@ def _text_of_part(part: Any) -> str:
 
 
 def _settings(options: TemplateOptions, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of `apply_chat_template`."""
+    """Arguments of `apply_chat_template`."""
     begins, continues = options.get("add_generation_prompt"), options.get("continue_final_message", False)
     check_bool("continue_final_message", continues)
     if begins is not None:

@@ -51,7 +51,7 @@ class EarlyExitDrafting(ABC):
 
     @property
     def steered_by(self) -> int:
-        """None: `begin` forgets what was learned."""
+        """Always 0: `begin` forgets what was learned."""
         return 0
 
     def begin(self, capacity: int) -> None:

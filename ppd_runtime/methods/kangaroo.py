@@ -88,7 +88,7 @@ class KangarooSettings(EarlyExitSettings):
     """A folder of `ppd train adapter`, whose layer is the exit; None is the demo model's own, for that model."""
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], Kangaroo]:
-        """As `MethodSettings.prepare`."""
+        """Implements `MethodSettings.prepare`."""
         stopping = self.rule
         folder = self.adapter or shipped_part(info, "adapter", "kangaroo", "ppd train adapter")
         adapter = describe_adapter(folder, info)

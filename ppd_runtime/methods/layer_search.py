@@ -115,7 +115,7 @@ class LayerSearch:
         self.matchness, self.windows = leader.mean, leader.windows
 
     def judged(self, drafted: int, accepted: int) -> None:
-        """Of a draft of `drafted` steps `accepted` tokens stayed; too few in the long run lower the skip ratio."""
+        """Note that `accepted` of `drafted` steps stayed. Too few in the long run lower the skip ratio."""
         self._verifications += 1
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
         if self._verifications < _VERIFICATIONS or self.finished:
@@ -141,7 +141,7 @@ class LayerSearch:
         return np.sort(self._random.choice(2 * (self._layers - 2), self._num_left_out, replace=False))
 
     def _uniform(self) -> np.ndarray:
-        """As many as the ratio asks for, evenly spread: about every second layer with the paper's ratios."""
+        """Layers to skip, evenly spread, as many as the ratio asks for: about every second with the paper's ratios."""
         number = self._num_left_out
         return ((np.arange(number) + 0.5) * (2 * (self._layers - 2) / max(number, 1))).astype(int)
 

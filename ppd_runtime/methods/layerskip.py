@@ -27,7 +27,7 @@ class LayerSkipSettings(EarlyExitSettings):
     """LayerSkip: every draft of one length."""
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], LayerSkip]:
-        """As `MethodSettings.prepare`."""
+        """Implements `MethodSettings.prepare`."""
         stopping = self.rule
         asked, load_probe = self.prepare_probe(info)
         exit_layer = check_exit_layer(asked, info)

@@ -36,7 +36,7 @@ class OrdinaryDecoding(OneProcessDecoding):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """As `TextGenerator` has it."""
+        """Implements `TextGenerator.shape`."""
         return {"method": "autoregressive"}
 
     def _tokens(

@@ -68,7 +68,7 @@ def encoded(
 def encoded_all(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """As `encoded`, of each of several; a refusal says which it is."""
+    """Call `encoded` for each prompt; a refusal names the prompt."""
     rows = []
     for number, text in enumerate(texts, start=1):
         try:

@@ -63,7 +63,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """As `TextGenerator` has it."""
+        """Implements `TextGenerator.shape`."""
         return {"method": self._name}
 
     def _described(self) -> str:

@@ -49,7 +49,7 @@ class Totals:
     """What has come since the last step."""
 
     def and_then(self, later: "Totals") -> "Totals":
-        """Of both parts of a request."""
+        """The totals of both parts of a request."""
         return Totals(
             finish_reason=later.finish_reason,
             path=self.path.and_then(later.path),

@@ -82,7 +82,7 @@ class StopDrafting:
         self._confidence = self._confidence * confidence if self._is_of_the_text else confidence
 
     def rule(self, most: int) -> DraftRule:
-        """The same, for a draft that is made in one call."""
+        """This rule for a draft that is made in one call."""
         constant = self.stopping.rule == "constant"
         return DraftRule(min(most, self.stopping.most), -math.inf if constant else self.threshold, self._is_of_the_text)
 
@@ -91,7 +91,7 @@ class StopDrafting:
         return self.stopping.rule in ("product", "probe")
 
     def judged(self, drafted: int, accepted: int) -> None:
-        """Of a draft of `drafted` tokens `accepted` stayed."""
+        """Note that `accepted` of `drafted` tokens stayed."""
         if self.stopping.adaptation and drafted:
             rate = accepted / drafted
             self.threshold, self._rate = self.stopping.adaptation.adapted(self.threshold, self._rate, rate)

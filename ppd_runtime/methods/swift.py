@@ -178,7 +178,7 @@ class SwiftSettings:
     """The same seed and requests give the same search."""
 
     def prepare(self, info: ModelInfo) -> Callable[[Stage], Swift]:
-        """As `MethodSettings.prepare`."""
+        """Implements `MethodSettings.prepare`."""
         adaptation = self.adaptation if self.adaptive else None
         stopping = Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)
         if self.stopping == "probe":

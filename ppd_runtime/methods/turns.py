@@ -1,4 +1,4 @@
-"""Whose request is served: so many at once, and so many tokens of theirs; first come, first served."""
+"""A first-come, first-served queue that limits running requests and their total tokens."""
 
 import threading
 import time

@@ -57,7 +57,7 @@ def code_for(
     passes: Iterable[int],
     progress: Callable[[str], None] = logger.info,
 ) -> Code:
-    """As `compile_ahead`, where passes are to be compiled; else nothing.
+    """Call `compile_ahead` where passes are to be compiled; otherwise do nothing.
 
     Raises:
         ValueError: where `wanted` is True, and the model cannot be compiled, or not on this machine. Else that is a
@@ -126,7 +126,7 @@ def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Ite
 
 
 def compiled_elsewhere(bundle: bytes, device: str, passes: Iterable[int]) -> dict[int, tuple[Path, ...]]:
-    """Of the code in a bundle, that for these kinds of passes; raises as `unpack_code` does."""
+    """The bundle's code for these kinds of passes; raises like `unpack_code`."""
     from ppd_runtime.models.compiled.code_bundle import unpack_code
 
     code = unpack_code(bundle, torch.device(device))

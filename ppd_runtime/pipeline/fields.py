@@ -286,7 +286,8 @@ def _scalar(hint: Any) -> object | None:
 
 
 def _lists_reader(name: str) -> Reader:
-    """Of lists of numbers, and of such lists, which may be long: JSON's bytes, so that no array in a header is."""
+    """Reader of lists of numbers, or of lists of them. They may be long, so they are JSON bytes and no array of a
+    header."""
 
     def read(value: Any) -> Any:
         if type(value) is not bytes or len(value) > _MOST_JSON:

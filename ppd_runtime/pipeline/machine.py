@@ -94,7 +94,7 @@ class StageLike(Protocol):
         """Run all layers over tokens that all stand at `position`, each seeing what came before and itself."""
 
     def keep_candidate(self, position: int, index: int) -> None:
-        """Of the candidates at `position`, keep the entries of one alone."""
+        """Keep the entries of one candidate at `position`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head over the newest hidden state."""

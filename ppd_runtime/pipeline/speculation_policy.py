@@ -74,7 +74,7 @@ class Always:
         """Nothing is timed."""
 
     def way_seconds(self, length: float) -> tuple[float, ...]:
-        """None."""
+        """No times: nothing is timed."""
         return ()
 
 
@@ -215,27 +215,27 @@ class QuickestGuessing:
 
     @property
     def guessing(self) -> Guessing:
-        """As `SpeculationPolicy` has it."""
+        """Implements `SpeculationPolicy.guessing`."""
         return self._now.guessing
 
     def way_seconds(self, length: float) -> tuple[float, ...]:
-        """As `SpeculationPolicy` has it."""
+        """Implements `SpeculationPolicy.way_seconds`."""
         seconds = self._alone.seconds(length)
         return tuple(seconds.get(way, 0.0) for way in Guessing)
 
     def begin(self) -> None:
-        """As `SpeculationPolicy` has it."""
+        """Implements `SpeculationPolicy.begin`."""
         self._before = None
 
     def note(self, length: int) -> None:
-        """As `SpeculationPolicy` has it."""
+        """Implements `SpeculationPolicy.note`."""
         now = self._clock()
         if self._before is not None:
             self._now.add(now - self._before, length)
         self._before = now
 
     def together(self, requests: int) -> None:
-        """As `SpeculationPolicy` has it."""
+        """Implements `SpeculationPolicy.together`."""
         number = min(max(requests, 1), _MOST_TOGETHER)
         if number not in self._comparisons:
             self._comparisons[number] = _Comparison(self._ways, self._growth, self._alone.seconds(0))

@@ -200,7 +200,7 @@ def received(frames: Sequence[bytes | memoryview | Tensor]) -> Message | None:
 
 
 def _unreadable(frames: Sequence[bytes | memoryview | Tensor], reason: str) -> Unreadable | None:
-    """Of other versions too: the first members of a header are the same in all of them."""
+    """What can be read of another version's message: the first members of a header are the same in all versions."""
     try:
         header = _header_of(frames)
         version, number, sender, request = header[:4]

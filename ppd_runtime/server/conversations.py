@@ -24,7 +24,7 @@ class ChatMessage(Body):
     content: str | Parts | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As it came, without nulls."""
+        """The message as it came, without nulls."""
         return {"role": self.role, "content": self.content, **(self.model_extra or {})}
 
 
@@ -40,7 +40,7 @@ class Templated(Body):
 
     @property
     def template_options(self) -> TemplateOptions:
-        """As the library has them."""
+        """The library's form of the template's options."""
         return {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,

@@ -55,7 +55,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """As an answer."""
+        """This error as an HTTP response."""
         return JsonResponse(self.body, self.status, self.headers)
 
 
@@ -94,7 +94,7 @@ def refused(error: ValueError | str, field: str | None = None) -> ApiError:
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Of pydantic's errors the first, which names the field."""
+    """The error of the first of pydantic's, which names the field."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in _NO_FIELDS]
     field = ".".join(place)

@@ -27,7 +27,7 @@ class JsonLine(logging.Formatter):
     """A record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """As logging calls it."""
+        """Implements `logging.Formatter.format`."""
         told = getattr(record, REQUEST, None) or {"message": record.getMessage()}
         if record.exc_info:
             told = {**told, "traceback": self.formatException(record.exc_info)}

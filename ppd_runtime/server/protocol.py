@@ -20,7 +20,7 @@ class HttpProtocol(H11Protocol):
     _due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As asyncio calls it."""
+        """Implements asyncio's `connection_made`."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             message = f"{len(self.connections)} connections, that is too many: come again later"
@@ -29,7 +29,7 @@ class HttpProtocol(H11Protocol):
             self._await_headers()
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio calls it."""
+        """Implements asyncio's `data_received`."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._have_headers()
@@ -37,12 +37,12 @@ class HttpProtocol(H11Protocol):
             self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio calls it."""
+        """Implements asyncio's `connection_lost`."""
         self._have_headers()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn calls it where something is no HTTP."""
+        """Answer bytes that are no HTTP; uvicorn calls it."""
         self._refuse(ApiError(400, f"{msg.rstrip('.')}: send HTTP/1.1 as its standard has it"))
 
     def _unsupported_upgrade_warning(self) -> None:

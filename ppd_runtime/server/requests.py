@@ -129,7 +129,7 @@ class Sampling(Hints):
         return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling(self, most_tokens: int, timeout_s: float, usual_temperature: float | None = None) -> SamplingParams:
-        """As the library has it; without a seed, or with -1, one by chance.
+        """The library's settings. The seed is random where there is none, or where it is -1.
 
         `usual_temperature` is the model's, for who names none; None: 1.
 
@@ -164,12 +164,12 @@ class CompletionRequest(Sampling):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """As `Sampling` has it."""
+        """Implements `Sampling.logprobs_wanted`."""
         return self.logprobs
 
     @property
     def prompt_logprobs_wanted(self) -> bool:
-        """As `Sampling` has it."""
+        """Implements `Sampling.prompt_logprobs_wanted`."""
         return self.echo and self.logprobs is not None
 
     @field_validator("logprobs", mode="before")
@@ -189,7 +189,7 @@ class CompletionRequest(Sampling):
 
     @property
     def number_of_prompts(self) -> int:
-        """As many as there are where they are prompts."""
+        """The number of prompts in the request."""
         alone = not isinstance(self.prompt, list) or type(next(iter(self.prompt), 0)) is int
         return 1 if alone else len(self.prompt)
 
@@ -229,12 +229,12 @@ class ChatRequest(Sampling, Templated):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """As `Sampling` has it."""
+        """Implements `Sampling.logprobs_wanted`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
-        """As `Sampling` has it."""
+        """Implements `Sampling.most_tokens`."""
         return self.max_completion_tokens or super().most_tokens
 
 

@@ -88,7 +88,7 @@ class TokenTexts:
 
 
 def _different_names(names: Mapping[int, str]) -> dict[int, str]:
-    """Of tokens with one name the first has it; the others have their ids', as vLLM writes them."""
+    """Names without doubles: the first token keeps a shared name, the others get their ids' names, as in vLLM."""
     found: dict[str, int] = {}
     for token, name in names.items():
         found[f"token_id:{token}" if name in found else name] = token

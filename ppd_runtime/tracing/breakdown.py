@@ -27,7 +27,7 @@ class LatencyBreakdown:
         return self.layers_s + self.heads_s + self.hops_s + self.waiting_s + self.python_s
 
     def plus(self, later: "LatencyBreakdown") -> "LatencyBreakdown":
-        """Of two stretches of time."""
+        """The sum of two stretches of time."""
         return LatencyBreakdown(*(getattr(self, field.name) + getattr(later, field.name) for field in fields(self)))
 
     def per_token_since(self, first: "LatencyBreakdown", num_tokens: int) -> "LatencyBreakdown":

@@ -144,7 +144,7 @@ class JointRecorder(Recorder):
         first: int = -1,
         last: int = -1,
     ) -> None:
-        """As `Recorder.note`."""
+        """Implements `Recorder.note`."""
         for recorder in self._recorders:
             recorder.note(kind, began, ended, position, token, first, last)
 

@@ -48,7 +48,7 @@ class Trace:
     """Candidates at each of its boundaries."""
 
     def and_then(self, later: "Trace") -> "Trace":
-        """Of both parts of a request; of a process that was replaced meanwhile, the new one's."""
+        """The trace of both parts of a request; of a process that was replaced meanwhile, the new one's."""
         known = {process.rank: process for process in self.processes}
         processes = [_joined(known.get(process.rank), process) for process in later.processes]
         return replace(later, processes=tuple(processes))

@@ -164,7 +164,7 @@ class PartRun(TrainingRun):
         }
 
     def held_out_passes(self, on_row: Callable[[int], None]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each held-out row the states after the exit layer, full depth's logits, and the next tokens.
+        """Yield each held-out row's states after the exit layer, full depth's logits, and the next tokens.
 
         `[1, tokens, hidden_size]`, `[1, tokens, vocab_size]` and `[tokens]`.
         """

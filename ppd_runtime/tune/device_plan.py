@@ -76,7 +76,7 @@ class Given:
 
     @property
     def known_parts(self) -> dict[str, float]:
-        """Those of `Parts` that are given."""
+        """The given times of `Parts`."""
         return {name: value for name in _PARTS if (value := getattr(self, name)) is not None}
 
     @cached_property
@@ -128,7 +128,7 @@ class DevicePlan:
         return {row.name: (row.speedup, row.speedup, row.speedup, row.allowed_speedup) for row in self.predicted}
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it; `ppd tradeoff` reads its match rates."""
+        """The plan's JSON form; `ppd tradeoff` reads its match rates."""
         table: dict[str, dict[str, float]] = {}
         for (exit_layer, k), rate in sorted(self.rates.rates.items()):
             table.setdefault(str(exit_layer), {})[str(k)] = rate

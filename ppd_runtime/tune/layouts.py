@@ -67,7 +67,7 @@ class LayoutFigures:
         return realised_saving(1 / self.speedup, 1 / self.allowed_speedup)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The figures' JSON form."""
         names = ["texts", "tokens", "ms_per_token", "ordinary_ms_per_token", "speedup", "speedup_low", "speedup_high"]
         names += ["allowed_speedup", "realised_saving", "identical"]
         own = {"name": self.layout.name, "settings": self.layout.settings, "processes": self.layout.processes}

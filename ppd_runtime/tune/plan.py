@@ -75,7 +75,7 @@ class Plan:
         return {row.layout.name: tuple(getattr(row, name) for name in names) for row in self.layouts}
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The plan's JSON form."""
         return {
             **asdict(self.conditions),
             "layouts": [row.as_dict() for row in self.layouts],

@@ -43,8 +43,8 @@ NO_BITS = Bits("", {})
 
 
 def bits_of(stage: Stage, with_head: bool = True) -> Bits:
-    """Those of a stage in this process; takes some milliseconds for a small model, and several passes through a layer
-    of any model. `with_head`: whether its head is the model's, and not some of its rows."""
+    """Bits of a stage in this process; takes some milliseconds for a small model, and several passes through a layer of
+    any model. `with_head`: whether its head is the model's, and not some of its rows."""
     machine = f"{socket.gethostname()}: {_device(stage.device)}, torch {torch.__version__}"
     number_format = str(stage.model.dtype).removeprefix("torch.")
     hashes = output_hashes(stage, with_head)

@@ -30,7 +30,7 @@ class JointPasses:
 
     @property
     def num_rows(self) -> int:
-        """Of the passes that are asked for."""
+        """Rows of all passes that are asked for."""
         return sum(len(asked.paths) for _, asked in self._asked if isinstance(asked, RowsPass))
 
     def __bool__(self) -> bool:

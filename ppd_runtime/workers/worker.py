@@ -343,7 +343,7 @@ class Worker:
                 self._early.append(message)
 
     def _decode(self, seat: Seat, sampler: Sampler) -> Machine:
-        """As the process that decides."""
+        """Build the machine of the process that decides."""
         spec, begin = self.spec, seat.begin
         stop = StopRule(sampler.params, spec.info.eos_token_ids, self._tokenizer, begin.prompt_ids)
         main: MainProcess | LastStage
@@ -357,7 +357,7 @@ class Worker:
         return main.decode(sampler, stop)
 
     def _help(self, seat: Seat, sampler: Sampler) -> Machine:
-        """As one of the paper's sub-processes, or as one of several stages, but the last."""
+        """Build the machine of one of the paper's sub-processes, or of a stage before the last."""
         spec, begin, head = self.spec, seat.begin, self._exit_head(sampler, seat.recorder)
         helper: SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
         if self._row_stage is None and spec.runs_ahead:

@@ -36,7 +36,7 @@ class PPDStage(_HostActor):
 
 @ray.remote(max_retries=0, max_calls=1)
 def find_gpu() -> tuple[str, str, int]:
-    """Of the GPU of this place: its number on its host, the host's address, and the bytes that are free there.
+    """This place's GPU: its number on its host, the host's address, and its free bytes.
 
     Its process ends behind it, and gives back what CUDA takes.
     """

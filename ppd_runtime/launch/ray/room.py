@@ -35,7 +35,7 @@ class Bundle:
         return cpus + (f" and {_amount(self.gpus, 'GPU')}" if self.gpus else "")
 
     def resources(self, host: str = "") -> dict[str, float]:
-        """As Ray wants it; only nodes of `host` have it where one is named."""
+        """Resources in Ray's form. Where `host` is given, only nodes of that host have them."""
         named = {"CPU": self.cpus, "GPU": self.gpus, f"node:{host}": 0.001 if host else 0.0}
         return {name: amount for name, amount in named.items() if amount}
 

@@ -47,7 +47,7 @@ class ModelInfo:
 
     @property
     def weights_name(self) -> str:
-        """That format as reports and messages name it."""
+        """The format's name in reports and messages."""
         return self.weights or FLOATS
 
 

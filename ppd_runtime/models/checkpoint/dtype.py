@@ -90,7 +90,7 @@ def _weights(shapes: Sequence[Shape], num_layers: int, dtype: torch.dtype) -> li
 
 @torch.inference_mode()
 def _ratio(plain: list[Tensor], half: list[Tensor]) -> float:
-    """Of the shortest rounds, taken in turn: whatever else runs here only ever adds time."""
+    """Ratio of the shortest rounds, taken in turn: other work on this machine only ever adds time."""
     began = time.perf_counter()
     rounds: list[tuple[float, float]] = []
     while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - began < _MOST_SECONDS):

@@ -76,7 +76,7 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _fields(info: ModelInfo) -> dict[str, Any]:
-    """As the library finds them: without the file, in `config.json`, where models of earlier days have them."""
+    """Fields of `generation_config.json`; without that file, of `config.json`, where older models have them."""
     path = info.folder / GENERATION
     return read_json(path if path.exists() else info.folder / "config.json")
 

@@ -178,7 +178,7 @@ def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
 
 
 def weight_copies(info: ModelInfo, dtype: torch.dtype) -> dict[Path, Path]:
-    """Of the model's files in another dtype than they have."""
+    """Copies of the model's files whose dtype is another one, by file."""
     may_round = partial(_rounds_everything, info, dtype)
     return kept_copies(weight_files(info.folder), dtype, partial(_in_order, info), may_round=may_round)
 
@@ -191,7 +191,7 @@ def _rounds_everything(info: ModelInfo, dtype: torch.dtype) -> bool:
 
 
 def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:
-    """Of files that are in bfloat16, in the order in which compiled code reads them."""
+    """Copies of the files in bfloat16, in the order in which compiled code reads them."""
     return kept_copies(weight_files(info.folder), torch.bfloat16, partial(_in_order, info), tiled=True)
 
 
@@ -268,7 +268,7 @@ def _some_tensors(path: Path, copy: Path | None, is_wanted: Callable[[str], bool
 
 @contextlib.contextmanager
 def errors_only() -> Iterator[None]:
-    """None of transformers' advice, such as its table of missing tensors, which `load_layers` says in one line."""
+    """Silence transformers' warnings, such as its table of missing tensors: `load_layers` says that in one line."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -149,7 +149,7 @@ class PackedModel(contextlib.ExitStack):
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, once written."""
+        """Bytes of all tensors, once written."""
         return sum(torch.Size(of.shape).numel() * of.dtype.itemsize for of in self._sources.values())
 
     def write(self, path: Path) -> None:

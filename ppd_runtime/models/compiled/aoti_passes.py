@@ -82,7 +82,7 @@ class LaunchedPasses:
         caches: Sequence[PreallocatedLayer],
         tree: TokenTree | None = None,
     ) -> Tensor:
-        """As `NativePasses.run`."""
+        """Implements `NativePasses.run`."""
         tokens = hidden.shape[1]
         attending = [None if number is None else caches[number] for number in numbers]
         position = next(cache.length for cache in attending if cache)

@@ -126,7 +126,7 @@ def layer_parts(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 def compile_part(part: PreTrainedModel, passes: int) -> Path:
-    """As `compile_layers`, for a model of one layer that is there already, such as an adapter."""
+    """Like `compile_layers`, for a loaded model of one layer, such as an adapter."""
     twin, (window,) = with_floats(copy.deepcopy(layer_for(part, 0, passes))), cache_windows(part.config)
     return _layer_part(part, 0, window, lambda: twin, part.device, passes).file()
 
@@ -149,7 +149,7 @@ def head_part(config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 
 
 def compile_part_head(part: PreTrainedModel) -> Path | None:
-    """As `compile_head`, for a model that is there already."""
+    """Like `compile_head`, for a loaded model."""
     if not native.is_available(part.device, part.dtype):
         return None
     part = shallow_copy(part)

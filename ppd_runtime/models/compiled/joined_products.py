@@ -37,7 +37,7 @@ def _argument(node: Node, number: int) -> Node:
 
 
 def _source(node: Node) -> Node:
-    """Whose numbers a node has, in another shape or another place."""
+    """The node whose numbers this one has, in another shape or another place."""
     while node.target in _SAME_NUMBERS:
         node = _argument(node, 0)
     return node

@@ -133,7 +133,7 @@ class CompiledLayers:
         ]
 
     def head_of(self, final: FinalHead) -> CompiledHead | None:
-        """The same code with the weights of another head as long; None where the head is not compiled."""
+        """This head's code with another head's weights, as many rows; None where the head is not compiled."""
         if self.head is None:
             return None
         return CompiledHead(self._part(self._head_code, final.module), self._passes.head, self.head.vocab_size, final)
@@ -322,7 +322,7 @@ def _code_of(model: PreTrainedModel, kind: int) -> Sequence[Path]:
 
 
 def _code_of_part(part: PreTrainedModel, kind: int) -> Sequence[Path]:
-    """The same for a model of one layer behind another model."""
+    """Code of a model of one layer that runs behind another model."""
     head = compile_part_head(part) if kind == PassKind.HEAD else compile_part(part, kind)
     return [head] if head else []
 

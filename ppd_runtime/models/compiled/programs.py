@@ -17,9 +17,8 @@ from ppd_runtime.models.stage.caches import SomeLayersCache
 
 
 class _Texts(NamedTuple):
-    """Of the tokens of a layer that is being exported, what `few_tokens_attention` takes: the library's code hands on
-    masks, and nothing else.
-    """
+    """What `few_tokens_attention` takes for the tokens of a layer under export: the library's code passes on only
+    masks."""
 
     mask: Tensor
     """That the library is given, and that nobody reads."""
@@ -95,7 +94,7 @@ class OneTokenLayer(nn.Module):
 
 
 class SeveralTokensLayer(OneTokenLayer):
-    """The same for several tokens, whose rows, places and mask come from outside."""
+    """A layer for several tokens, whose rows, places and mask come from outside."""
 
     def forward(  # type: ignore[override]
         self,
@@ -107,15 +106,14 @@ class SeveralTokensLayer(OneTokenLayer):
         mask: Tensor,
         weights: dict[str, Tensor],
     ) -> Tensor:
-        """As before, `[1, tokens, hidden_size]`; the tokens' entries go into their `own_rows`, `[tokens]`; `places` are
-        `[1, tokens]`, the additive mask is `[1, 1, tokens, rows]`.
-        """
+        """Run the layer over `[1, tokens, hidden_size]`. Entries go into the tokens' `own_rows`, `[tokens]`; `places`
+        are `[1, tokens]`, the additive mask is `[1, 1, tokens, rows]`."""
         cache = _FewTokensCache(keys, values, own_rows, places[0, :1], self._window)
         return self._behind(hidden, cache, weights, places, mask)
 
 
 class ListedTokensLayer(OneTokenLayer):
-    """The same for one token or several, with attention of our own to the rows of lists."""
+    """A layer for one token or several, with our own attention to listed rows."""
 
     def forward(  # type: ignore[override]
         self,
@@ -126,7 +124,7 @@ class ListedTokensLayer(OneTokenLayer):
         lists: Tensor,
         weights: dict[str, Tensor],
     ) -> Tensor:
-        """As before, `[1, tokens, hidden_size]`; `where` and `lists` are as `few_tokens_attention` takes them.
+        """Run the layer over `[1, tokens, hidden_size]`; `where` and `lists` are those of `few_tokens_attention`.
 
         Raises:
             MaskIsReadError: where the layer has other attention.
@@ -229,7 +227,7 @@ def own_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same in code of our own, in a `ListedTokensLayer`."""
+    """Attention by our own code, in a `ListedTokensLayer`."""
     texts = _texts.get()
     if texts is None:
         return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)

@@ -35,7 +35,7 @@ def choose_few_bits_attention(model: PreTrainedModel) -> None:
 def few_bits_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """As the library's, up to rounding; a token's bits are those that it has alone.
+    """The library's attention, up to rounding. A token's bits do not depend on the tokens beside it.
 
     `query` is `[1, heads, tokens, dim]`, keys and values `[1, shared, rows, dim]`, the mask `[1, 1, tokens, rows]`.
     """

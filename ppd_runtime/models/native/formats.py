@@ -46,7 +46,7 @@ class NumberFormat:
 
     @property
     def inputs(self) -> int:
-        """Of a block."""
+        """Inputs of a block."""
         return self.groups * GROUP
 
 
@@ -99,7 +99,7 @@ class Numbers:
 
     @staticmethod
     def joined(parts: "Sequence[Numbers]") -> "Numbers":
-        """Of rows behind each other, in one format."""
+        """Join rows of one format, in the order given."""
         arrays: Any = zip(*(part._arrays for part in parts), strict=True)
         found = [None if of_parts[0] is None else np.concatenate(of_parts) for of_parts in arrays]
         return _numbers(parts[0].form, found)

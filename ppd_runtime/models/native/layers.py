@@ -150,9 +150,8 @@ class NativePasses:
         caches: Sequence[PreallocatedLayer],
         trees: Sequence[PlacedTree],
     ) -> Tensor:
-        """As `run`, of several texts' trees, which say where they stand; the caches hold all the texts, and count none
-        of the tokens.
-        """
+        """Like `run`, for the trees of several texts, which say where they stand. Caches hold all texts; no token is
+        counted."""
         return self.route(key, parts, numbers).run_trees(hidden, caches, trees)
 
     def run(
@@ -199,7 +198,7 @@ class LayerProgram:
     def run(
         self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, shape: Sequence[int]
     ) -> Tensor:
-        """As `NativePasses.run`; what is after the layers has the shape `shape`."""
+        """Implements `NativePasses.run`; the result of the layers has the shape `shape`."""
         self.over(caches)
         tokens = hidden.shape[1]
         position = attended = at_order = 0
@@ -215,7 +214,7 @@ class LayerProgram:
         return self._call(hidden, array("q", [*memory, position, 0, at_order]), attended, shape)
 
     def run_trees(self, hidden: Tensor, caches: Sequence[PreallocatedLayer], trees: Sequence[PlacedTree]) -> Tensor:
-        """As `NativePasses.run_trees`."""
+        """Implements `NativePasses.run_trees`."""
         self.over(caches)
         reach = max(placed.reach for placed in trees)
         self.attending[0].check_room(reach)

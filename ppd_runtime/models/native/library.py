@@ -102,7 +102,7 @@ class Operator:
         return compute
 
     def in_graphs(self) -> Any:
-        """The same as an operator of PyTorch's, for graphs; running it needs the code, making a graph does not."""
+        """This function as an operator of PyTorch's, for graphs. Running it needs the code, making a graph does not."""
         with self._defining:
             if self._library is None:
                 of_tensors, of_numbers = (f"Tensor {n}" for n in self._tensors), (f"float {n}" for n in self._numbers)

@@ -40,7 +40,7 @@ class QuantisedLinear(nn.Module):
         return pack(quantise_roughly(matrix, self.form))
 
     def in_floats(self) -> nn.Linear:
-        """The same layer with its weight in float32."""
+        """A copy of this layer with its weight in float32."""
         twin = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         twin.weight = nn.Parameter(as_floats(self.weight.detach()), requires_grad=False)
         if self.bias is not None:

@@ -50,7 +50,7 @@ def few_rows_linear(
     bias: Tensor | None = None,
     multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """As `linear` in float32, up to rounding.
+    """`linear` in float32, up to rounding.
 
     `multiply` makes the product of `[tokens, inputs]` and `[outputs, inputs]`; None is `product`.
     """

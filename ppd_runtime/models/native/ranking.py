@@ -11,7 +11,7 @@ from ppd_runtime.models.native.layers import function
 
 
 def likeliest(scores: Tensor, k: int, scale: float) -> list[list[tuple[int, float]]] | None:
-    """Of each row of `[rows, n]` scores the k highest, each with the softmax of `scale` times the scores.
+    """The k highest scores of each row of `[rows, n]`, each with its share in the softmax of `scale` times the scores.
 
     The first among equals is first, and what is no number comes before all numbers, with a chance of 0. None for other
     scores than float32 side by side on the CPU.

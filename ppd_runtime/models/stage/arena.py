@@ -35,7 +35,7 @@ class RowArena:
         self._forget(0)
 
     def _rows_for(self, size: int) -> int:
-        """Of the arena whose first sequence has so many."""
+        """Rows of an arena whose first sequence has `size` rows."""
         return max(size, _SEQUENCES * (size if self._room is None else _SPARE) + (self._room or 0))
 
     def _forget(self, rows: int) -> None:

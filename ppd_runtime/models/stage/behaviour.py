@@ -135,7 +135,7 @@ def _borders(rotary: nn.Module, kind: str | None, most_positions: int) -> list[i
     more = () if kind is None else (kind,)
 
     def first_row(newest: int) -> Tensor:
-        """Of the table that a pass takes whose newest position is this, position 1's row."""
+        """Position 1's row of the table that a pass takes whose newest position is `newest`."""
         parts = rotary(states, torch.tensor([[1, newest]], device=device), *more)
         return torch.cat([part[0, 0].flatten() for part in (parts if isinstance(parts, tuple) else (parts,))])
 
@@ -151,7 +151,7 @@ def _borders(rotary: nn.Module, kind: str | None, most_positions: int) -> list[i
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """The same module with a table of children of its own; parameters and children are shared."""
+    """A copy of the module with its own table of children; parameters and children are shared."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
@@ -175,7 +175,7 @@ class _CacheOf(DynamicCache):
         return 1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """As many as it was told."""
+        """The length that it was given."""
         return self._tokens
 
 

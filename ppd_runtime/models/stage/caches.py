@@ -178,7 +178,7 @@ class StageCache:
         """Tokens that fit."""
 
     def entry_shape(self, last: int) -> tuple[int, ...]:
-        """Of one token's keys or values in any of the layers 0 to `last`, `(heads, head_dim)`; empty before the first
+        """Shape of one token's keys or values in any of the layers 0 to `last`, `(heads, head_dim)`; empty before any
         pass.
 
         Where they have different sizes, as in latent attention, the largest ones: the others are padded.
@@ -204,9 +204,7 @@ class StageCache:
 
     @torch.inference_mode()
     def clear_behind(self, length: int) -> None:
-        """As `truncate`, with zeros in the place of the newer ones: numbers that are not finite would be seen through a
-        mask.
-        """
+        """Like `truncate`, but newer entries become zeros: a mask does not hide numbers that are not finite."""
         self.truncate(length)
         free = self.memory.order.rows(length, self.capacity)
         for rows in (rows for layer in self.layers for rows in layer.rows):
@@ -252,7 +250,8 @@ class StageCache:
             layer.write(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
 
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
-        """Of the entries from `position` on, keep those that are `nodes` (ascending) behind it, one after the other."""
+        """Keep those entries from `position` on that lie `nodes` (ascending) behind it, and place them one after the
+        other."""
         end = position + len(nodes)
         if nodes[-1] >= len(nodes) and not self._moves:
             self.memory.order.keep(position, nodes)

@@ -33,7 +33,7 @@ def prompt_chunks(tokens: int, longest: int | None = None) -> list[range]:
 
 
 def _ends() -> Iterator[int]:
-    """Of the chunks of a prompt without end."""
+    """Yield the ends of an endless prompt's chunks."""
     return accumulate(chain(PROMPT_CHUNKS, repeat(PROMPT_CHUNKS[-1])))
 
 
@@ -43,7 +43,7 @@ def is_whole(chunk: range) -> bool:
 
 
 def num_tokens(inputs: list[int] | Tensor) -> int:
-    """Of token ids, or of hidden states `[1, tokens, hidden_size]`."""
+    """Number of tokens in token ids, or in hidden states `[1, tokens, hidden_size]`."""
     return len(inputs) if isinstance(inputs, list) else inputs.shape[1]
 
 

@@ -64,7 +64,7 @@ class EmulatedStage(Stage):
         _wake_in_time()
 
     def chain_drafting(self, layers: int | LayerSubset, behind: Stage | None = None) -> None:
-        """None: what is run in one call takes the time that it takes here."""
+        """Always None: a chain in one call would take this machine's time, not the device's."""
 
     def _run(
         self,

@@ -63,5 +63,5 @@ def joined(states: Sequence[Tensor]) -> Tensor:
 
 @lru_cache(64)
 def fresh_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> FreshTensors:
-    """Those of a shape and a dtype, which all who ask share."""
+    """The shared pool of tensors of a shape and a dtype."""
     return FreshTensors(shape, dtype)

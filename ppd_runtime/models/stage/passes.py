@@ -36,7 +36,7 @@ class CompiledPasses(Protocol):
         """Have code for these kinds of passes too."""
 
     def of_part(self, part: PreTrainedModel) -> "CompiledPasses":
-        """Those of a model of one layer behind another model."""
+        """Compiled passes of a model of one layer that runs behind another model."""
 
     def over(self, model: PreTrainedModel) -> "CompiledPasses":
         """The first layer's code with a model's weights."""

@@ -130,7 +130,7 @@ class RotaryTable(nn.Module):
 
 
 def _borders(rotary: nn.Module, most_positions: int | None) -> tuple[int, ...] | None:
-    """None where there is no telling: without an end, or for odd embeddings that ask for more than positions."""
+    """Positions where tables begin to differ; None where that is unknown: without an end, or for unusual embeddings."""
     if most_positions is not None:
         with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return table_borders(rotary, most_positions)

@@ -39,7 +39,7 @@ class RowOrder:
         self._note(position, other)
 
     def keep(self, position: int, nodes: Sequence[int]) -> None:
-        """Of what lies from `position` on, the parts that are `nodes` (ascending) behind it follow each other now."""
+        """Let the rows that are `nodes` (ascending) behind `position` follow each other from there on."""
         end = 1 + position + nodes[-1]
         self.address(end)
         kept = [position + node for node in nodes]
@@ -48,7 +48,7 @@ class RowOrder:
         self._note(*range(position, end))
 
     def rows(self, first: int, end: int) -> slice | Tensor:
-        """Those of positions `first` to `end`, to index with; a slice, whose tensors are views, where it can be."""
+        """Index of the rows of positions `first` to `end`; where possible a slice, whose tensors are views."""
         if not self._displaced or self._displaced.isdisjoint(range(first, end)):
             return slice(first, end)
         return torch.from_numpy(self._rows[first:end].copy())

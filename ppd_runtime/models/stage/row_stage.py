@@ -63,7 +63,7 @@ class RowStage:
         return self._arena is not None
 
     def another(self) -> "RowStage":
-        """The same layers over a cache of its own, for another request at the same time."""
+        """These layers over a new cache, for another request at the same time."""
         other = copy.copy(self)
         other.layer_passes = self._stage.layer_passes
         other._begin(StageCache([], 0))
@@ -280,7 +280,7 @@ Asked = tuple[RowStage, Sequence[int] | Tensor, Sequence[Sequence[int]]]
 def _cut(
     asked: Sequence[Asked], most: int
 ) -> Iterator[list[tuple[RowStage, list[int] | Tensor, Sequence[Sequence[int]]]]]:
-    """The same rows in the same order, in parts of so many."""
+    """Split the rows into parts of at most `most` rows, in their order."""
     part, room = [], most
     for stage, inputs, paths in asked:
         done = 0

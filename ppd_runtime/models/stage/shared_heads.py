@@ -75,7 +75,8 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def shared_heads_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """As the library's, to the bit; `query` is `[1, heads, tokens, dim]`, keys and values `[1, shared, rows, dim]`."""
+    """The library's attention, bit for bit. `query` is `[1, heads, tokens, dim]`, keys and values `[1, shared, rows,
+    dim]`."""
     groups: int = getattr(module, "num_key_value_groups", 1)
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     if groups == 1 or attention_mask is None or query.shape[2] == 1 or special or kwargs.get("dropout"):

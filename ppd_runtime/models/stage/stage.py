@@ -154,7 +154,7 @@ class Stage:
     def run_pass(
         self, first: int, last: int, inputs: list[int] | Tensor, position: int, in_prompt: bool = False
     ) -> Tensor:
-        """As `run`, as one pass; a prompt's chunks behind its first count as none of their own in `layer_passes`."""
+        """Like `run`, in one pass. In `layer_passes` a prompt's chunks count as one pass."""
         began = time.perf_counter()
         hidden = self._run(first, last, inputs, position, in_prompt)
         self._wait_for_device()
@@ -228,12 +228,12 @@ class Stage:
         self.cache.truncate(length)
 
     def keep_candidate(self, position: int, index: int) -> None:
-        """Of the candidates that were run at `position`, keep the entries of one alone, and drop the others."""
+        """Keep the entries of one candidate at `position`, and drop the others'."""
         self.keep_path(position, [index])
 
     @torch.inference_mode()
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
-        """Of a tree that was run at `position`, keep the entries of a path from a root, and drop the others."""
+        """Keep the entries of a path from a root of the tree that ran at `position`, and drop the others."""
         began = time.perf_counter()
         self.cache.keep_path(position, nodes)
         self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, self.num_layers)

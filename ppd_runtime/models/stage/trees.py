@@ -101,7 +101,8 @@ class TokenTree:
         return torch.where(hides(start, rows, window), *self._scale(dtype))[None, None]
 
     def _hides_of_chain(self, start: Tensor, rows: int, window: int | None) -> Tensor:
-        """As `_hides`, in one or two short operations: such a pass may take less than all those of `_hides`."""
+        """`_hides` of a chain in one or two short operations: such a pass may take less time than all those of
+        `_hides`."""
         if rows not in self._ahead:
             self._ahead[rows] = torch.arange(rows, device=start.device) - self.depths[:, None]
         ahead = self._ahead[rows]

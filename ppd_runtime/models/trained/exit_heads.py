@@ -49,14 +49,14 @@ class ShortlistSampler:
         self._sampler, self._tokens, self._vocab_size = sampler, tokens, vocab_size
 
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
-        """As `Sampler.rank`, from `[len(tokens)]` logits."""
+        """Like `Sampler.rank`, from `[len(tokens)]` logits."""
         (guesses,) = self.guesses(logits[None], [history], k)
         return [token for token, _ in guesses]
 
     def guesses(
         self, logits: Tensor, histories: Sequence[Sequence[int]], k: int, ranking: Ranking | None = None
     ) -> list[list[tuple[int, float]]]:
-        """As `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
+        """Like `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
         if self._sampler.plain:
             found = self._sampler.guesses(logits, histories, k, ranking)
             return [[(self._tokens[place], chance) for place, chance in row] for row in found]
@@ -76,7 +76,7 @@ class SharedHead:
         return self._sampler.rank(self._stage.logits(hidden), history, k)
 
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """As full depth's, if it ended here."""
+        """Guess with full depth's head, as if the model ended here."""
         return self.ranked(self._stage.token_logits(hidden), texts, k)
 
     def ranked(self, logits: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
@@ -117,7 +117,7 @@ class TrainedHead:
 
     @torch.inference_mode()
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """As `candidates`, with what the head finds them."""
+        """The `candidates`, each with the head's probability for it."""
         return self._sampler.guesses(self._logits(hidden), texts, k, self._ranking)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class OracleHead:
         return named
 
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """As `candidates`, each as likely as the others."""
+        """The `candidates`, all with the same probability."""
         return [[(token, self.match_rate / k) for token in self.candidates(hidden, text, k)] for text in texts]
 
     def _right_token(self, history: Sequence[int]) -> int:

@@ -113,7 +113,7 @@ class FirstStage(FollowerStage):
         return Work.NEEDED if is_needed else Work.SPECULATION
 
     def report(self) -> Report:
-        """As any stage's, and which boundary was the first to name each token."""
+        """A stage's report, with the boundary that named each token first."""
         return replace(super().report(), first_boundary=tuple(self.first_boundary))
 
     def _ask_stage_before(self) -> None:

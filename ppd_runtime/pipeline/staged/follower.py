@@ -109,7 +109,7 @@ class FollowerStage(ABC):
 
     @property
     def last_position(self) -> int:
-        """Of the last token that another follows."""
+        """Position of the last token that another one follows."""
         return len(self.begin.prompt_ids) + self.begin.params.max_new_tokens - 2
 
     def report(self) -> Report:

@@ -240,7 +240,7 @@ class LastStage:
             self._again = True
 
     def _patience(self) -> WaitFor:
-        """As long as the whole text takes once more, at the least, and twice as long after each loss of patience."""
+        """How long to wait: at least the whole text's time once more, doubled after each loss."""
         doublings = min(self._losses, _MOST_DOUBLINGS)
         least_s = _LEAST_S if self.stage.layer_passes else _FIRST_S
         passes = _PASSES + len(self.history)

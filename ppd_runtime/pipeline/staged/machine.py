@@ -88,5 +88,5 @@ class Naming(Computation):
     k: int
 
     def alone(self) -> Sequence[Sequence[Guess]]:
-        """Of each node."""
+        """Guesses behind each node."""
         return self.head.guesses(self.hidden, self.texts, self.k)

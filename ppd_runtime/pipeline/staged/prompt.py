@@ -42,7 +42,7 @@ class ArrivingPrompt:
 
     @property
     def next_position(self) -> int | None:
-        """Of the chunk that can run now; None where it has not come, or all have run."""
+        """Position of the chunk that can run now; None where it has not come, or all have run."""
         return self._chunks[-1].start if self._chunks and self._chunks[-1].start in self._waiting else None
 
     def run_next(self) -> Tensor:

@@ -36,7 +36,7 @@ class OwnMethod:
         self.generator = generator
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
-        """As `TextGenerator.generate`."""
+        """Implements `TextGenerator.generate`."""
         result = self.generator.generate(prompt_ids, params)
         return result.token_ids, TextRun(
             new_tokens=len(result.token_ids),

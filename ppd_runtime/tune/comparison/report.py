@@ -104,7 +104,7 @@ class ComparisonReport:
 
     @cached_property
     def by_group(self) -> dict[str, dict[str, MethodFigures]]:
-        """The same, group by group."""
+        """The figures, group by group."""
         return {
             group: {label: method_figures(pairs[label]) for label in self.overall if label in pairs}
             for group, pairs in self.pairs.items()

@@ -84,7 +84,7 @@ def _window_or_none(about: Metadata) -> int | None:
 
 
 def _feed_forward_of_experts(about: Metadata) -> int:
-    """Of each expert, which files of some age call the layers'."""
+    """Feed-forward size of an expert. Older files give it under the layers' key."""
     return about.whole("expert_feed_forward_length", about.whole("feed_forward_length"))
 
 

@@ -46,7 +46,7 @@ def config_of(about: Metadata, architecture: Architecture, factors: Mapping[str,
 
 
 def _sizes(about: Metadata) -> dict[str, int]:
-    """Those of the model, by the library's names; the tensors are compared with them."""
+    """The model's sizes by the library's names. The tensors are checked against them."""
     hidden, heads = about.whole("embedding_length"), about.whole("attention.head_count")
     kv_heads = about.whole("attention.head_count_kv", heads)
     head_dim = about.whole("attention.key_length", max(1, hidden // heads))

@@ -65,7 +65,7 @@ class TensorPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in self.written.values())
 
     def write(self, path: Path, about: Mapping[str, str]) -> None:

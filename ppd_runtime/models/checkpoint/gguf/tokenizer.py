@@ -213,7 +213,7 @@ class _Tokens:
         return first, second
 
     def _sentence_piece(self) -> Tokenizer:
-        """As the library has Llama's: a piece's score says how early two others become it; runs of spaces are first."""
+        """A tokenizer like Llama's: pieces are merged in the order of their scores, runs of spaces first."""
         scores = self._per_token("scores", 0.0)
         for number in self._runs:
             scores[number] = math.inf
