@@ -52,7 +52,7 @@ def encoded(
         ValueError: for half a character, and for a token that the model lacks.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"prompt={text!r:.200}: holds half a character (a lone surrogate), which is no text")
+        raise ValueError(f"prompt={text!r:.200}: holds half a character (a lone surrogate), leave it out")
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
     check_known(token_ids, tokenizer, vocab_size)
     beginning = tokenizer.bos_token_id

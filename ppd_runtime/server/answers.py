@@ -141,7 +141,8 @@ class Answer:
     def _text(self, text: str, member: str) -> dict[str, Any]:
         if not self._asked.chat:
             return {"text": text}
-        return {member: {"role": "assistant", "content": text} if member == "message" else {"content": text}}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {member: message if member == "message" else {"content": text}}
 
     def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         new = 0 if self._asked.most_tokens == 0 else sum(len(result.token_ids) for result in results)

@@ -118,6 +118,8 @@ def _add_errors(app: FastAPI) -> None:
         }
         answer = ApiError(error.status_code, told.get(error.status_code, str(error.detail))).response()
         answer.headers.update(error.headers or {})
+        if answer.headers.get("allow") == "GET":
+            answer.headers["allow"] = "GET, HEAD"  # which the gate answers
         return answer
 
     async def request_error(request: Request, error: Exception) -> Response:
@@ -179,7 +181,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         try:
             tokens = await service.texts.run(lambda: encoded(asked))
         except ValueError as error:
-            raise refused(error, "prompt") from error
+            raise refused(error, "messages" if asked.messages else "prompt") from error
         return JsonResponse({"count": len(tokens), "max_model_len": generator.info.max_positions, "tokens": tokens})
 
     @app.post("/detokenize")

@@ -34,7 +34,9 @@ class Body(BaseModel):
 
     @classmethod
     def _is_nothing(cls, name: str, value: object) -> bool:
-        """Whether it asks for nothing; 1.0 is 1, but true is not."""
+        """Whether it asks for nothing, as an empty value of an unknown field does; 1.0 is 1, but true is not."""
+        if value in ("", []) and name not in cls.model_fields and cls.model_config.get("extra") == "forbid":
+            return True
         truth = isinstance(value, bool)
         return any(truth is isinstance(one, bool) and value == one for one in cls.asks_for_nothing.get(name, ()))
 

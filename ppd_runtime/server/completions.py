@@ -68,7 +68,7 @@ class Completions:
             try:
                 generations, echoes = await self.texts.run(prepare)
             except ValueError as error:
-                raise refused(error, "prompt") from error
+                raise refused(error, "messages" if isinstance(asked, ChatRequest) else "prompt") from error
             sizes = [generation.prompt_tokens for generation in generations]
             wanted = asked.logprobs_wanted is not None
             chat, most = isinstance(asked, ChatRequest), asked.most_tokens

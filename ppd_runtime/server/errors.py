@@ -24,6 +24,9 @@ _FIELDS = {"max_new_tokens": "max_tokens"}
 """What requests call the library's settings."""
 _NO_FIELDS = ("body", "str", "list[str]", "list[dict[str,any]]")
 """In pydantic's paths: the body, and the forms that a field may have."""
+_OTHER_FORMS = ("string_type", "list_type")
+"""Pydantic's words for a field that has several forms, and was given in none of them."""
+_USUAL_NAME = re.compile(r"[\w.\-]{1,100}")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
@@ -83,20 +86,25 @@ def shown(value: object) -> str:
 
 
 def refused(error: ValueError | str, field: str | None = None) -> ApiError:
-    """What a library's `ValueError` says, in the words of a request; of `field` where it names none."""
+    """What a library's `ValueError` says, in the words of a request; of `field` where it names none.
+
+    A conversation's prompt is a text that its client has not seen, so the message names `messages` instead.
+    """
     message = str(error)
+    if field == "messages":
+        message = re.sub(r"(?s)^prompt=.*?: (?=holds )", "messages: ", message)
     for name, asked in _FIELDS.items():
         message = re.sub(rf"\b{name}\b(?=[=:])", asked, message)
     found = re.match(r"([a-z_]+)[=:]", message)
     if " positions:" in message:
-        return ApiError(400, message, "prompt", "context_length_exceeded")
+        return ApiError(400, message, field or "prompt", "context_length_exceeded")
     return ApiError(400, message, found.group(1) if found else field)
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The error of the first of pydantic's, which names the field."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part not in _NO_FIELDS]
+    place = [_name(part) for part in first["loc"] if part not in _NO_FIELDS]
     field = ".".join(place)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}; send an object")
@@ -104,9 +112,23 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "extra_forbidden":
         message = f"{field}{given}: this server does not support it, leave it out"
         return ApiError(400, message, field, "unsupported_parameter")
-    what = first["msg"].removeprefix("Value error, ")
+    forms = [error["msg"] for error in errors if error["type"] in _OTHER_FORMS and _same_field(error, first)]
+    words = (text.removeprefix("Value error, ") for text in dict.fromkeys(forms or [first["msg"]]))
+    what = ", or ".join(text[:1].lower() + text[1:] for text in words)
     if not field and first["type"] == "value_error":
         return refused(what)
     if not field:
         return ApiError(400, "the body is missing or is no object: send a JSON object")
-    return ApiError(400, f"{field}{given}: {what[:1].lower()}{what[1:]}", place[0])
+    return ApiError(400, f"{field}{given}: {what}", place[0])
+
+
+def _name(part: object) -> str:
+    """A field's name, as refusals have it: what no client would write is shortened, in quotes."""
+    text = str(part)
+    return text if _USUAL_NAME.fullmatch(text) else shown(text)
+
+
+def _same_field(error: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return [part for part in error["loc"] if part not in _NO_FIELDS] == [
+        part for part in other["loc"] if part not in _NO_FIELDS
+    ]

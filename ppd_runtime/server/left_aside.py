@@ -10,10 +10,7 @@ _OF_OPENAI: Mapping[str, tuple[Any, ...]] = {
     "max_completion_tokens": (-1,),
     "logprobs": (False,),
     "best_of": (1,),
-    "suffix": ("",),
     "logit_bias": ({},),
-    "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -31,9 +28,10 @@ _OF_VLLM: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_token_strs": (False,),
     "echo": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "documents": ([],),
+    "guided_json": ({},),
+    "extra_body": ({},),
+    "detokenize": (True,),
+    "continue_final_message": (False,),
 }
 _OF_LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "n_predict": (-1,),
@@ -42,6 +40,7 @@ _OF_LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "reasoning_format": ("none", "auto"),
     "typ_p": (1,),
     "typical_p": (1,),
+    "tfs_z": (1,),
     "repeat_penalty": (1,),
     "repeat_last_n": (64,),
     "dynatemp_range": (0,),
@@ -64,7 +63,7 @@ class Hints(Body):
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = ASKS_FOR_NOTHING
 
-    user: str | None = None
+    user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None

@@ -1,5 +1,6 @@
 """What clients may ask for: OpenAI's fields, and vLLM's besides. What is not here is refused by name."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from ppd_runtime.server.left_aside import ASKS_FOR_NOTHING, Hints
 from ppd_runtime.token_lists import biases
 
 _LARGEST_SEED = 2**64 - 1
-_MOST_DIGITS = 10  # of a token id
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _USUAL = SamplingParams()
 """The library's defaults, which are OpenAI's but for the temperature."""
 _USUAL_TEMPERATURE = 1.0
@@ -34,7 +35,7 @@ def _logit_bias(given: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(given, dict):
         raise ValueError("give an object of biases by token id")
     for token in given:
-        if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= _MOST_DIGITS):
+        if not (isinstance(token, str) and _TOKEN_ID.fullmatch(token)):
             raise ValueError(f"{shown(token)} is no token id, give ids as keys")
     return biases("logit_bias", {int(token): bias for token, bias in given.items()})
 

@@ -346,6 +346,40 @@ def test_a_field_that_is_not_supported_is_told_with_its_value(server: Running) -
     assert (error["param"], error["code"]) == ("best_of_all", "unsupported_parameter")
 
 
+@pytest.mark.parametrize("name", ["k" * 200_000, "a\nb", "\x1b[31m"])
+def test_an_unknown_fields_name_is_told_in_a_short_line(server: Running, name: str) -> None:
+    message = server.post("/v1/completions", prompt="a", **{name: 7}).json()["error"]["message"]
+    assert message.isprintable()
+    assert len(message) < 300
+
+
+def test_a_fault_of_a_field_names_all_forms_that_it_has(server: Running) -> None:
+    error = server.post("/v1/completions", prompt="a", stop=5).json()["error"]
+    assert error["message"] == "stop=5: input should be a valid string, or input should be a valid list"
+
+
+def test_a_token_has_one_bias(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt="a", logit_bias={"28": -100, "028": 100})
+    assert answer.status_code == 400
+    assert "'028' is no token id" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_conversations_fault_is_told_without_its_template(server: Running, path: str) -> None:
+    with server.client() as client:
+        body = b'{"messages": [{"role": "user", "content": "hi \\ud83d"}]}'
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    assert error["message"].startswith("messages: holds half a character")
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "DELETE"])
+def test_the_methods_of_a_path_are_told(server: Running, method: str) -> None:
+    with server.client() as client:
+        assert client.request(method, "/health").headers["allow"] == "GET, HEAD"
+
+
 def test_a_template_that_fails_is_no_failure_of_the_server(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ 1 // (messages | length - 1) }}")
@@ -366,6 +400,7 @@ def test_without_a_template_chats_are_refused(ordinary: OrdinaryDecoding) -> Non
 
 def test_what_asks_for_nothing_is_no_mistake(server: Running) -> None:
     harmless = {"best_of": 1, "logit_bias": {}, "tools": [], "suffix": None, "response_format": {"type": "text"}}
+    harmless |= {"grammar": "", "samplers": [], "guided_json": {}, "detokenize": True, "tfs_z": 1.0, "user": 5}
     assert server.post("/v1/completions", prompt="a", max_tokens=1, **harmless).status_code == 200
 
 

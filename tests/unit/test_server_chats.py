@@ -110,7 +110,7 @@ def test_what_would_change_the_text_and_cannot_is_refused(
 
 
 @pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
-@pytest.mark.parametrize("name", [name for name in Hints.model_fields if name != "user"])
+@pytest.mark.parametrize("name", Hints.model_fields)
 def test_hints_are_taken_whatever_they_hold(request_type: type, name: str) -> None:
     asked = {"messages": HISTORY} if request_type is ChatRequest else {"prompt": "a"}
     for value in (True, "high", {"a": "b"}, None):
