@@ -5,6 +5,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+from ppd_runtime.layouts import Layout
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import ProcessSpans
@@ -22,22 +23,6 @@ class Live(IntEnum):
     """With stages, which boundary foresaw each token, too."""
     PASSES = 3
     """And what every process computes."""
-
-
-@dataclass(frozen=True)
-class StagedLayout:
-    """How a model runs in stages."""
-
-    cuts: tuple[int, ...]
-    """Layers before each border."""
-    rows: int
-    """Of a pass, at the most."""
-    k: int
-    """Candidates at each boundary."""
-    row_cost: float = 0.0
-    """What a further row of a pass adds, as a share of the first one's time: the chance that it has to have."""
-    guess_vocab: int | None = None
-    """Tokens that boundaries guess among; None: the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +168,8 @@ class Stats(PathStats):
     """Tokens that boundary 1, 2, … of the staged layout was the first to name, and last those that none named; empty in
     other layouts. What the text's repetitions named counts with boundary 1; a first stage that was lost has lost its
     counts."""
-    layout: StagedLayout | None = None
-    """The staged layout's cuts, rows and k, where they were chosen too; None for other layouts."""
+    layout: Layout | None = None
+    """How the processes shared the layers, with what was chosen at the start; None where one process decoded."""
     outside_guess_vocab: int = 0
     """New tokens that no boundary could name, since they are not among those of `guess_vocab`."""
     speculation: Speculation | None = None

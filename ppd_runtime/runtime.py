@@ -24,16 +24,16 @@ from ppd_runtime.launch.guessing_times import GuessingTimes
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_specs
+from ppd_runtime.layouts import CLIENT, MAIN, Layout, StagedLayout
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.methods.turns import Turns
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, NOT_ASKED, Begin
-from ppd_runtime.process_names import process_name
+from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.results import Live, StagedLayout
+from ppd_runtime.results import Live
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.tracing.trace import Trace
@@ -82,14 +82,14 @@ class PPDRuntime(TextGenerator):
         heads = find_heads(self.config, info)
         self.config = with_layers_of(heads, self.config)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
-        if isinstance(heads, dict) and not self.config.stages:
+        if isinstance(heads, dict) and self.config.stages is None:
             for head in heads.values():
                 head.check_layers([self.exit_layer])
         self._specs = worker_specs(self.config, self.launcher, info, self.exit_layer, heads, emulate)
         defaults = generation_defaults(info, self.config.generation_config)
         super().__init__(info, load_tokenizer(info), defaults, self._room())
         self._share = self._place_workers()
-        cores, room = self._share.cores, self._turns.most_tokens if self.config.stages else None
+        cores, room = self._share.cores, self._turns.most_tokens
         self._specs = [replace(spec, cores=cores[spec.rank], cache_tokens=room) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
         self._progress = progress or logger.info
@@ -103,10 +103,12 @@ class PPDRuntime(TextGenerator):
 
     def _room(self) -> Turns:
         """For requests: as the settings have it, else by the memory at hand."""
+        if not isinstance(self.layout, StagedLayout):
+            return Turns(1, None)
         config, most = self.config, self.config.max_cache_tokens
         if most is None:
             most = cache_room(self._specs, are_here=config.one_host or self.launcher != "ray")
-        return Turns(config.max_requests or requests_for(most) if config.stages else 1, most)
+        return Turns(config.max_requests or requests_for(most), most)
 
     def _place_workers(self) -> CoreShare:
         """The workers' cores of this host; raises ValueError for a transport that their devices cannot have."""
@@ -115,17 +117,13 @@ class PPDRuntime(TextGenerator):
             transport_here(config.transport, self._specs)
         if TRANSPORTS[config.transport].device_tensors and config.one_host:
             check_collective(self._specs[MAIN].device)
-        processes, here = 1 + config.num_subs, config.one_host or self.launcher == "processes"
+        processes, here = self.layout.num_processes, config.one_host or self.launcher == "processes"
         pinned = here and self.launcher != "threads" and self.device == "cpu"  # CUDA and NCCL have threads of their own
         return CoreShare(processes, config.threads_per_worker, pinned)
 
     def __repr__(self) -> str:
-        config, layers = self.config, self.info.num_layers
-        subs = f"{config.num_subs} sub-process{'es' if config.num_subs > 1 else ''}"
-        shape = f"exit after layer {self.exit_layer} of {layers}, {subs}"
-        if cuts := self.cuts:
-            shape = f"{len(cuts) + 1} stages cut after layers {', '.join(map(str, cuts))} of {layers}"
-        layout = f"k={self._specs[MAIN].k}, {shape}, transport {config.transport}"
+        shape = self.layout.title(self.info.num_layers)
+        layout = f"k={self.layout.k}, {shape}, transport {self.config.transport}"
         state = "closed" if self._closed else "running" if self._workers else "not started"
         return f"PPDRuntime({self.info.name!r}, {layout}, {self.device}, {self.dtype}, {state})"
 
@@ -171,27 +169,22 @@ class PPDRuntime(TextGenerator):
 
         Where they were not given, they are even until the workers start.
         """
-        return self._specs[MAIN].cuts
+        return self.layout.cuts
 
     @property
     def process_names(self) -> tuple[str, ...]:
         """Names of the workers, by rank: the main process or the last stage first."""
-        stages = len(self.cuts) + 1 if self.cuts else 0
-        return tuple(process_name(spec.rank, stages) for spec in self._specs)
+        return tuple(self.layout.name(spec.rank) for spec in self._specs)
 
     @property
-    def layout(self) -> StagedLayout | None:
-        """The staged layout's cuts, rows and k, which are chosen when the workers start; None in the paper's layout."""
-        spec = self._specs[MAIN]
-        guess_vocab = len(self._specs[-1].guess_tokens) or None
-        return StagedLayout(spec.cuts, spec.rows, spec.k, spec.row_cost, guess_vocab) if spec.cuts else None
+    def layout(self) -> Layout:
+        """How the processes share the layers. Cuts, rows and k of stages are chosen when the workers start."""
+        return self._specs[MAIN].layout
 
     @property
     def shape(self) -> dict[str, Any]:
         """Implements `TextGenerator.shape`: cuts, rows and k of stages, k and the exit layer of the paper's layout."""
-        if layout := self.layout:
-            return {"method": "ppd", "cuts": list(layout.cuts), "rows": layout.rows, "k": layout.k}
-        return {"method": "ppd", "k": self.config.num_candidates, "exit_layer": self.exit_layer}
+        return {"method": "ppd", **self.layout.shape()}
 
     @property
     def restarts(self) -> int:
@@ -252,13 +245,14 @@ class PPDRuntime(TextGenerator):
         begin = self._numbered(begin)
         ending.start_clock()
         outside, new_tokens, guessable = 0, 0, frozenset(self._specs[-1].guess_tokens)
+        tells_hits = not isinstance(self.layout, StagedLayout)
         call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
                 new_tokens += 1
                 outside += bool(guessable) and message.token_id not in guessable
-                known = not (last or self.config.stages)  # of stages, the first tells later who was right
+                known = not last and tells_hits  # of stages, the first tells later who was right
                 hit = message.winner != MISS if known else None
                 yield Step(message.token_id, hit, last, message.noted(prompt_ids), call.reports.news(name_of))
             with closing.step():
@@ -301,10 +295,7 @@ class PPDRuntime(TextGenerator):
         if not self._traced:
             return None
         processes = reports.processes(workers.supervisor.name_of)
-        if layout := self.layout:
-            rows, k = layout.rows, layout.k
-            return Trace(self.info.num_layers, None, self._conditions, processes, layout.cuts, rows, k)
-        return Trace(self.info.num_layers, self.exit_layer, self._conditions, processes)
+        return Trace(self.info.num_layers, self.layout, self._conditions, processes)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         if told := sum(totals.first_boundary):

@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from ppd_runtime.launch.threads import LocalWorkers, ThreadHandle
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Message, Shutdown
+from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import Message, Shutdown
 from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.workers.worker import Worker
 

@@ -11,13 +11,14 @@ from machine_network import MachineNetwork
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppd_runtime.layouts import CLIENT
 from ppd_runtime.methods.autoregressive import autoregressive
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import BoundaryHead, OracleHead, SharedHead
-from ppd_runtime.pipeline.messages import CLIENT, MISS, NOT_ASKED, Begin, Token
+from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppd_runtime.layouts import CLIENT
 from ppd_runtime.pipeline.machine import Machine, WaitFor, next_wait
-from ppd_runtime.pipeline.messages import CLIENT, Message
+from ppd_runtime.pipeline.messages import Message
 from ppd_runtime.sampling import Sampler
 
 WRONG = -1

@@ -9,7 +9,8 @@ from virtual_clock import Clock, VirtualExitHead, VirtualNetwork, VirtualProcess
 
 from ppd_runtime.checks import can_run_ahead
 from ppd_runtime.cost_model.theory import Times
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, MISS, Begin, Token
+from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import MISS, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess

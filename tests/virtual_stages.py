@@ -16,9 +16,10 @@ from virtual_clock import Clock, VirtualNetwork, VirtualProcess, VirtualSampler
 
 from ppd_runtime.checks import stage_layers
 from ppd_runtime.cost_model import staged
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Machine
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Token
+from ppd_runtime.pipeline.messages import Begin, Message, Token
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ppd_runtime.launch.base import Workers
-from ppd_runtime.pipeline.messages import MAIN, Failed, Message
+from ppd_runtime.layouts import MAIN
+from ppd_runtime.pipeline.messages import Failed, Message
 
 _SLICE_S = 0.02  # so long a call listens before it lets others send
 

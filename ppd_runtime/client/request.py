@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from ppd_runtime.client.ending import CANCELLED, Ending
 from ppd_runtime.client.exchange import MessageExchange
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    MAIN,
     Begin,
     Cancel,
     Finished,

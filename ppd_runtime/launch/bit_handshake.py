@@ -1,7 +1,6 @@
 """Whether all workers of a runtime compute the same bits: one that does not may not serve."""
 
-from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.process_names import named_process
+from ppd_runtime.layouts import MAIN, Layout
 from ppd_runtime.workers.bits import Bits
 
 
@@ -11,15 +10,15 @@ class BitHandshake:
     Until that is there, to those of the others, so it is held to theirs itself.
     """
 
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._known: dict[int, Bits] = {}
 
     def check(self, rank: int, bits: Bits) -> None:
         """Take in a worker that is ready; RuntimeError, naming both machines, where another's bits are not its own."""
         for other in [MAIN] if MAIN in self._known else list(self._known):
             if names := bits.different(self._known[other]):
-                whom = "its first start" if other == rank else named_process(other, self._num_stages)
+                whom = "its first start" if other == rank else self._layout.named(other)
                 raise RuntimeError(
                     f"it computes other bits than {whom} ({', '.join(names)}), so tokens might differ: it runs on "
                     f"{bits.machine}; {whom} on {self._known[other].machine}; give all workers one kind of machine and "

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from transformers import PretrainedConfig
 
 from ppd_runtime.host import free_memory_bytes
 from ppd_runtime.launch.gpus import free_bytes
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
@@ -16,7 +16,6 @@ from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
 from ppd_runtime.models.checkpoint.weights_card import card_of
 from ppd_runtime.models.native.packing import packed_bytes
 from ppd_runtime.models.native.quantising import FORMAT_OF
-from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
 
 MOST_REQUESTS = 16
@@ -32,11 +31,11 @@ def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
     What lies on one device shares its memory. None, for any number, where the stages are not here or are none.
     """
     main = specs[MAIN]
-    if not main.cuts or not are_here or (main.device.startswith("cuda") and not torch.cuda.is_available()):
+    if not main.layout.cuts or not are_here or (main.device.startswith("cuda") and not torch.cuda.is_available()):
         return None
-    layers, devices = Counter[str](), [*(spec.device for spec in specs[1:]), main.device]
-    for device, (first, last) in zip(devices, pairwise([0, *main.cuts, main.info.num_layers]), strict=True):
-        layers[device] += last - first
+    layers = Counter[str]()
+    for spec in specs:
+        layers[spec.device] += spec.num_layers - spec.first_layer
     config = model_config(main.info.folder)
     weights = _weight_bytes(main.info, config, main.dtype) / main.info.num_layers
     entries = layer_entry_bytes(config, main.dtype)

@@ -5,6 +5,7 @@ import logging
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from ppd_runtime import __version__
 from ppd_runtime.config import AUTO
 from ppd_runtime.files.cache_folder import capabilities
 from ppd_runtime.files.findings import note, noted
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.heads import HeadInfo
-from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.pipeline.speculation_policy import Growth
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -77,7 +78,7 @@ def _about(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
         "versions": [torch.__version__, __version__],
         "model": model_fingerprint(main.info),
         "format": [str(main.dtype), main.info.weights],
-        "layout": [main.num_subs, list(main.cuts), main.exit_layer, main.k, main.rows, main.repetitions],
+        "layout": asdict(main.layout),
         "heads": [str(spec.exit_head) for spec in specs],
         "guess_vocab": [len(spec.guess_tokens) for spec in specs],
         "threads": main.threads,

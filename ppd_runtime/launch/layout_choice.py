@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from ppd_runtime.checks import even_cuts, stage_layers
 from ppd_runtime.config import USUAL_K
-from ppd_runtime.results import StagedLayout
+from ppd_runtime.layouts import StagedLayout
 
 MOST_CHOSEN_ROWS = 8
 _MOST_K = 5  # a further candidate is right in one token of a hundred

@@ -20,8 +20,7 @@ from ppd_runtime.launch.fork_server import (
 )
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.pipeline.messages import CLIENT
-from ppd_runtime.process_names import short_name
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers import entry
@@ -55,8 +54,7 @@ class ProcessWorkers:
         self._closed = False
         self._servers: list[ForkServer] = []  # the last one serves
         self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
-        num_stages = specs[0].num_stages
-        self.supervisor = Supervisor(list(self._specs), self._spawn, most_restarts, self._introduce, num_stages)
+        self.supervisor = Supervisor(specs[MAIN].layout, self._spawn, most_restarts, self._introduce)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
@@ -68,7 +66,7 @@ class ProcessWorkers:
     def _spawn(self, rank: int) -> "ProcessHandle":
         network = replace(self._networks[rank], client=self.endpoint.location)
         spec, folder = self._specs[rank], Path(self._folder.path)
-        name = short_name(rank, spec.num_stages)
+        name = spec.layout.short_name(rank)
         return ProcessHandle(name, start_order(spec, network), folder, self._start)
 
     def _start(self, name: str, streams: Sequence[int]) -> Process:

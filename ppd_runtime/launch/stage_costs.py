@@ -17,6 +17,7 @@ from ppd_runtime.files.cache_folder import capabilities, with_way_out
 from ppd_runtime.files.findings import kept_finding
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.launch.supervisor import Progress
+from ppd_runtime.layouts import MAIN, StagedLayout
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
@@ -24,7 +25,6 @@ from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead, ShortlistSampler
-from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers.spec import WorkerSpec
@@ -36,13 +36,15 @@ _PROMPT = [0, 1, 2, 3]
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_SECONDS = 3, 25, 0.1
 
 
-def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progress) -> list[WorkerSpec]:
+def with_layout(
+    specs: list[WorkerSpec], given: StagedLayout, config: RuntimeConfig, progress: Progress
+) -> list[WorkerSpec]:
     """The stages with the cuts, rows and k that are given, and the others by what is measured here.
 
     The stages' devices are taken to be alike, and like this process'. Where it has none of their kind, or nothing can
     be measured or kept, cuts are even, passes have one row, and rows that are given are taken to cost nothing.
     """
-    main, stages = specs[MAIN], len(specs)
+    main, stages = specs[MAIN], given.num_processes
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
     costs = _emulated_costs(main.emulate) if main.emulate else None
     if main.emulate is None and not (cuts and config.rows == 1):
@@ -51,8 +53,8 @@ def with_layout(specs: list[WorkerSpec], config: RuntimeConfig, progress: Progre
     most_k = len(specs[_GUESSES].guess_tokens) or main.info.vocab_size
     layout = choose_layout(main.info.num_layers, stages, costs, cuts, config.rows, config.k, most_k)
     logger.info("stages cut after layers %s, rows=%d, k=%d", layout.cuts, layout.rows, layout.k)
-    cuts, rows, k, row_cost = layout.cuts, layout.rows, layout.k, layout.row_cost
-    chosen = [replace(spec, cuts=cuts, rows=rows, k=k, row_cost=row_cost) for spec in specs]
+    layout = replace(layout, guess_vocab=given.guess_vocab, repetitions=given.repetitions)
+    chosen = [replace(spec, layout=layout) for spec in specs]
     return [replace(spec, code={k: files for k, files in spec.code.items() if k in spec.code_kinds}) for spec in chosen]
 
 

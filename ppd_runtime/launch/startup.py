@@ -16,9 +16,9 @@ from ppd_runtime.launch.stage_costs import with_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.launch.threads import LocalWorkers
 from ppd_runtime.launch.worker_specs import all_code_kinds
+from ppd_runtime.layouts import MAIN, StagedLayout
 from ppd_runtime.models.compiling import code_for, wants_code
 from ppd_runtime.models.opening import share_weights
-from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.transport.sockets import choose_transport
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -45,16 +45,6 @@ def transport_here(transport: str, specs: Sequence[WorkerSpec]) -> str:
 
 def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> Workers:
     """Start the workers that `prepare` gave with a launcher that `choose_launcher` gave."""
-    if not config.stages and config.num_subs < config.num_candidates and specs[MAIN].dtype != torch.float32:
-        kind = str(specs[MAIN].dtype).removeprefix("torch.")
-        logger.warning(
-            "workers=%d with k=%d in %s: passes over several candidates round differently, so a near tie may give "
-            "another token than ordinary decoding; workers=%d or dtype=float32 gives the same",
-            config.num_subs,
-            config.num_candidates,
-            kind,
-            config.num_candidates,
-        )
     if launcher == "threads":
         return LocalWorkers(specs, config.max_restarts, progress)
     if launcher == "processes":
@@ -74,7 +64,8 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     on how stages are cut, as soon as it is known.
     """
     gpus_are_known = launcher != "ray"  # whose actors learn theirs when they are there
-    cuts_matter = bool(config.stages) and len({spec.device for spec in specs}) > 1
+    layout = specs[MAIN].layout
+    cuts_matter = isinstance(layout, StagedLayout) and len({spec.device for spec in specs}) > 1
     if gpus_are_known and not cuts_matter:
         check_gpus(specs, config)
     main = specs[MAIN]
@@ -90,7 +81,8 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(main.info, main.dtype, main.device, any(spec.code for spec in specs))
-    specs = with_layout(specs, config, progress) if config.stages else specs
+    if isinstance(layout, StagedLayout):
+        specs = with_layout(specs, layout, config, progress)
     if gpus_are_known and cuts_matter:
         check_gpus(specs, config)
     return specs

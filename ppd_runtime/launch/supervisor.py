@@ -2,13 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from ppd_runtime.launch.bit_handshake import BitHandshake
-from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.process_names import named_process
+from ppd_runtime.layouts import MAIN, Layout
 from ppd_runtime.workers.bits import Bits
 
 logger = logging.getLogger(__name__)
@@ -76,26 +75,22 @@ class Supervisor:
     """Starts, watches and replaces a runtime's workers; works only when called, in the caller's thread.
 
     Args:
-        ranks: the workers, the main process among them.
+        layout: who the workers are, and who is needed.
         spawn: starts a worker of a rank, without waiting for it.
         most_restarts: restarts of a worker in a row, without a sign of success between them.
         introduce: is told the rank and the location of each worker that has come to serve.
-        num_stages: of the staged layout, where nothing is decoded without all of them; 0 in the paper's layout, where
-            all but the main process cost time only.
     """
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        layout: Layout,
         spawn: Callable[[int], WorkerHandle],
         most_restarts: int,
         introduce: Callable[[int, str], None] | None = None,
-        num_stages: int = 0,
     ) -> None:
         self._spawn, self._most_restarts, self._introduce = spawn, most_restarts, introduce
-        self._posts = {rank: _Post(None) for rank in ranks}
-        self._needed, self._num_stages = set(ranks) if num_stages else {MAIN}, num_stages
-        self._handshake = BitHandshake(num_stages)
+        self._posts = {rank: _Post(None) for rank in range(layout.num_processes)}
+        self._layout, self._handshake = layout, BitHandshake(layout)
         self._words: dict[int, str] = {}
         self._dismissed, self._failure = False, CLOSED
 
@@ -128,7 +123,7 @@ class Supervisor:
         Raises:
             RuntimeError: where one is lost that is needed, and has been replaced too often, or all have been dismissed.
         """
-        if self._dismissed or not self._posts.keys() >= self._needed:
+        if self._dismissed or not self._posts.keys() >= self._layout.needed:
             raise RuntimeError(self._failure)  # every call of several is told why
         for rank, post in list(self._posts.items()):
             reason = None
@@ -160,7 +155,7 @@ class Supervisor:
             return
         again = f", after {self._most_restarts} restarts" if self._most_restarts else ""
         del self._posts[rank]
-        if rank in self._needed:
+        if rank in self._layout.needed:
             self._failure = f"{self.name_of(rank)} failed{again}: {reason}"
             raise RuntimeError(self._failure)
         logger.warning("%s is lost%s, decoding goes on without it: %s", self.name_of(rank), again, reason)
@@ -171,7 +166,7 @@ class Supervisor:
 
     def note_success(self, rank: int) -> None:
         """A worker has been of use (the main process: all that are needed): its losses in a row count from 0 again."""
-        for useful in self._needed if rank == MAIN else (rank,):
+        for useful in self._layout.needed if rank == MAIN else (rank,):
             if post := self._posts.get(useful):
                 post.losses, post.silent = 0, False
 
@@ -199,7 +194,7 @@ class Supervisor:
 
     def unwell(self) -> list[str]:
         """Who is needed and does not serve, or has ended unnoticed, by name. May be called in any thread."""
-        return [self.name_of(rank) for rank in sorted(self._needed) if not self._is_well(self._posts.get(rank))]
+        return [self.name_of(rank) for rank in sorted(self._layout.needed) if not self._is_well(self._posts.get(rank))]
 
     @staticmethod
     def _is_well(post: _Post | None) -> bool:
@@ -208,7 +203,7 @@ class Supervisor:
 
     def name_of(self, rank: int) -> str:
         """What messages to people call a worker."""
-        return named_process(rank, self._num_stages)
+        return self._layout.named(rank)
 
     def dismiss(self) -> None:
         """Have the next `check` fail: from now on no worker is replaced. May be called in any thread."""

@@ -10,6 +10,7 @@ from ppd_runtime.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.config import SHARED, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
+from ppd_runtime.layouts import MAIN, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.config import heavy_length, model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
@@ -19,7 +20,6 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
 from ppd_runtime.models.trained.shortlist import shortlist
-from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
 
 USUAL_SHORTLIST = 8192
@@ -61,24 +61,43 @@ def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
     return config
 
 
-def _head_of(rank: int, heads: Heads, cuts: tuple[int, ...]) -> str | HeadInfo | OracleHead:
+def _head_of(spec: WorkerSpec, heads: Heads) -> str | HeadInfo | OracleHead:
     """A worker's exit head; of stages, the one after whose layer its boundary lies."""
     if isinstance(heads, OracleHead):
         return heads
-    if not cuts:
+    if isinstance(spec.layout, PaperLayout):
         return next(iter(heads.values()), SHARED)
-    return SHARED if rank == MAIN else heads.get(cuts[rank - 1], SHARED)
+    return SHARED if spec.rank == MAIN else heads.get(spec.num_layers, SHARED)
 
 
-def _cuts(config: RuntimeConfig, num_layers: int) -> tuple[int, ...]:
-    """The staged layout's borders in a model of so many layers; none in the paper's layout."""
-    if config.stages is None:
-        return ()
+def paper_layout(config: RuntimeConfig, exit_layer: int, dtype: torch.dtype) -> PaperLayout:
+    """The paper's layout of these settings.
+
+    Raises:
+        ValueError: where sub-processes would share a pass outside float32, whose rounding is another one.
+    """
+    k, workers = config.num_candidates, config.num_subs
+    if workers < k and dtype != torch.float32:
+        raise ValueError(
+            f"workers={workers} with k={k} in {str(dtype).removeprefix('torch.')}: candidates that share a pass round "
+            f"otherwise there; give workers={k}, or dtype='float32'"
+        )
+    return PaperLayout(k, exit_layer, workers, config.run_ahead)
+
+
+def staged_layout(config: RuntimeConfig, num_layers: int, joins: bool, guess_vocab: int | None) -> StagedLayout:
+    """The staged layout of these settings before anything is measured; `joins`: whether a pass may have several rows.
+
+    Raises:
+        ValueError: for stages or cuts that a model of `num_layers` layers cannot have.
+    """
+    assert config.stages is not None
     check_stages(num_layers, config.stages)
-    if not isinstance(config.cuts, tuple):
-        return even_cuts(num_layers, config.stages)
-    check_cuts(num_layers, config.cuts)
-    return config.cuts
+    if isinstance(config.cuts, tuple):
+        check_cuts(num_layers, config.cuts)
+    cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(num_layers, config.stages)
+    rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
+    return StagedLayout(cuts, rows, config.num_candidates, guess_vocab=guess_vocab, repetitions=config.repetitions)
 
 
 def _guess_tokens(config: RuntimeConfig, info: ModelInfo) -> tuple[int, ...]:
@@ -124,43 +143,35 @@ def worker_specs(
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
     compiled = wants_code(config.compile, device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
-    if not config.stages and config.num_subs < config.num_candidates and dtype != torch.float32:
-        given = f"workers={config.num_subs} with k={config.num_candidates} in {str(dtype).removeprefix('torch.')}"
-        raise ValueError(
-            f"{given}: candidates that share a pass round otherwise there; give workers={config.num_candidates}, "
-            "or dtype='float32'"
-        )
-    processes = 1 + config.num_subs
-    devices, cuts = [device] * processes, _cuts(config, info.num_layers)
+    guess_tokens = _guess_tokens(config, info)
+    joins, guess_vocab = is_float32_on_cpu(device, dtype), len(guess_tokens) or None
+    layout: Layout = (
+        staged_layout(config, info.num_layers, joins, guess_vocab)
+        if config.stages
+        else paper_layout(config, exit_layer, dtype)
+    )
+    processes = layout.num_processes
+    devices = [device] * processes
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
-    joins = config.stages is not None and is_float32_on_cpu(device, dtype)
-    rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
-    guess_tokens = _guess_tokens(config, info)
     heavy = math.inf if emulate else heavy_length(info.folder, dtype)  # emulated devices read nothing
-    return [
+    specs = [
         WorkerSpec(
             rank=rank,
-            k=config.num_candidates,
-            num_subs=config.num_subs,
+            layout=layout,
             info=info,
-            exit_layer=exit_layer,
             dtype=dtype,
             device=devices[rank],
             threads=config.threads_per_worker,
-            exit_head=_head_of(rank, heads, cuts),
             emulate=emulate,
-            run_ahead=config.run_ahead,
-            cuts=cuts,
-            rows=rows,
             guess_tokens=() if rank == MAIN else guess_tokens,
             speculation=config.speculation,
             heavy_length=heavy,
-            repetitions=config.repetitions,
             prefix_cache_tokens=config.prefix_tokens,
         )
         for rank in range(processes)
     ]
+    return [replace(spec, exit_head=_head_of(spec, heads)) for spec in specs]
 
 
 def all_code_kinds(specs: Iterable[WorkerSpec]) -> list[int]:

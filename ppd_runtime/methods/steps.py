@@ -9,9 +9,10 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import Ending
+from ppd_runtime.layouts import Layout
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.results import NOTHING_NEW, News, PathStats, Speculation, StagedLayout, run_lengths
+from ppd_runtime.results import NOTHING_NEW, News, PathStats, Speculation, run_lengths
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
@@ -43,7 +44,7 @@ class Totals:
     """None: as hits and misses have it."""
     first_boundary: tuple[int, ...] = ()
     """As `Stats` has it."""
-    layout: StagedLayout | None = None
+    layout: Layout | None = None
     outside_guess_vocab: int = 0
     news: News = NOTHING_NEW
     """What has come since the last step."""

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from torch import Tensor
 
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.logprobs import TokenLogprobs, unpacked
 from ppd_runtime.pipeline.fields import (
     AsRecord,
@@ -29,10 +30,6 @@ from ppd_runtime.pipeline.fields import (
 from ppd_runtime.results import PathStats
 from ppd_runtime.sampling_params import SamplingParams
 
-MAIN = 0
-"""The main process' address; sub-processes are 1 to W, by the rank of their likeliest candidate."""
-CLIENT = -1
-"""The address of the process that holds the runtime."""
 MISS = 0
 """`Token.winner` where no candidate was right in time."""
 NOT_ASKED = -1

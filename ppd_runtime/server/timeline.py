@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ppd_runtime.layouts import StagedLayout
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.results import News
 from ppd_runtime.runtime import PPDRuntime
@@ -15,12 +16,13 @@ def layout_of(generator: TextGenerator) -> dict[str, Any]:
     names, layers = list(generator.process_names), generator.info.num_layers
     if not isinstance(generator, PPDRuntime):
         return {"processes": names, "num_layers": layers, "stages": None, "exit_layer": None}
-    stages = len(generator.cuts) + 1 if generator.cuts else None
+    layout = generator.layout
+    staged = isinstance(layout, StagedLayout)
     return {
         "processes": names,
         "num_layers": layers,
-        "stages": stages,
-        "exit_layer": None if stages else generator.exit_layer,
+        "stages": layout.num_processes if staged else None,
+        "exit_layer": None if staged else generator.exit_layer,
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppd_runtime.files.images import new_figure, save_figure
+from ppd_runtime.layouts import StagedLayout
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 from ppd_runtime.tracing.trace import Hop, Trace
 
@@ -80,7 +81,7 @@ class Timeline:
     def boxes(self) -> Iterator[Box]:
         """Every piece of work that begins before the end."""
         for process in self.trace.processes:
-            if self.trace.cuts:
+            if isinstance(self.trace.layout, StagedLayout):
                 boxes = self._stage_boxes(process)
             else:
                 boxes = self._sub_boxes(process) if process.rank else self._main_boxes(process)
@@ -229,8 +230,8 @@ def _arrow(axes: "Axes", start: tuple[float, float], end: tuple[float, float]) -
 def _title(timeline: Timeline) -> str:
     trace, hits = timeline.trace, [v.hit for v in timeline.verdicts if v.hit is not None]
     parts = [f"first {len(timeline.verdicts)} tokens", f"{trace.num_layers} layers"]
-    if trace.cuts:
-        parts.append(f"{len(trace.cuts) + 1} stages")
+    if isinstance(trace.layout, StagedLayout):
+        parts.append(f"{trace.layout.num_processes} stages")
     if trace.exit_layer is not None:
         parts += [f"exit after layer {trace.exit_layer}", f"hits {sum(hits)}, misses {len(hits) - sum(hits)}"]
     return ", ".join(filter(None, [*parts, trace.conditions]))
@@ -242,7 +243,8 @@ def _legend(figure: "Figure", trace: Trace) -> None:
 
     names = list(COLOURS) if trace.exit_layer is not None else ["layers up to the exit", "head and choice"]
     labels = _ORDINARY_LAYERS if trace.exit_layer is None else {}
-    colours = STAGE_COLOURS if trace.cuts else {labels.get(name, name): COLOURS[name] for name in names}
+    staged = isinstance(trace.layout, StagedLayout)
+    colours = STAGE_COLOURS if staged else {labels.get(name, name): COLOURS[name] for name in names}
     handles: list[Patch | Line2D] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     if trace.exit_layer is not None:
         handles.append(Line2D([], [], color=HIT, label="hit: its hidden state is used"))

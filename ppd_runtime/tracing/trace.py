@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.whole import whole_file
-from ppd_runtime.process_names import process_name
+from ppd_runtime.layouts import Layout, PaperLayout
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 Event = dict[str, Any]
@@ -34,18 +34,17 @@ class Trace:
     """One request's spans; positions count from 0, layers are half-open ranges and count from 0."""
 
     num_layers: int
-    exit_layer: int | None
-    """None but in the paper's layout."""
+    layout: Layout | None
+    """How the processes share the layers; None where one process decodes."""
     conditions: str
     """What a reader of its times has to know, such as that devices were emulated."""
     processes: tuple[ProcessSpans, ...]
-    """By rank, the main process first; those of lost sub-processes are missing."""
-    cuts: tuple[int, ...] = ()
-    """The staged layout's borders; the main process is its last stage."""
-    rows: int | None = None
-    """Of a pass of the staged layout, at the most."""
-    k: int | None = None
-    """Candidates at each of its boundaries."""
+    """By rank, the main process or the last stage first; those of lost processes are missing."""
+
+    @property
+    def exit_layer(self) -> int | None:
+        """The paper's layout's; None in others."""
+        return self.layout.exit_layer if isinstance(self.layout, PaperLayout) else None
 
     def and_then(self, later: "Trace") -> "Trace":
         """The trace of both parts of a request; of a process that was replaced meanwhile, the new one's."""
@@ -55,13 +54,11 @@ class Trace:
 
     def name(self, rank: int) -> str:
         """What a process is called."""
-        if not self.cuts and self.exit_layer is None:
-            return "ordinary decoding"
-        return process_name(rank, len(self.cuts) + 1 if self.cuts else 0)
+        return self.layout.name(rank) if self.layout else "ordinary decoding"
 
     def row(self, rank: int) -> int:
         """A process' place from above, from 0: stages stand in their order."""
-        return (rank - 1) % (len(self.cuts) + 1) if self.cuts else rank
+        return self.layout.place(rank) if self.layout else rank
 
     def hops(self) -> Iterator[Hop]:
         """The messages between the processes whose sending and arrival were both recorded."""
@@ -90,10 +87,11 @@ class Trace:
                 "origin_ns": origin,
                 "conditions": self.conditions,
                 "num_layers": self.num_layers,
-                "exit_layer": self.exit_layer,
-                "cuts": list(self.cuts),
-                "rows": self.rows,
-                "k": self.k,
+                "exit_layer": None,
+                "cuts": [],
+                "rows": None,
+                "k": None,
+                **(self.layout.shape() if self.layout else {}),
                 "processes": [
                     {
                         "name": self.name(process.rank),

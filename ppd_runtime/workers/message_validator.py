@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ppd_runtime.checks import foreign_token
+from ppd_runtime.layouts import CLIENT
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
     Begin,
     Candidate,
     CatchUp,
@@ -22,14 +21,16 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
+from ppd_runtime.workers.spec import WorkerSpec
 
 
 class MessageValidator:
-    """What messages to a worker with this stage hold; their entries are of the first `head_start` layers."""
+    """Checks what messages to a worker with these layers hold."""
 
-    def __init__(self, stage: Stage, dtype: torch.dtype, vocab_size: int, head_start: int, num_subs: int) -> None:
-        self._stage, self._dtype, self._hidden_size = stage, dtype, stage.model.config.hidden_size
-        self._vocab_size, self._head_start, self._num_subs = vocab_size, head_start, num_subs
+    def __init__(self, stage: Stage, spec: WorkerSpec) -> None:
+        self._stage, self._dtype, self._hidden_size = stage, spec.dtype, stage.model.config.hidden_size
+        self._vocab_size, self._num_processes = spec.info.vocab_size, spec.layout.num_processes
+        self._head_start = spec.layout.head_start(spec.info.num_layers)
         tokens, states, entries = self._of_tokens, self._of_states, self._of_entries
         self._faults: dict[type[Message], Callable[[Any], str]] = {
             Begin: self._of_request,
@@ -48,7 +49,7 @@ class MessageValidator:
         """Why a message's sender, tokens or tensors are not of this runtime, this vocabulary, or the stage's shapes and
         dtype; empty where they are.
         """
-        if not CLIENT <= message.sender <= self._num_subs:
+        if not CLIENT <= message.sender < self._num_processes:
             return f"process {message.sender} is none of this runtime"
         fault = self._faults.get(type(message))
         return fault(message) if fault else ""

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 
 import torch
 
+from ppd_runtime.layouts import CLIENT, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.compiling import compiled_elsewhere
 from ppd_runtime.models.stage.emulation import EmulatedDevice, come_first
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
-from ppd_runtime.pipeline.messages import CLIENT
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
 from ppd_runtime.transport.sockets import open_endpoint
@@ -57,7 +57,7 @@ def read_spec(fields: dict[str, Any]) -> WorkerSpec:
             "dtype": getattr(torch, fields["dtype"]),
             "exit_head": _read_head(fields["exit_head"]),
             "cores": tuple(fields["cores"]),
-            "cuts": tuple(fields["cuts"]),
+            "layout": _read_layout(fields["layout"]),
             "guess_tokens": tuple(fields["guess_tokens"]),
             "way_seconds": tuple(fields["way_seconds"]),
             "code": {int(num_candidates): tuple(map(Path, files)) for num_candidates, files in fields["code"].items()},
@@ -70,6 +70,10 @@ def _as_json(value: object) -> object:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return sorted(value) if isinstance(value, frozenset) else str(value)
+
+
+def _read_layout(fields: dict[str, Any]) -> Layout:
+    return StagedLayout(**fields | {"cuts": tuple(fields["cuts"])}) if "cuts" in fields else PaperLayout(**fields)
 
 
 def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:

@@ -3,18 +3,8 @@
 import logging
 import time
 
-from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    Begin,
-    CatchUp,
-    Message,
-    PromptStates,
-    Refused,
-    Rows,
-    Token,
-    Unreadable,
-)
-from ppd_runtime.process_names import named_process
+from ppd_runtime.layouts import CLIENT, StagedLayout
+from ppd_runtime.pipeline.messages import Begin, CatchUp, Message, PromptStates, Refused, Rows, Token, Unreadable
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.spec import WorkerSpec
@@ -46,7 +36,7 @@ class Refusals:
             kind, fault = type(message).__name__, self._validator.fault(message)
         if not fault:
             return False
-        sender = named_process(message.sender, self._spec.num_stages)
+        sender = self._spec.layout.named(message.sender)
         logger.warning("left out what %s sent, a %s: %s", sender, kind, fault)
         final = isinstance(message, Begin) and message.sender == CLIENT
         if (final or self._is_needed(message, kind)) and self._may_tell(message.request, final):
@@ -55,9 +45,10 @@ class Refusals:
         return True
 
     def _is_needed(self, message: Message, kind: str) -> bool:
-        if not CLIENT <= message.sender <= self._spec.num_subs:
+        if not CLIENT <= message.sender < self._spec.layout.num_processes:
             return False
-        return message.sender == CLIENT or (bool(self._spec.cuts) and kind in (*_NEEDED, "message"))
+        in_stages = isinstance(self._spec.layout, StagedLayout)
+        return message.sender == CLIENT or (in_stages and kind in (*_NEEDED, "message"))
 
     def _may_tell(self, request: int, final: bool) -> bool:
         """Once in a while of the same request."""

@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
-from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Computation, Machine, Work
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    MAIN,
     Begin,
     Cancel,
     CatchUp,
@@ -34,15 +32,6 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Token,
 )
-from ppd_runtime.pipeline.paper.main_process import MainProcess
-from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
-from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration
-from ppd_runtime.pipeline.staged.first_stage import FirstStage
-from ppd_runtime.pipeline.staged.follower import FollowerStage
-from ppd_runtime.pipeline.staged.last_stage import LastStage
-from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
-from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
@@ -53,7 +42,8 @@ from ppd_runtime.workers.joint_passes import JointPasses
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.refusals import Refusals
-from ppd_runtime.workers.seat import Seat, next_in_turn
+from ppd_runtime.workers.roles import role_of
+from ppd_runtime.workers.seat import Decider, Seat, next_in_turn
 from ppd_runtime.workers.spec import WorkerSpec
 
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
@@ -90,19 +80,11 @@ class Worker:
                 load_head(head, self.stage.model, spec.guess_tokens) if isinstance(head, HeadInfo) else None
             )
             self._final_head = self.stage.head_over(self._trained_head.final) if self._trained_head else None
-            kept, room = spec.prefix_cache_tokens, spec.cache_tokens
-            self._row_stage = RowStage(self.stage, MOST_HELD, kept, room) if spec.cuts else None
-        head_start = spec.info.num_layers - spec.exit_layer
-        validator = MessageValidator(self.stage, spec.dtype, spec.info.vocab_size, head_start, spec.num_subs)
-        self._refusals = Refusals(spec, validator)
-        self._subs = range(1, spec.num_subs + 1)
+            self._role = role_of(spec, self.stage)
+        self._refusals = Refusals(spec, MessageValidator(self.stage, spec))
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
         self._policy = spec.new_policy()
-        self._calibration = ChanceCalibration() if spec.cuts else None
-        self._joint = JointPasses(self.stage, self._row_stage)
-        joins = self._row_stage is not None and (self._row_stage.joins_requests or spec.emulate is not None)
-        self._most_rows = max(spec.rows, self._row_stage.most_together) if self._row_stage and joins else 1
-        """Of several requests in one pass."""
+        self._joint = JointPasses(self.stage, self._role.row_stage)
         self._requests = OpenRequests()
         self._seats: dict[int, Seat] = {}
         """Of the requests that are under way, the oldest first."""
@@ -146,7 +128,7 @@ class Worker:
             if isinstance(message, Peers):
                 for address, location in zip(message.addresses, message.locations, strict=True):
                     self._endpoint.introduce(address, location)
-                if self._row_stage and self.spec.rank == MAIN:
+                if self._role.resends_to_peers:
                     return message  # a new process there lacks what is under way
             elif not self._refusals.refuses(message, self._endpoint):
                 return message
@@ -166,7 +148,7 @@ class Worker:
         """No message is there: have a machine go on without one, and others whose rows fit into the same pass."""
         if len(self._seats) == 1:
             (only,) = self._seats.values()
-            self._go_on(only, self.spec.rows)
+            self._go_on(only, self._role.rows)
         else:
             self._choose_turn()
         self._compute()
@@ -176,7 +158,7 @@ class Worker:
         works = {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
         first = next_in_turn(seats, works)
         work = works.pop(first, Work.NEEDED)
-        if self._most_rows == 1:
+        if self._role.most_rows == 1:
             works.clear()
         self._go_on(first, self._room(work, works.values()))
         self._join(works, only_little=work == Work.LITTLE)
@@ -197,17 +179,14 @@ class Worker:
         """Rows that a machine may have of the next pass, where `later` ones want theirs; certain tokens come first."""
         taken = self._joint.num_rows
         if work == Work.SPECULATION:
-            return -(-(self.spec.rows - taken) // (1 + len(later)))
+            return -(-(self._role.rows - taken) // (1 + len(later)))
         needed = sum(other == Work.NEEDED for other in later)
-        return max(self.spec.rows - taken - needed, min(self._most_rows - taken, 1))
+        return max(self._role.rows - taken - needed, min(self._role.most_rows - taken, 1))
 
     def _go_on(self, seat: Seat, rows: int) -> None:
         self._turns += 1
         seat.last_turn = self._turns
-        if isinstance(seat.machine, FirstStage):
-            seat.machine.rows = rows
-        if isinstance(seat.machine, FollowerStage):
-            seat.machine.leaves_passes = len(self._seats) == 1  # several requests' rows run through together
+        self._role.take_turn(seat, rows, is_alone=len(self._seats) == 1)
         seat.note_reply(None, self._active is not seat)
         self._resume(seat, None)
 
@@ -225,7 +204,7 @@ class Worker:
             sitting = self._seats.get(message.request)
         if isinstance(message, Begin) and sitting is None and self._is_new(message):
             self._begin(message)
-        elif sitting is not None and (self.spec.rank == MAIN or self._row_stage):  # asked, or attempted, once more
+        elif sitting is not None and self._role.keeps_requests:  # asked, or attempted, once more
             sitting.show_progress()
             self._step(sitting, message)
         elif self.spec.rank != MAIN:
@@ -243,7 +222,7 @@ class Worker:
     def _is_new(self, begin: Begin) -> bool:
         """Whether a request has not ended here; a last stage that is lost behind its end has it begin again."""
         if begin.request in self._past:
-            return self._follows and begin.epoch > self._past[begin.request].begin.epoch
+            return self._role.follows and begin.epoch > self._past[begin.request].begin.epoch
         return begin.request in self._requests
 
     def _begin(self, begin: Begin) -> None:
@@ -252,7 +231,7 @@ class Worker:
         others = (message for message in self._early if message.request != begin.request)
         self._early = deque((message for message in others if message.request in self._requests), _MOST_EARLY)
         self._past.pop(begin.request, None)
-        seat = self._seats[begin.request] = Seat(self._endpoint, self.spec.rank, begin, not self.spec.cuts)
+        seat = self._seats[begin.request] = Seat(self._endpoint, self.spec.rank, begin, self._role.tells_hits)
         self._policy.together(len(self._seats))
         seat.last_turn = self._turns
         sampler = TimedSampler(begin.params, seat.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
@@ -300,7 +279,7 @@ class Worker:
     def _end(self, seat: Seat, error: str = "") -> None:
         """Its machine has come to its end, or the request has failed."""
         machine = seat.machine
-        if isinstance(machine, MainProcess | LastStage):
+        if isinstance(machine, Decider):
             seat.finish(machine, error)
         elif machine is not None:
             seat.report(machine)
@@ -315,14 +294,12 @@ class Worker:
         del self._seats[seat.begin.request]
         self._policy.together(len(self._seats))
         self._active = None
-        if isinstance(seat.machine, FirstStage | MiddleStage | LastStage):
-            seat.begin = seat.machine.begin
-            seat.machine.stage.begin(0)  # gives its memory free
+        self._role.release(seat)
 
     def _answer(self, message: Message) -> None:
         """The client may have missed a request's end, or this process its beginning."""
         seat = self._past.get(message.request)
-        if isinstance(message, Begin | Cancel) and seat and isinstance(seat.machine, MainProcess | LastStage):
+        if isinstance(message, Begin | Cancel) and seat and isinstance(seat.machine, Decider):
             seat.finish_again(seat.machine, message)
         elif isinstance(message, Cancel) and message.request in self._requests:
             self._endpoint.send(CLIENT, Finished.cut_short(message.request))
@@ -330,7 +307,7 @@ class Worker:
     def _ask_for(self, message: Message) -> None:
         """Ask the main process for a request that it has begun, where its `Begin` has not come or this is over."""
         request = message.request
-        if isinstance(message, Begin) and self._follows and request in self._past:
+        if isinstance(message, Begin) and self._role.follows and request in self._past:
             epoch = self._past[request].begin.epoch
             self._endpoint.send(MAIN, Missing(self.spec.rank, request, 0, epoch))
         if request not in self._requests or request in self._past:
@@ -343,46 +320,14 @@ class Worker:
                 self._early.append(message)
 
     def _decode(self, seat: Seat, sampler: Sampler) -> Machine:
-        """Build the machine of the process that decides."""
-        spec, begin = self.spec, seat.begin
-        stop = StopRule(sampler.params, spec.info.eos_token_ids, self._tokenizer, begin.prompt_ids)
-        main: MainProcess | LastStage
-        if self._row_stage:
-            stage, layers = self._row_stage.another(), spec.info.num_layers
-            main = LastStage(stage, layers, self._subs, seat.send, begin, self._policy)
-        else:
-            asked = not spec.runs_ahead
-            main = MainProcess(self.stage, spec.exit_layer, self._subs, seat.send, begin, asked, self._policy)
-        seat.machine = main
-        return main.decode(sampler, stop)
+        """Run the machine of the process that decides."""
+        stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, seat.begin.prompt_ids)
+        seat.machine = decider = self._role.decider(seat, self._policy)
+        return decider.decode(sampler, stop)
 
     def _help(self, seat: Seat, sampler: Sampler) -> Machine:
-        """Build the machine of one of the paper's sub-processes, or of a stage before the last."""
-        spec, begin, head = self.spec, seat.begin, self._exit_head(sampler, seat.recorder)
-        helper: SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
-        if self._row_stage is None and spec.runs_ahead:
-            helper = RunAheadSubProcess(self.stage, head, spec.rank, seat.send, begin)
-        elif self._row_stage is None:
-            helper = SubProcess(self.stage, head, spec.rank, self._subs, spec.k, seat.send, begin, ranks_ahead=True)
-        elif spec.rank == 1:
-            stage = self._row_stage.another()
-            helper = FirstStage(
-                stage,
-                head,
-                spec.num_stages,
-                spec.k,
-                spec.rows,
-                seat.send,
-                begin,
-                self._calibration,
-                spec.repetitions,
-                only_chains=spec.emulate is None and stage.most_together == 1,
-                row_cost=spec.row_cost,
-            )
-        else:
-            stage = self._row_stage.another()
-            helper = MiddleStage(stage, head, spec.rank, spec.num_stages, spec.k, seat.send, begin)
-        seat.machine = helper
+        """Run the machine of any other process."""
+        seat.machine = helper = self._role.helper(seat, self._exit_head(sampler, seat.recorder))
         return helper.serve()
 
     def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> OracleHead | TrainedHead | SharedHead:
@@ -393,8 +338,3 @@ class Worker:
         if self._trained_head is not None:
             return TrainedHead(self._trained_head, ranking, recorder, self._final_head, self.stage.ranking)
         return SharedHead(self.stage, ranking)
-
-    @property
-    def _follows(self) -> bool:
-        """Whether this is a stage that is not the last."""
-        return self._row_stage is not None and self.spec.rank != MAIN

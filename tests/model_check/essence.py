@@ -33,6 +33,7 @@ from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState, Text
 from ppd_runtime.text import StopRule
 from ppd_runtime.workers.open_requests import OpenRequests
+from ppd_runtime.workers.roles import StagedRole
 from ppd_runtime.workers.seat import Seat
 from ppd_runtime.workers.worker import Worker
 
@@ -62,7 +63,7 @@ _READ = (
 )
 _CLOCKS = {"recorder", "last_turn", "patience", "_began", "_released", "_asked", "_first_token", "_stalled", "_told"}
 _UNREAD: dict[type, set[str]] = {
-    Worker: {"_active", "_row_stage"},
+    Worker: {"_active"},
     SharedExchange: {"_lock", "_free", "heard_at"},
     Seat: _CLOCKS | {"_first_ledger"},
     RunAheadSubProcess: {"_forks"},
@@ -155,13 +156,15 @@ class Essence:
         if isinstance(owner, SubProcess) and name == "_winners":  # asked of positions that are not in the cache yet
             held = owner.stage.length(0)
             return sorted(item for item in owner._winners.items() if item[0] >= held)
-        if isinstance(owner, Worker) and name in ("stage", "_turns", "_past"):
+        if isinstance(owner, Worker) and name in ("stage", "_role", "_turns", "_past"):
             return self._of_worker(owner, name)
         return None if name in _UNREAD.get(type(owner), ()) else self._of(value)
 
     def _of_worker(self, worker: Worker, name: str) -> object:
         if name == "stage":
-            return None if worker._row_stage or not worker._seats else self._of(worker.stage)
+            return None if worker._role.row_stage or not worker._seats else self._of(worker.stage)
+        if name == "_role":
+            return self._of(worker._role._calibration) if isinstance(worker._role, StagedRole) else None
         if name == "_turns":
             return self._of_turns([*worker._seats.items()])
         return [(request, self._of_past(seat)) for request, seat in sorted(worker._past.items())]

@@ -20,14 +20,15 @@ from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from model_check.toy_rows import BoundaryPattern, ToyRows
 from ppd_runtime.client import exchange
 from ppd_runtime.client import request as calls
+from ppd_runtime.layouts import CLIENT, MAIN, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Message, Report, Token, Tokens
+from ppd_runtime.pipeline.messages import Begin, Message, Report, Token, Tokens
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
 from ppd_runtime.pipeline.staged import arrivals, follower
 from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.workers import seat, worker
+from ppd_runtime.workers import roles, seat, worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -74,19 +75,19 @@ class Scenario:
         info = ModelInfo("toy", Path(), self.model.num_layers, VOCAB, None, ends)
         return WorkerSpec(
             rank=rank,
-            k=self.k,
-            num_subs=self.workers,
+            layout=self._layout(),
             info=info,
-            exit_layer=self.model.exit_layer,
             dtype=torch.float32,
             device="cpu",
             threads=torch.get_num_threads(),
             exit_head=self._head(rank),
-            run_ahead=self.run_ahead,
-            cuts=self.cuts,
-            rows=self.rows,
             emulate=EmulatedDevice(1.0) if self.trees else None,
         )
+
+    def _layout(self) -> Layout:
+        if self.cuts:
+            return StagedLayout(self.cuts, self.rows, self.k)
+        return PaperLayout(self.k, self.model.exit_layer, self.workers, self.run_ahead)
 
     def _head(self, rank: int) -> OracleHead:
         if self.cuts and rank != MAIN:
@@ -275,7 +276,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
         return (MainStage if rank == MAIN else ToyStage)(scenario.model, last)
 
     process = Process(serve)
-    with patch.object(worker, "load_stage", load_stage), patch.object(worker, "RowStage", lambda stage, *_: stage):
+    with patch.object(worker, "load_stage", load_stage), patch.object(roles, "RowStage", lambda stage, *_: stage):
         process.begin()
     return process
 

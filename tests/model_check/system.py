@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from model_check.automaton import NOTHING, Automaton, Messages, Node, Violation, name_of
 from model_check.processes import Scenario
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Peers
+from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import Peers
 
 DEAD = -1
 LINK_FAULTS = ("lose", "double", "swap", "delay")

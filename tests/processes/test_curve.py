@@ -13,7 +13,8 @@ import torch
 import zmq
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Candidate, End, Entries
+from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import Candidate, End, Entries
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network

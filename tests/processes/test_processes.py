@@ -19,7 +19,9 @@ from benchmarks.emulated import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch.processes import ProcessHandle, start_alone
+from ppd_runtime.layouts import PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
@@ -57,14 +59,15 @@ def rehearsed_at_length(folder):
 
 @pytest.mark.parametrize("head", ["shared", OracleHead(((1, 2, 3),), 0.5, 300), "trained"])
 @pytest.mark.parametrize("emulate", [None, EmulatedDevice(3.0)])
-def test_a_specification_survives_its_journey(folder, head, emulate):
+@pytest.mark.parametrize("layout", [PaperLayout(5, 2, 2), StagedLayout((2, 3), 4, 3, 0.25, 200, False)])
+def test_a_specification_survives_its_journey(folder, head, emulate, layout):
     info = replace(describe(folder), eos_token_ids=frozenset({3, 1}))
     if head == "trained":
         head = HeadInfo(Path("/somewhere"), "m", "abc", 2, 32, 300, "def", "affine")
     code = {1: (Path("/kept/a.pt2"),) * 2, 3: (Path("/kept/b.pt2"),) * 2}
-    spec = WorkerSpec(1, 5, 2, info, 2, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
-    spec = replace(spec, guess_tokens=(3, 5), row_cost=0.25, heavy_length=1500.0, way_seconds=(0.5, 0.0, 0.25))
-    assert spec.num_candidates == 3
+    spec = WorkerSpec(1, layout, info, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
+    spec = replace(spec, guess_tokens=(3, 5), heavy_length=1500.0, way_seconds=(0.5, 0.0, 0.25))
+    assert spec.pass_kinds == {PassKind.ONE, 3 if isinstance(layout, PaperLayout) else PassKind.SEVERAL}
     assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 
 

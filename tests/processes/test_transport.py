@@ -15,17 +15,8 @@ import pytest
 import torch
 import zmq
 
-from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    MAIN,
-    Candidate,
-    End,
-    Entries,
-    ExitState,
-    HeadStart,
-    Token,
-    Unreadable,
-)
+from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, HeadStart, Token, Unreadable
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork

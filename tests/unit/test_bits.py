@@ -13,6 +13,7 @@ from models_for_tests import FAMILIES, build_tokenizer
 
 from ppd_runtime import PPDRuntime
 from ppd_runtime.launch.bit_handshake import BitHandshake
+from ppd_runtime.layouts import MAIN, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes
 from ppd_runtime.models.compiling import compile_ahead
@@ -21,8 +22,6 @@ from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.sample import output_hashes
-from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.process_names import named_process, process_name, short_name
 from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.process import read_answer
 from ppd_runtime.workers.worker import Worker
@@ -126,21 +125,24 @@ def bits(host, **hashes):
     return Bits(f"{host}: a processor", hashes)
 
 
-@pytest.mark.parametrize("num_stages", [0, 3])
-def test_who_differs_is_refused_and_both_are_named(num_stages):
-    handshake = BitHandshake(num_stages)
+PAPER, STAGES = PaperLayout(2, 2, 2), StagedLayout((1, 2), 1, 3)
+
+
+@pytest.mark.parametrize("layout", [PAPER, STAGES])
+def test_who_differs_is_refused_and_both_are_named(layout):
+    handshake = BitHandshake(layout)
     handshake.check(MAIN, bits("a", layer="1", head="2"))
     handshake.check(1, bits("b", layer="1", head="2", more="3"))
     with pytest.raises(RuntimeError) as refused:
         handshake.check(2, bits("c", layer="1", head="4"))
-    whom = "stage 3" if num_stages else "the main process"
+    whom = "stage 3" if layout == STAGES else "the main process"
     assert str(refused.value).startswith(f"it computes other bits than {whom} (head)")
     assert f"it runs on c: a processor; {whom} on a: a processor; give" in str(refused.value)
     handshake.check(2, bits("d", layer="1", head="2"))
 
 
 def test_whoever_is_there_first_is_who_others_are_held_to_until_the_main_process_is():
-    handshake = BitHandshake(0)
+    handshake = BitHandshake(PAPER)
     handshake.check(1, bits("b", layer="1"))
     with pytest.raises(RuntimeError, match="than sub-process 1 .*runs on c"):
         handshake.check(2, bits("c", layer="2"))
@@ -149,7 +151,7 @@ def test_whoever_is_there_first_is_who_others_are_held_to_until_the_main_process
 
 
 def test_a_new_main_process_is_held_to_the_first_one():
-    handshake = BitHandshake(0)
+    handshake = BitHandshake(PAPER)
     handshake.check(MAIN, bits("a", layer="1"))
     with pytest.raises(RuntimeError, match="than its first start .*runs on b: .*; its first start on a: "):
         handshake.check(MAIN, bits("b", layer="2"))
@@ -183,9 +185,9 @@ def test_what_is_no_answer_is_refused(answer):
 
 
 def test_names():
-    assert [process_name(rank) for rank in (0, 1)] == ["main process", "sub-process 1"]
-    assert [process_name(rank, 3) for rank in (1, 2, 0)] == ["stage 1", "stage 2", "stage 3"]
-    assert [named_process(rank) for rank in (-1, 0, 1)] == ["the client", "the main process", "sub-process 1"]
-    assert named_process(0, 2) == "stage 2"
-    assert [short_name(rank) for rank in (0, 1)] == ["main", "sub-1"]
-    assert [short_name(rank, 2) for rank in (1, 0)] == ["stage-1", "stage-2"]
+    assert [PAPER.name(rank) for rank in (0, 1)] == ["main process", "sub-process 1"]
+    assert [STAGES.name(rank) for rank in (1, 2, 0)] == ["stage 1", "stage 2", "stage 3"]
+    assert [PAPER.named(rank) for rank in (-1, 0, 1)] == ["the client", "the main process", "sub-process 1"]
+    assert [STAGES.named(rank) for rank in (-1, 0)] == ["the client", "stage 3"]
+    assert [PAPER.short_name(rank) for rank in (0, 1)] == ["main", "sub-1"]
+    assert [STAGES.short_name(rank) for rank in (1, 0)] == ["stage-1", "stage-3"]

@@ -12,6 +12,7 @@ from pipeline_runs import PROMPTS, Bench, begin_message
 from virtual_stages import Text, VirtualBoundaryHead
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
@@ -20,7 +21,7 @@ from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, Shortl
 from ppd_runtime.models.trained.heads import describe_heads, load_head
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.machine import next_wait
-from ppd_runtime.pipeline.messages import MAIN, MISS, Guesses, PromptStates, Rows, Token
+from ppd_runtime.pipeline.messages import MISS, Guesses, PromptStates, Rows, Token
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams

@@ -10,6 +10,7 @@ import torch
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import startup
+from ppd_runtime.layouts import MAIN, PaperLayout
 from ppd_runtime.models import compiling
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import code_bundle
@@ -17,7 +18,6 @@ from ppd_runtime.models.compiled.code_bundle import pack_code, unpack_code
 from ppd_runtime.models.compiling import compile_bundle, compiled_elsewhere
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.pipeline.messages import MAIN
 from ppd_runtime.workers.spec import WorkerSpec
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_a_program_without_a_gpu_leaves_compiling_to_a_worker(
     compiled: list[str] = []
     monkeypatch.setattr(compiling, "compile_ahead", lambda *arguments: compiled.append("here") or {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    spec = WorkerSpec(MAIN, 1, 1, describe(str(model_folder("llama"))), 2, torch.bfloat16, "cuda", 1)
+    spec = WorkerSpec(MAIN, PaperLayout(1, 2, 1), describe(str(model_folder("llama"))), torch.bfloat16, "cuda", 1)
     config = RuntimeConfig(compile=True, device="cuda", bind_interface="10.0.0.1")
     assert startup.prepare([spec, replace(spec, rank=1)], config, "ray", compiled.append)[MAIN].code == {}
     assert compiled == []
@@ -104,7 +104,7 @@ def test_a_program_that_lacks_what_compiling_needs_leaves_it_to_workers_on_other
     monkeypatch.setattr(compiling, "compile_ahead", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(startup, "share_weights", refuse if interface else lambda *_: None)
-    spec = WorkerSpec(MAIN, 1, 1, describe(str(model_folder("llama"))), 2, torch.bfloat16, "cuda", 1)
+    spec = WorkerSpec(MAIN, PaperLayout(1, 2, 1), describe(str(model_folder("llama"))), torch.bfloat16, "cuda", 1)
     config = RuntimeConfig(compile=True, device="cuda", bind_interface=interface)
     if interface is None:
         with pytest.raises(ValueError, match="no toolkit"):

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from two_gpus import NewTensors, TwoGpus, on_gpu, two_gpus
 
+from ppd_runtime.layouts import CLIENT, MAIN, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
 from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Shutdown
+from ppd_runtime.pipeline.messages import Shutdown
 from ppd_runtime.transport.local import LocalNetwork
-from ppd_runtime.workers import worker
+from ppd_runtime.workers import roles, worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -308,9 +309,9 @@ class _Watching:
         return self._inside.receive(timeout)
 
 
-@pytest.mark.parametrize("cuts", [(), (2,)])
+@pytest.mark.parametrize("layout", [PaperLayout(1, 2, 1), StagedLayout((2,), 1, 1)])
 def test_a_worker_loads_and_serves_with_its_device_current(
-    gpus: TwoGpus, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...]
+    gpus: TwoGpus, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, layout: Layout
 ) -> None:
     """In whatever thread that is; the program's own threads keep theirs. A stage tries its passes where it loads."""
     info, loading = describe(str(model_folder("llama"))), []
@@ -324,9 +325,9 @@ def test_a_worker_loads_and_serves_with_its_device_current(
         return RowStage(*arguments)
 
     monkeypatch.setattr(worker, "load_stage", load)
-    monkeypatch.setattr(worker, "RowStage", rows)
-    made = Worker(WorkerSpec(MAIN, 1, 1, info, 2, torch.float32, "cuda:1", 1, cuts=cuts))
-    assert loading == [1] * (1 + len(cuts))
+    monkeypatch.setattr(roles, "RowStage", rows)
+    made = Worker(WorkerSpec(MAIN, layout, info, torch.float32, "cuda:1", 1))
+    assert loading == [1] * (1 + len(layout.cuts))
     assert gpus.current_device() == 0
     network = LocalNetwork([CLIENT, MAIN])
     network.endpoint(CLIENT).send(MAIN, Shutdown(CLIENT, 0))

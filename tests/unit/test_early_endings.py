@@ -11,8 +11,9 @@ from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Finished, Message, Token
+from ppd_runtime.pipeline.messages import Begin, Cancel, Finished, Message, Token
 from ppd_runtime.sampling_params import SamplingParams
 
 ModelFolder = Callable[..., Path]

@@ -16,7 +16,7 @@ import ppd_runtime.client.request
 import ppd_runtime.launch.startup
 import ppd_runtime.launch.supervisor
 import ppd_runtime.pipeline.staged.last_stage
-import ppd_runtime.workers.worker
+import ppd_runtime.workers.roles
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
@@ -169,7 +169,7 @@ def _out_of_memory(*_):
 
 
 def test_a_sub_process_that_raises_is_named_with_its_own_words(folder, ordinary, hurried, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.workers.worker.SubProcess, "serve", _out_of_memory)
+    monkeypatch.setattr(ppd_runtime.workers.roles.SubProcess, "serve", _out_of_memory)
     with PPDRuntime(folder, k=2, transport="local", dtype="float32", max_restarts=2) as runtime:
         expected = ordinary.generate(PROMPT, max_new_tokens=200, ignore_eos=True).token_ids
         for _ in range(4):
@@ -182,7 +182,7 @@ def test_a_sub_process_that_raises_is_named_with_its_own_words(folder, ordinary,
 
 
 def test_a_main_process_that_raises_again_and_again_is_an_error(folder, hurried, monkeypatch, caplog):
-    monkeypatch.setattr(ppd_runtime.workers.worker.MainProcess, "decode", _out_of_memory)
+    monkeypatch.setattr(ppd_runtime.workers.roles.MainProcess, "decode", _out_of_memory)
     with PPDRuntime(folder, k=1, transport="local", max_restarts=2) as runtime:
         words = "the main process failed, after 2 restarts: MemoryError: 3 GiB more than there are"
         with pytest.raises(RuntimeError, match=words):
@@ -193,7 +193,7 @@ def test_a_main_process_that_raises_again_and_again_is_an_error(folder, hurried,
 
 
 def test_a_stage_that_raises_again_and_again_is_an_error(folder, hurried, monkeypatch):
-    monkeypatch.setattr(ppd_runtime.workers.worker.MiddleStage, "serve", _out_of_memory)
+    monkeypatch.setattr(ppd_runtime.workers.roles.MiddleStage, "serve", _out_of_memory)
     with PPDRuntime(folder, stages=3, k=1, transport="local", max_restarts=2) as runtime:
         words = "stage 2 failed, after 2 restarts: MemoryError: 3 GiB more than there are"
         with pytest.raises(RuntimeError, match=words):

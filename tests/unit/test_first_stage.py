@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 from pipeline_runs import Bench, begin_message
 
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.pipeline.machine import next_wait
-from ppd_runtime.pipeline.messages import MAIN, MISS, Message, Rows, Token
+from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling_params import SamplingParams

@@ -23,12 +23,13 @@ from benchmarks import hop
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.pipeline.messages import MAIN, ExitState
+from ppd_runtime.pipeline.messages import ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams

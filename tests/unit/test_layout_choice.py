@@ -12,11 +12,11 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.checks import even_cuts
 from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.launch.layout_choice import StageCosts, balanced_cuts, choose_layout, chosen_rows
+from ppd_runtime.layouts import StagedLayout
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.pipeline.staged.chances import Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
-from ppd_runtime.results import StagedLayout
 from ppd_runtime.sampling_params import SamplingParams
 
 
@@ -103,13 +103,14 @@ def test_a_runtime_measures_once_and_chooses_by_what_was_found(cache, model_fold
     result = _layout(folder, stages=2, trace=True)
     assert result.token_ids == expected
     assert result.stats.layout == StagedLayout((4,), 5, 5, 0.25)
-    assert (result.trace.cuts, result.trace.rows, result.trace.k) == ((4,), 5, 5)
+    assert result.trace.layout == StagedLayout((4,), 5, 5, 0.25)
     assert result.to_dict()["stats"]["layout"] == {
         "cuts": [4],
         "rows": 5,
         "k": 5,
         "row_cost": 0.25,
         "guess_vocab": None,
+        "repetitions": True,
     }
     assert _layout(folder, stages=2, rows=2).stats.layout == StagedLayout((4,), 2, 3, 0.25)
     assert _layout(folder, cuts="2", rows=2, k=1).stats.layout == StagedLayout((2,), 2, 1, 0.25)

@@ -8,11 +8,12 @@ import torch
 from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench, begin_message
 
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.stage import row_stage
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.machine import Machine, WaitFor
-from ppd_runtime.pipeline.messages import MAIN, MISS, Message, Rows, Token
+from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.machine import RowsPass
 from ppd_runtime.pipeline.staged.tree import MOST_HELD

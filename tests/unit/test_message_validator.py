@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ppd_runtime.layouts import CLIENT, MAIN, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    MAIN,
     Begin,
     Candidate,
     CatchUp,
@@ -38,7 +37,7 @@ NUM_LAYERS, EXIT_LAYER = 5, 3
 def worker(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Worker:
     """The main process of a small model, which has run a token."""
     info = describe(str(model_folder(num_layers=NUM_LAYERS)))
-    made = Worker(WorkerSpec(MAIN, 2, 2, info, EXIT_LAYER, getattr(torch, request.param), "cpu", 1))
+    made = Worker(WorkerSpec(MAIN, PaperLayout(2, EXIT_LAYER, 2), info, getattr(torch, request.param), "cpu", 1))
     made.stage.begin(8)
     made.stage.run(0, NUM_LAYERS, [1], 0)
     return made
@@ -48,7 +47,7 @@ def worker(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) ->
 def stage_worker(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Worker:
     """The second of three stages."""
     info = describe(str(model_folder(num_layers=NUM_LAYERS)))
-    return Worker(WorkerSpec(2, 2, 2, info, EXIT_LAYER, getattr(torch, request.param), "cpu", 1, cuts=(2, 4)))
+    return Worker(WorkerSpec(2, StagedLayout((2, 4), 1, 2), info, getattr(torch, request.param), "cpu", 1))
 
 
 def good_messages(worker: Worker) -> dict[str, Message]:

@@ -20,9 +20,9 @@ import ppd_runtime.pipeline.staged.last_stage
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RequestError, SamplingParams, open_method
 from ppd_runtime.cli.main import app
 from ppd_runtime.client.ending import Ending
+from ppd_runtime.layouts import CLIENT, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
     Begin,
     Candidate,
     Guesses,
@@ -220,7 +220,7 @@ def test_what_only_speculates_is_left_out_without_a_word(
 
 def test_refusals_are_told_now_and_then(folder: Path) -> None:
     """However many messages come: the client has to be told once."""
-    made = worker.Worker(WorkerSpec(2, 2, 2, describe(str(folder)), 2, torch.float32, "cpu", 1, cuts=(1, 3)))
+    made = worker.Worker(WorkerSpec(2, StagedLayout((1, 3), 1, 2), describe(str(folder)), torch.float32, "cpu", 1))
     network = LocalNetwork([CLIENT, 2])
     made._endpoint, client = network.endpoint(2), network.endpoint(CLIENT)
     wrong = Rows(1, 7, 2, 7, (12,), (11,), (5,), (300,), torch.ones(1, 1, 32))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, Decoded, begin_message, rehearsed, same
 from seeds import SEED
 
-from ppd_runtime.pipeline.messages import MAIN, MISS, Candidate, End, Entries, ExitState, HeadStart, Token
+from ppd_runtime.layouts import MAIN
+from ppd_runtime.pipeline.messages import MISS, Candidate, End, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.sampling_params import SamplingParams
 

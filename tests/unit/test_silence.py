@@ -4,8 +4,8 @@ import pytest
 from pipeline_runs import begin_message
 
 import ppd_runtime.client.request
+import ppd_runtime.workers.roles
 import ppd_runtime.workers.seat
-import ppd_runtime.workers.worker
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.pipeline.machine import WaitFor
@@ -50,7 +50,7 @@ def _nothing(*_):
 def test_who_takes_a_silent_ones_place_has_twice_as_long(folder, hurried, monkeypatch, caplog):
     """The same prompt waits for it."""
     monkeypatch.setattr(ppd_runtime.client.request, "_SILENCE_DEADLINE_S", 1.0)
-    monkeypatch.setattr(ppd_runtime.workers.worker.MainProcess, "decode", _nothing)
+    monkeypatch.setattr(ppd_runtime.workers.roles.MainProcess, "decode", _nothing)
     lost = pytest.raises(RuntimeError, match="after 1 restarts: it has said nothing for 2 s")
     with PPDRuntime(folder, k=1, transport="local", max_restarts=1) as runtime, lost:
         runtime.generate([5, 9], max_new_tokens=5)

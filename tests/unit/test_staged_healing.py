@@ -8,7 +8,8 @@ from grids import nightly
 from pipeline_runs import PROMPTS, Bench
 from staged_runs import StagedRun
 
-from ppd_runtime.pipeline.messages import CLIENT, Begin, Cancel, End, Guesses, Missing, PromptStates, Rows, Token
+from ppd_runtime.layouts import CLIENT
+from ppd_runtime.pipeline.messages import Begin, Cancel, End, Guesses, Missing, PromptStates, Rows, Token
 from ppd_runtime.sampling_params import SamplingParams
 
 LAYOUTS = [((2,), 1, 1), ((1, 3), 3, 4)]

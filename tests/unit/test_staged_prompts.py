@@ -6,8 +6,9 @@ import pytest
 from pipeline_runs import PROMPTS, Bench
 from staged_runs import StagedRun
 
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.models.stage import chunks
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Cancel, Peers, PromptStates
+from ppd_runtime.pipeline.messages import Begin, Cancel, Peers, PromptStates
 from ppd_runtime.sampling_params import SamplingParams
 
 CHUNK = 4

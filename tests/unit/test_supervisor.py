@@ -4,7 +4,7 @@ import pytest
 
 import ppd_runtime.launch.supervisor
 from ppd_runtime.launch.supervisor import Supervisor
-from ppd_runtime.pipeline.messages import MAIN
+from ppd_runtime.layouts import MAIN, PaperLayout
 from ppd_runtime.workers.bits import NO_BITS, Bits
 
 
@@ -39,7 +39,7 @@ class Stage:
 
     def __init__(self, most_restarts=2):
         self.spawned, self.starts, self.refuses = [], "ready", None
-        self.supervisor = Supervisor([MAIN, 1, 2], self._begin, most_restarts)
+        self.supervisor = Supervisor(PaperLayout(2, 2, 2), self._begin, most_restarts)
 
     def _begin(self, rank):
         if self.refuses:

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from ppd_runtime.launch.base import RequestCounts
-from ppd_runtime.pipeline.messages import MAIN
-from ppd_runtime.process_names import short_name
+from ppd_runtime.layouts import MAIN, Layout
 
 _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300]
 _WORKER = ("worker",)
@@ -15,8 +14,8 @@ _WORKER = ("worker",)
 class RayMetrics:
     """Counts of requests, by worker ("main", "sub-1", "stage-1" and so on); told after a request, never within one."""
 
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._tokens = Counter("ppd_tokens", "Tokens generated", _WORKER)
         self._hits = Counter("ppd_hits", "Tokens whose pass a sub-process had started, by that sub-process", _WORKER)
         self._misses = Counter("ppd_misses", "Tokens whose pass the main process had to start", _WORKER)
@@ -46,4 +45,4 @@ class RayMetrics:
                 counter.inc(amount, self._tags(rank))
 
     def _tags(self, rank: int) -> dict[str, str]:
-        return {"worker": short_name(rank, self._num_stages)}
+        return {"worker": self._layout.short_name(rank)}

@@ -25,9 +25,8 @@ from ppd_runtime.launch.ray.session import Membership, check_same, join
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.launch.worker_specs import all_code_kinds
+from ppd_runtime.layouts import CLIENT, MAIN, StagedLayout
 from ppd_runtime.models.compiling import wants_code
-from ppd_runtime.pipeline.messages import CLIENT, MAIN
-from ppd_runtime.process_names import process_name
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import choose_transport, make_networks, open_endpoint
@@ -54,8 +53,8 @@ class RayWorkers:
         progress: Progress,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        stages = self._num_stages = specs[0].num_stages
-        self.supervisor = Supervisor(list(self._specs), self._spawn, config.max_restarts, self._introduce, stages)
+        self._layout = specs[MAIN].layout
+        self.supervisor = Supervisor(self._layout, self._spawn, config.max_restarts, self._introduce)
         self._folder = SocketFolder()
         self._closed = False
         self._group: Any = None
@@ -77,7 +76,7 @@ class RayWorkers:
             self._networks = make_networks(transport, self._folder.path, config.bind_interface, everybody)
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)
-            self._metrics = RayMetrics(self._num_stages)
+            self._metrics = RayMetrics(self._layout)
             self.supervisor.start(progress)
         except BaseException:
             self.close()
@@ -98,7 +97,7 @@ class RayWorkers:
 
     def _spawn(self, rank: int) -> "ActorHandle":
         self._joined.check()
-        actor_class: Any = PPDStage if self._num_stages else PPDMain if rank == MAIN else PPDSub
+        actor_class: Any = PPDStage if isinstance(self._layout, StagedLayout) else PPDMain if rank == MAIN else PPDSub
         network = replace(self._networks[rank], client=self.endpoint.location)
         if not self._one_host:
             network = replace(network, interface="")  # the address of the Ray node that it comes to
@@ -106,7 +105,7 @@ class RayWorkers:
         options = self._place(rank) | {"max_concurrency": 2}
         if self._environment:
             options["runtime_env"] = {"env_vars": self._environment}
-        name = process_name(rank, self._num_stages)
+        name = self._layout.name(rank)
         return ActorHandle(actor_class.options(**options).remote(name, order, self._code), self._joined)
 
     def _place(self, rank: int) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    MAIN,
     MISS,
     NOT_ASKED,
     Begin,

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
-    MAIN,
     Begin,
     Candidate,
     CatchUp,

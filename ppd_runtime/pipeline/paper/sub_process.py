@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
-    MAIN,
     MISS,
     Begin,
     Candidate,

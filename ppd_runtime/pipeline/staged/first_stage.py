@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
-from ppd_runtime.pipeline.messages import CLIENT, MAIN, Begin, Foreseen, Guesses, Message, PromptStates, Report
+from ppd_runtime.pipeline.messages import Begin, Foreseen, Guesses, Message, PromptStates, Report
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
@@ -64,6 +65,11 @@ class FirstStage(FollowerStage):
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
         self._counted_to = 0  # position: a further attempt runs its tokens again
         self._untold: list[Foreseen] = []
+
+    def take_turn(self, rows: int, is_alone: bool) -> None:
+        """Choose `rows` at the most; see `FollowerStage`."""
+        super().take_turn(rows, is_alone)
+        self.rows = rows
 
     def serve(self) -> Machine:
         """Follow the request to its end."""

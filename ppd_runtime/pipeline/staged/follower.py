@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ppd_runtime.layouts import MAIN
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
-    MAIN,
     Begin,
     CatchUp,
     End,
@@ -68,6 +68,10 @@ class FollowerStage(ABC):
         """What to guess behind the newest token, a `Guessing`."""
         self.leaves_passes = True
         """Whether it looks between layers for what a decision has dropped."""
+
+    def take_turn(self, rows: int, is_alone: bool) -> None:
+        """Go on with `rows` of a pass at the most; several requests' rows run through all layers together."""
+        self.leaves_passes = is_alone
 
     def serve(self) -> Machine:
         """Follow the request to its end."""

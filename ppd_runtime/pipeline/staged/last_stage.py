@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ppd_runtime.layouts import CLIENT, MAIN
 from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
-    CLIENT,
-    MAIN,
     MISS,
     NOT_ASKED,
     Begin,

@@ -1,0 +1,164 @@
+"""The two layouts: how the processes of a runtime share a model's layers, and what they are called."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ppd_runtime.checks import can_run_ahead
+
+MAIN = 0
+"""Rank of the process that decides: the main process, or the last stage."""
+CLIENT = -1
+"""Stands for the caller where ranks are told apart."""
+
+
+class _Layout(ABC):
+    """Processes with ranks from 0 to `num_processes` - 1, MAIN among them; layers are half-open ranges from 0."""
+
+    k: int
+    """Candidates for each token; of stages, at each boundary."""
+
+    @property
+    @abstractmethod
+    def num_processes(self) -> int:
+        """The main process or the last stage, and all others."""
+
+    @property
+    @abstractmethod
+    def needed(self) -> frozenset[int]:
+        """Ranks without which no token is decided; the loss of any other costs time only."""
+
+    @abstractmethod
+    def layers(self, rank: int, num_layers: int) -> tuple[int, int]:
+        """First and end of the layers that a process of a model of `num_layers` layers holds."""
+
+    def head_start(self, num_layers: int) -> int:
+        """Layers that a sub-process runs for a candidate, d − d̄ of d; 0 in the staged layout."""
+        return 0
+
+    @abstractmethod
+    def name(self, rank: int) -> str:
+        """A process' name in a list, such as "sub-process 1" or "stage 2"."""
+
+    @abstractmethod
+    def short_name(self, rank: int) -> str:
+        """A worker's name as one word, for command lines and labels."""
+
+    @abstractmethod
+    def place(self, rank: int) -> int:
+        """Where a process stands in a picture, counted from above, from 0."""
+
+    @abstractmethod
+    def shape(self) -> dict[str, Any]:
+        """The layout's settings as JSON values."""
+
+    @abstractmethod
+    def title(self, num_layers: int) -> str:
+        """The layout of a model of `num_layers` layers, in a few words."""
+
+    def named(self, rank: int) -> str:
+        """A process' name in a sentence."""
+        name = self.name(rank)
+        return f"the {name}" if name in ("client", "main process") else name
+
+
+@dataclass(frozen=True)
+class PaperLayout(_Layout):
+    """The paper's: a main process runs all layers, sub-processes the first ones for candidates."""
+
+    k: int
+    exit_layer: int
+    """The layer after which the next token is predicted, d̄."""
+    workers: int
+    """Sub-processes, at most k."""
+    run_ahead: bool = True
+    """Whether a sub-process that can go on without exit states does."""
+    cuts: ClassVar[tuple[int, ...]] = ()
+    """There are no borders between stages."""
+    repetitions: ClassVar[bool] = False
+    """No candidates come from the text's own repetitions."""
+
+    @property
+    def num_processes(self) -> int:
+        return 1 + self.workers
+
+    @property
+    def needed(self) -> frozenset[int]:
+        return frozenset({MAIN})
+
+    def layers(self, rank: int, num_layers: int) -> tuple[int, int]:
+        return 0, num_layers if rank == MAIN else self.head_start(num_layers)
+
+    def head_start(self, num_layers: int) -> int:
+        return num_layers - self.exit_layer
+
+    def candidates(self, rank: int) -> int:
+        """Candidates that a process runs as one pass: its share of k, and 1 for the main process."""
+        return 1 if rank == MAIN else len(range(rank, self.k + 1, self.workers))
+
+    def runs_ahead(self, num_layers: int) -> bool:
+        """Whether the only sub-process reads exit states off its own layers, in a model of `num_layers` layers."""
+        return self.run_ahead and can_run_ahead(num_layers, self.exit_layer, self.k)
+
+    def name(self, rank: int) -> str:
+        return "client" if rank == CLIENT else f"sub-process {rank}" if rank else "main process"
+
+    def short_name(self, rank: int) -> str:
+        return f"sub-{rank}" if rank else "main"
+
+    def place(self, rank: int) -> int:
+        return rank
+
+    def shape(self) -> dict[str, Any]:
+        return {"k": self.k, "exit_layer": self.exit_layer}
+
+    def title(self, num_layers: int) -> str:
+        subs = f"{self.workers} sub-process{'es' if self.workers > 1 else ''}"
+        return f"exit after layer {self.exit_layer} of {num_layers}, {subs}"
+
+
+@dataclass(frozen=True)
+class StagedLayout(_Layout):
+    """Stages in a row, each with its own layers; the last one, MAIN, decides."""
+
+    cuts: tuple[int, ...]
+    rows: int
+    """Of a pass, at the most."""
+    k: int
+    row_cost: float = 0.0
+    """What a further row of a pass adds, as a share of the first one's time: the chance that it has to have."""
+    guess_vocab: int | None = None
+    """Tokens that boundaries guess among; None: the whole vocabulary."""
+    repetitions: bool = True
+    """Whether candidates come from the text's own repetitions, too."""
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.cuts) + 1
+
+    @property
+    def needed(self) -> frozenset[int]:
+        return frozenset(range(self.num_processes))
+
+    def layers(self, rank: int, num_layers: int) -> tuple[int, int]:
+        borders = (0, *self.cuts, num_layers)
+        place = self.place(rank)
+        return borders[place], borders[place + 1]
+
+    def name(self, rank: int) -> str:
+        return "client" if rank == CLIENT else f"stage {self.place(rank) + 1}"
+
+    def short_name(self, rank: int) -> str:
+        return f"stage-{self.place(rank) + 1}"
+
+    def place(self, rank: int) -> int:
+        return (rank - 1) % self.num_processes
+
+    def shape(self) -> dict[str, Any]:
+        return {"cuts": list(self.cuts), "rows": self.rows, "k": self.k}
+
+    def title(self, num_layers: int) -> str:
+        return f"{self.num_processes} stages cut after layers {', '.join(map(str, self.cuts))} of {num_layers}"
+
+
+Layout = PaperLayout | StagedLayout

@@ -1,0 +1,144 @@
+"""What a worker does in each layout: the machines that it runs, and what they need of it."""
+
+from abc import ABC, abstractmethod
+
+from ppd_runtime.layouts import MAIN, PaperLayout, StagedLayout
+from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, TrainedHead
+from ppd_runtime.pipeline.paper.main_process import MainProcess
+from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
+from ppd_runtime.pipeline.staged.chances import ChanceCalibration
+from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.tree import MOST_HELD
+from ppd_runtime.workers.seat import Decider, Helper, Seat
+from ppd_runtime.workers.spec import WorkerSpec
+
+_FIRST = 1
+AnyHead = OracleHead | SharedHead | TrainedHead
+
+
+class Role(ABC):
+    """One worker's part in a layout.
+
+    Args:
+        spec: the worker's.
+        stage: its layers.
+    """
+
+    row_stage: RowStage | None = None
+    """The layers over rows of trees, where there are such passes."""
+    rows = 1
+    """Rows of a request in one pass, at the most."""
+    most_rows = 1
+    """Rows of several requests in one pass."""
+    follows = False
+    """Whether requests begin again here where the process that decides was lost behind their end."""
+    keeps_requests = True
+    """Whether a request that is under way takes its `Begin` and peers' news once more."""
+    resends_to_peers = False
+    """Whether a new process among the others lacks what only this one can send again."""
+    tells_hits = True
+    """Whether a token says at once who was right."""
+
+    def __init__(self, spec: WorkerSpec, stage: Stage) -> None:
+        self.spec, self.stage = spec, stage
+        self.others = range(1, spec.layout.num_processes)
+
+    @abstractmethod
+    def decider(self, seat: Seat, policy: SpeculationPolicy) -> Decider:
+        """The machine of the process that decides."""
+
+    @abstractmethod
+    def helper(self, seat: Seat, head: AnyHead) -> Helper:
+        """The machine of any other process."""
+
+    @abstractmethod
+    def take_turn(self, seat: Seat, rows: int, is_alone: bool) -> None:
+        """A request's machine goes on without a message, with `rows` of the next pass at the most."""
+
+    @abstractmethod
+    def release(self, seat: Seat) -> None:
+        """A request is over."""
+
+
+class PaperRole(Role):
+    """The main process, or a sub-process."""
+
+    def __init__(self, spec: WorkerSpec, stage: Stage, layout: PaperLayout) -> None:
+        super().__init__(spec, stage)
+        self.layout = layout
+        self.keeps_requests = spec.rank == MAIN
+        self._runs_ahead = layout.runs_ahead(spec.info.num_layers)
+
+    def decider(self, seat: Seat, policy: SpeculationPolicy) -> Decider:
+        asked = not self._runs_ahead
+        return MainProcess(self.stage, self.layout.exit_layer, self.others, seat.send, seat.begin, asked, policy)
+
+    def helper(self, seat: Seat, head: AnyHead) -> Helper:
+        rank, begin = self.spec.rank, seat.begin
+        if self._runs_ahead:
+            return RunAheadSubProcess(self.stage, head, rank, seat.send, begin)
+        return SubProcess(self.stage, head, rank, self.others, self.layout.k, seat.send, begin, ranks_ahead=True)
+
+    def take_turn(self, seat: Seat, rows: int, is_alone: bool) -> None:
+        """A sub-process' machine knows what it runs."""
+
+    def release(self, seat: Seat) -> None:
+        """The next request takes the layers over."""
+
+
+class StagedRole(Role):
+    """A stage."""
+
+    tells_hits = False
+
+    def __init__(self, spec: WorkerSpec, stage: Stage, layout: StagedLayout) -> None:
+        super().__init__(spec, stage)
+        self.layout, self.rows = layout, layout.rows
+        self.follows, self.resends_to_peers = spec.rank != MAIN, spec.rank == MAIN
+        self._rows = self.row_stage = RowStage(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
+        self._calibration = ChanceCalibration()
+        if self._rows.joins_requests or spec.emulate is not None:
+            self.most_rows = max(layout.rows, self._rows.most_together)
+
+    def decider(self, seat: Seat, policy: SpeculationPolicy) -> Decider:
+        return LastStage(self._rows.another(), self.spec.info.num_layers, self.others, seat.send, seat.begin, policy)
+
+    def helper(self, seat: Seat, head: AnyHead) -> Helper:
+        layout, rank, stages, stage = self.layout, self.spec.rank, self.layout.num_processes, self._rows.another()
+        if rank != _FIRST:
+            return MiddleStage(stage, head, rank, stages, layout.k, seat.send, seat.begin)
+        return FirstStage(
+            stage,
+            head,
+            stages,
+            layout.k,
+            layout.rows,
+            seat.send,
+            seat.begin,
+            self._calibration,
+            layout.repetitions,
+            only_chains=self.spec.emulate is None and stage.most_together == 1,
+            row_cost=layout.row_cost,
+        )
+
+    def take_turn(self, seat: Seat, rows: int, is_alone: bool) -> None:
+        if isinstance(seat.machine, FirstStage | MiddleStage):
+            seat.machine.take_turn(rows, is_alone)
+
+    def release(self, seat: Seat) -> None:
+        if isinstance(seat.machine, FirstStage | MiddleStage | LastStage):
+            seat.begin = seat.machine.begin
+            seat.machine.stage.begin(0)  # gives its memory free
+
+
+def role_of(spec: WorkerSpec, stage: Stage) -> Role:
+    """The part in its layout of a worker with these layers."""
+    if isinstance(spec.layout, StagedLayout):
+        return StagedRole(spec, stage, spec.layout)
+    return PaperRole(spec, stage, spec.layout)
