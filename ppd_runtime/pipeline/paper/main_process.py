@@ -79,8 +79,6 @@ class MainProcess:
         """Layer passes on the path of the tokens."""
         self.recomputed_layer_passes = 0
         """Layer passes for entries that no sub-process delivered in time."""
-        self.cached_tokens = 0
-        """None: no prompt's entries are kept."""
         self._heard: defaultdict[int, _Heard] = defaultdict(_Heard)  # by position
         self._entries: dict[int, Tensor] = {}
         self._absences = dict.fromkeys(self.subs, 0)
@@ -109,6 +107,15 @@ class MainProcess:
         self.send(self.subs, End(MAIN, self.begin.request))
         if last is not None:
             self._tell_client(last, NOT_ASKED)
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of `PathStats`."""
+        return {
+            "main_layer_passes": self.layer_passes,
+            "main_recomputed_layer_passes": self.recomputed_layer_passes,
+            "asked": len(self.asked),
+            "foreseen": len(self.foreseen),
+        }
 
     def repeat(self, delivered: int) -> None:
         """Send the client again what follows the first `delivered` tokens behind the prompt."""

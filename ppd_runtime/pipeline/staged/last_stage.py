@@ -73,12 +73,8 @@ class LastStage:
         self._first_attempt = self.epoch + 1
         self.layer_passes = 0
         """Layer passes of this request, a row's as one token's."""
-        self.recomputed_layer_passes = 0
-        """None: what has to be computed again is among the others."""
         self.cached_tokens = 0
         """Of the prompt, those whose entries were kept from an earlier one when it ran first."""
-        self.asked = self.foreseen = frozenset[int]()
-        """None: the first stage counts."""
         self._delivered = len(begin.delivered)
         self._cancelled = self._again = False
         self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
@@ -107,6 +103,10 @@ class LastStage:
         """For all stages."""
         self.send(self.others, End(MAIN, self.begin.request))
         self.layer_passes = self.stage.layer_passes - passes_before
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of `PathStats`; the first stage counts what boundaries named."""
+        return {"main_layer_passes": self.layer_passes, "cached_tokens": self.cached_tokens}
 
     def repeat(self, delivered: int) -> None:
         """Send the client again what follows the first `delivered` tokens behind the prompt."""
