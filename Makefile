@@ -4,6 +4,8 @@ BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --maxfail 10 --durations 10
 
 SEED := $(shell date +%s)
+ROOMS := $(sort $(dir $(wildcard tests/*/test_*.py)))
+TESTS := tests/processes tests/families $(filter-out tests/processes/ tests/families/,$(ROOMS))  # the long files first, short ones fill up
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
 .PHONY: demo test check unit processes bench docs figures clean nightly nightly-tests nightly-faults nightly-endings \
@@ -13,7 +15,7 @@ demo: .venv/demo.stamp
 	$(BIN)/ppd demo
 
 test: check .venv/test.stamp
-	$(PYTEST) tests/processes tests/families tests/unit  # the long files first, short ones fill up
+	$(PYTEST) $(TESTS)
 
 check: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -23,7 +25,7 @@ check: .venv/test.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 unit: .venv/test.stamp
-	$(PYTEST) tests/unit tests/families
+	$(PYTEST) $(filter-out tests/processes,$(TESTS))
 
 processes: .venv/test.stamp
 	$(PYTEST) tests/processes
@@ -32,10 +34,10 @@ processes: .venv/test.stamp
 nightly: nightly-tests nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers
 
 nightly-tests: .venv/test.stamp
-	$(NIGHTLY) -m nightly tests/processes tests/families tests/unit
+	$(NIGHTLY) -m nightly $(TESTS)
 
 nightly-faults: .venv/test.stamp
-	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 tests/unit/test_faults.py
+	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 tests/client/test_faults.py
 
 nightly-endings: .venv/test.stamp
 	PPD_FAULTS=30 $(NIGHTLY) --timeout 0 -m nightly tests/processes/test_endings.py tests/processes/test_sigterm.py \
@@ -47,10 +49,10 @@ nightly-endurance: .venv/test.stamp
 	  --seed $(SEED)
 
 nightly-model-check: .venv/test.stamp
-	PPD_WALKS=5000 $(NIGHTLY) --timeout 0 tests/unit/test_model_check.py tests/unit/test_model_check_stages.py
+	PPD_WALKS=5000 $(NIGHTLY) --timeout 0 tests/pipeline/test_model_check.py tests/pipeline/test_model_check_stages.py
 
 nightly-fuzz: .venv/test.stamp
-	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/unit/test_server_schema.py tests/unit/test_server_bad_requests.py
+	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/server/test_server_schema.py tests/server/test_server_bad_requests.py
 	for target in decoding stream round_trip; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \
 	done

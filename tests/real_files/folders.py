@@ -1,7 +1,7 @@
 """Model folders, hub caches and GGUF files as transformers, huggingface_hub and llama.cpp's converter write them.
 
 A line of `OPENED` is a name and what makes the files; its tokens are transformers' own, from the same files. A line of
-`REFUSED` has the words of the refusal, too. `tests/unit/test_real_folders.py` runs all of them.
+`REFUSED` has the words of the refusal, too. `tests/models/test_real_folders.py` runs all of them.
 """
 
 import json

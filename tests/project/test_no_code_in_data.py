@@ -43,7 +43,7 @@ def test_no_tracked_file_turns_data_into_code() -> None:
     assert len(names) > 200
     found = {}
     for name in names:
-        if name != f"tests/unit/{Path(__file__).name}":
+        if name != f"tests/project/{Path(__file__).name}":
             allowed = ALLOWED.get(name, ("", ""))[0]
             content = (ROOT / name).read_bytes()
             bad = set() if b"\0" in content else found_in(content.decode(errors="replace")) - {allowed}
