@@ -24,7 +24,7 @@ import torch
 from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.socket_folder import SocketFolder
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import End, ExitState
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
@@ -94,10 +94,10 @@ def departures(series: Series, folder: str, cores: Sequence[int]) -> tuple[list[
     """Send a series; the moments before and after each send."""
     began, ended = [], []
     torch.set_num_threads(1)  # a worker's; a second one would wait for the same core in each copy of 32 KB and more
-    with on_cores(cores), _met(series, folder, MAIN, _RECEIVER, cores) as endpoint:
+    with on_cores(cores), _met(series, folder, DECIDER, _RECEIVER, cores) as endpoint:
         _await_receiver(endpoint)
         for number in range(series.count + _WARM_UP):
-            message = ExitState(MAIN, 1, number, torch.zeros(1, 1, series.num_bytes // 4, device=series.device))
+            message = ExitState(DECIDER, 1, number, torch.zeros(1, 1, series.num_bytes // 4, device=series.device))
             _wait_for(series.device)
             endpoint.receive(0)  # no message comes, but what its peer has taken is heard of
             began.append(time.perf_counter())
@@ -113,11 +113,11 @@ def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
     moments: dict[int, float] = {}
     on_gpu = 0
     torch.set_num_threads(1)
-    with on_cores(cores), _met(series, folder, _RECEIVER, MAIN, cores) as endpoint:
+    with on_cores(cores), _met(series, folder, _RECEIVER, DECIDER, cores) as endpoint:
         deadline = time.monotonic() + _SETTLE_S
         while getattr(endpoint, "is_opening", False) and time.monotonic() < deadline:
             endpoint.receive(_LOOK_EVERY_S)  # no message comes, but the collective transport's link opens
-        endpoint.send(MAIN, End(_RECEIVER, 1))
+        endpoint.send(DECIDER, End(_RECEIVER, 1))
         while len(moments) < series.count + _WARM_UP:
             message = endpoint.receive(_DEADLINE_S)
             if isinstance(message, ExitState) and series.device != "cpu":
@@ -128,7 +128,7 @@ def arrivals(series: Series, folder: str, cores: Sequence[int]) -> list[float]:
             if not isinstance(message, ExitState):
                 raise TimeoutError(f"{series}: the sender has said nothing for {_DEADLINE_S:.0f} s")
             moments[message.position] = now
-        endpoint.send(MAIN, End(_RECEIVER, 1))
+        endpoint.send(DECIDER, End(_RECEIVER, 1))
     check_link(series, on_gpu)
     return [moments[number] for number in sorted(moments)]
 

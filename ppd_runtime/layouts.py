@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 from ppd_runtime.checks import can_run_ahead
 
-MAIN = 0
+DECIDER = 0
 """Rank of the process that decides: the main process, or the last stage."""
 CLIENT = -1
 """Stands for the caller where ranks are told apart."""
 
 
 class _Layout(ABC):
-    """Processes with ranks from 0 to `num_processes` - 1, MAIN among them; layers are half-open ranges from 0."""
+    """Processes with ranks from 0 to `num_processes` - 1, DECIDER among them; layers are half-open ranges from 0."""
 
     k: int
     """Candidates for each token; of stages, at each boundary."""
@@ -84,17 +84,17 @@ class PaperLayout(_Layout):
 
     @property
     def needed(self) -> frozenset[int]:
-        return frozenset({MAIN})
+        return frozenset({DECIDER})
 
     def layers(self, rank: int, num_layers: int) -> tuple[int, int]:
-        return 0, num_layers if rank == MAIN else self.head_start(num_layers)
+        return 0, num_layers if rank == DECIDER else self.head_start(num_layers)
 
     def head_start(self, num_layers: int) -> int:
         return num_layers - self.exit_layer
 
     def candidates(self, rank: int) -> int:
         """Candidates that a process runs as one pass: its share of k, and 1 for the main process."""
-        return 1 if rank == MAIN else len(range(rank, self.k + 1, self.workers))
+        return 1 if rank == DECIDER else len(range(rank, self.k + 1, self.workers))
 
     def runs_ahead(self, num_layers: int) -> bool:
         """Whether the only sub-process reads exit states off its own layers, in a model of `num_layers` layers."""
@@ -119,7 +119,7 @@ class PaperLayout(_Layout):
 
 @dataclass(frozen=True)
 class StagedLayout(_Layout):
-    """Stages in a row, each with its own layers; the last one, MAIN, decides."""
+    """Stages in a row, each with its own layers; the last one, DECIDER, decides."""
 
     cuts: tuple[int, ...]
     rows: int

@@ -24,7 +24,7 @@ from ppd_runtime.launch.guessing_times import GuessingTimes
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_specs
-from ppd_runtime.layouts import CLIENT, MAIN, Layout, StagedLayout
+from ppd_runtime.layouts import CLIENT, DECIDER, Layout, StagedLayout
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.methods.turns import Turns
@@ -116,7 +116,7 @@ class PPDRuntime(TextGenerator):
         if self.launcher == "processes":
             transport_here(config.transport, self._specs)
         if TRANSPORTS[config.transport].device_tensors and config.one_host:
-            check_collective(self._specs[MAIN].device)
+            check_collective(self._specs[DECIDER].device)
         processes, here = self.layout.num_processes, config.one_host or self.launcher == "processes"
         pinned = here and self.launcher != "threads" and self.device == "cpu"  # CUDA and NCCL have threads of their own
         return CoreShare(processes, config.threads_per_worker, pinned)
@@ -156,12 +156,12 @@ class PPDRuntime(TextGenerator):
     @property
     def dtype(self) -> str:
         """The dtype of weights and passes, such as float32; what "auto" came to."""
-        return str(self._specs[MAIN].dtype).removeprefix("torch.")
+        return str(self._specs[DECIDER].dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
         """The kind of device that the workers run on, cpu or cuda; what "auto" came to."""
-        return self._specs[MAIN].device.partition(":")[0]
+        return self._specs[DECIDER].device.partition(":")[0]
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class PPDRuntime(TextGenerator):
     @property
     def layout(self) -> Layout:
         """How the processes share the layers. Cuts, rows and k of stages are chosen when the workers start."""
-        return self._specs[MAIN].layout
+        return self._specs[DECIDER].layout
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class PPDRuntime(TextGenerator):
     @property
     def main_cores(self) -> tuple[int, ...]:
         """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
-        return self._specs[MAIN].cores
+        return self._specs[DECIDER].cores
 
     def unwell(self) -> list[str]:
         """Who is needed and does not serve, by name; lost workers are replaced on the way."""
@@ -322,7 +322,7 @@ def _counts(call: RequestClient, workers: Workers, specs: list[WorkerSpec]) -> R
         misses=call.winners[MISS],
         stall_s=finished.path.stall_s,
         latency_s=finished.path.latency_s,
-        layer_passes={MAIN: finished.path.main_layer_passes, **passes},
+        layer_passes={DECIDER: finished.path.main_layer_passes, **passes},
         restarts=_restarts(workers, specs),
         serving=workers.supervisor.serving(),
     )

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from ppd_runtime.launch.threads import LocalWorkers, ThreadHandle
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Message, Shutdown
 from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.workers.worker import Worker
@@ -139,9 +139,9 @@ class ChaosEndpoint:
             return
         if self._fate.strikes("stopped"):
             time.sleep(LONGEST_STOP_S * self._fate.pick(1000) / 1000)
-        if self._fate.strikes("main_death" if self._address == MAIN else "death"):
+        if self._fate.strikes("main_death" if self._address == DECIDER else "death"):
             raise Killed
-        if self._address != MAIN and self._fate.strikes_all() > self._survived:
+        if self._address != DECIDER and self._fate.strikes_all() > self._survived:
             raise Killed
         if self._fate.strikes("raised"):
             self._speaks_its_last = True

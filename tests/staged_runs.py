@@ -7,7 +7,7 @@ from itertools import pairwise
 from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
 from ppd_runtime.pipeline.machine import Machine, WaitFor
@@ -40,7 +40,7 @@ class StagedRun:
         """Of the last stage, but the first."""
         for rank in self.others:
             self.network.add(rank, self._follower(rank))
-        self.network.add(MAIN, self._last(self.begin))
+        self.network.add(DECIDER, self._last(self.begin))
 
     @property
     def others(self) -> range:
@@ -61,13 +61,13 @@ class StagedRun:
 
     def lose(self, rank: int, introduced: bool = True) -> None:
         """Restart a stage, which then knows nothing; perhaps the last stage is told."""
-        if rank == MAIN:
+        if rank == DECIDER:
             self.restarts += 1
-            self.network.replace(MAIN, self._last(replace(self.begin, delivered=self.told, epoch=self.restarts)))
+            self.network.replace(DECIDER, self._last(replace(self.begin, delivered=self.told, epoch=self.restarts)))
             return
         self.network.replace(rank, self._follower(rank))
         if introduced:
-            self.network.send((MAIN,), Peers(CLIENT, 0, [rank], [""]))
+            self.network.send((DECIDER,), Peers(CLIENT, 0, [rank], [""]))
 
     def meddle(self, kind: type[Message], number: int, arriving: Callable[[Message], list[Message]]) -> None:
         """Have the message of this kind and number arrive as others."""
@@ -82,7 +82,7 @@ class StagedRun:
 
     def run(self) -> list[int]:
         """The tokens that the client has been told at the end."""
-        self.network.run(200_000, end=MAIN)
+        self.network.run(200_000, end=DECIDER)
         return self.told
 
     def _stage(self, place: int) -> RowStage:
@@ -99,7 +99,7 @@ class StagedRun:
         while not isinstance(message := (yield WaitFor(None)), Begin):
             if isinstance(message, Rows | PromptStates):
                 early.append(message)
-                self.network.send((MAIN,), Missing(rank, message.request, 0))
+                self.network.send((DECIDER,), Missing(rank, message.request, 0))
         self.network.deliver(rank, early)
         stage, size, send = self._stage(rank - 1), len(self.borders), self.network.send
         head = SharedHead(stage._stage, self.sampler)

@@ -9,7 +9,7 @@ from virtual_clock import Clock, VirtualExitHead, VirtualNetwork, VirtualProcess
 
 from ppd_runtime.checks import can_run_ahead
 from ppd_runtime.cost_model.theory import Times
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import MISS, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -117,18 +117,18 @@ def simulate_runs(setting: Setting, match_rate: float, runs: int, seed: int = 0)
 
 def _add_main(network: VirtualNetwork, setting: Setting, seed: int) -> MainProcess:
     params = SamplingParams(max_new_tokens=setting.num_new_tokens)
-    clock = _clock(setting, MAIN, seed)
+    clock = _clock(setting, DECIDER, seed)
     stage = VirtualStage(clock, setting.num_layers, setting.times.head)
-    send, asked = partial(network.send, MAIN), not setting.runs_ahead
+    send, asked = partial(network.send, DECIDER), not setting.runs_ahead
     main = MainProcess(stage, setting.exit_layer, _ranks(setting), send, _begin(setting), asked)
     machine = main.decode(VirtualSampler(params), StopRule(params, frozenset(), None))
-    network.processes[MAIN] = VirtualProcess(clock, machine)
+    network.processes[DECIDER] = VirtualProcess(clock, machine)
     return main
 
 
 def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequence[int], seed: int) -> _Sub:
     clock = _clock(setting, rank, seed)
-    clock.now = network.hop_between(MAIN, rank)  # it begins when the request reaches it
+    clock.now = network.hop_between(DECIDER, rank)  # it begins when the request reaches it
     stage = VirtualStage(clock, setting.num_layers - setting.exit_layer, width=setting.width_of(rank))
     head = VirtualExitHead(clock, setting.times.exit_head, winners)
     send, begin = partial(network.send, rank), _begin(setting)
@@ -157,7 +157,7 @@ def _begin(setting: Setting) -> Begin:
 
 def _result(network: VirtualNetwork, main: MainProcess, subs: Sequence[_Sub]) -> Simulated:
     winners = [message.winner for message in network.to_client if isinstance(message, Token)]
-    process = network.processes[MAIN]
+    process = network.processes[DECIDER]
     return Simulated(
         time=process.clock.now,
         hits=sum(winner > MISS for winner in winners),

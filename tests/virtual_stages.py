@@ -16,7 +16,7 @@ from virtual_clock import Clock, VirtualNetwork, VirtualProcess, VirtualSampler
 
 from ppd_runtime.checks import stage_layers
 from ppd_runtime.cost_model import staged
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Machine
 from ppd_runtime.pipeline.messages import Begin, Message, Token
@@ -111,8 +111,8 @@ class Machines:
             self.repetitions,
             row_cost=self.row_cost,
         )
-        last = LastStage(self.stages[-1], self.num_layers, range(1, size), partial(send, MAIN), begin)
-        machines: dict[int, Machine] = {1: first.serve(), MAIN: last.decode(sampler, stop)}
+        last = LastStage(self.stages[-1], self.num_layers, range(1, size), partial(send, DECIDER), begin)
+        machines: dict[int, Machine] = {1: first.serve(), DECIDER: last.decode(sampler, stop)}
         for rank in range(2, size):
             between = self.stages[rank - 1], self.heads[rank - 1]
             machines[rank] = MiddleStage(*between, rank, size, self.k, partial(send, rank), begin).serve()

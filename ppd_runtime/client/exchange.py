@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ppd_runtime.launch.base import Workers
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import Failed, Message
 
 _SLICE_S = 0.02  # so long a call listens before it lets others send
@@ -131,7 +131,7 @@ class MessageExchange:
         if isinstance(message, Failed):
             self.supervisor.note_words(message.sender, message.error)
             return
-        if message.sender == MAIN:
+        if message.sender == DECIDER:
             self.heard_at = time.monotonic()
         if (inbox := self._inboxes.get(message.request)) is not None:
             inbox.append(message)

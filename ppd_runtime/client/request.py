@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ppd_runtime.client.ending import CANCELLED, Ending
 from ppd_runtime.client.exchange import MessageExchange
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
@@ -124,7 +124,7 @@ class RequestClient:
         """
         self._exchange.open(self._begin.request)
         self._exchange.check()
-        self._main_starts, self._began = self._supervisor.starts(MAIN), time.monotonic()
+        self._main_starts, self._began = self._supervisor.starts(DECIDER), time.monotonic()
         self._ask()
         while self.reports.finished is None:
             message = self._next_message()
@@ -144,7 +144,7 @@ class RequestClient:
                 self._delivered.append(token.token_id)
                 self._refusals = 0
                 self.winners[token.winner] += 1
-                self._supervisor.note_success(MAIN)
+                self._supervisor.note_success(DECIDER)
                 yield token
 
     def cancel(self) -> None:
@@ -173,7 +173,7 @@ class RequestClient:
             self._supervisor.note_success(rank)
 
     def _awaited(self) -> list[int]:
-        heard = {MAIN, *self.reports.of_workers}
+        heard = {DECIDER, *self.reports.of_workers}
         return [rank for rank in self._supervisor.expected() if rank not in heard]
 
     def _is_next(self, message: Token) -> bool:
@@ -231,7 +231,7 @@ class RequestClient:
             if message is None and now >= self._end_at:  # it is stopped, or in a long pass, and will hear later
                 return self._cut_short()
             if message is not None:
-                if message.sender == MAIN:
+                if message.sender == DECIDER:
                     self._heard_at, self._patience = now, _ASK_AGAIN_S
                     self._ask_at = now + self._patience
                 return message
@@ -243,15 +243,15 @@ class RequestClient:
         """Look after the workers, and ask again where there is a new main process or a long silence."""
         self._check_at = now + _CHECK_EVERY_S
         self._exchange.check()
-        if not self._supervisor.is_serving(MAIN):
+        if not self._supervisor.is_serving(DECIDER):
             self._heard_at = now  # its start has a deadline of its own
-        elif (starts := self._supervisor.starts(MAIN)) != self._main_starts:
+        elif (starts := self._supervisor.starts(DECIDER)) != self._main_starts:
             self._main_starts, self._heard_at = starts, now
             self.restarts += 1
             self._ask()
         elif now - max(self._heard_at, self._exchange.heard_at) > (deadline := _SILENCE_DEADLINE_S * 2**self._silences):
             self._heard_at, self._silences = now, self._silences + 1
-            self._supervisor.replace(MAIN, f"it has said nothing for {deadline:.0f} s")
+            self._supervisor.replace(DECIDER, f"it has said nothing for {deadline:.0f} s")
         elif now >= self._ask_at:
             self._ask()
 
@@ -260,7 +260,7 @@ class RequestClient:
         question: Message = Cancel(CLIENT, self._begin.request)
         if not self._cancelled:
             question = replace(self._begin, delivered=list(self._delivered), epoch=self.restarts)
-        self._exchange.send(MAIN, question)
+        self._exchange.send(DECIDER, question)
         now = time.monotonic()
         self._heard_at = self._heard_at or now
         self._ask_at = now + self._patience

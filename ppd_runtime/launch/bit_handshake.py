@@ -1,6 +1,6 @@
 """Whether all workers of a runtime compute the same bits: one that does not may not serve."""
 
-from ppd_runtime.layouts import MAIN, Layout
+from ppd_runtime.layouts import DECIDER, Layout
 from ppd_runtime.workers.bits import Bits
 
 
@@ -16,7 +16,7 @@ class BitHandshake:
 
     def check(self, rank: int, bits: Bits) -> None:
         """Take in a worker that is ready; RuntimeError, naming both machines, where another's bits are not its own."""
-        for other in [MAIN] if MAIN in self._known else list(self._known):
+        for other in [DECIDER] if DECIDER in self._known else list(self._known):
             if names := bits.different(self._known[other]):
                 whom = "its first start" if other == rank else self._layout.named(other)
                 raise RuntimeError(

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from ppd_runtime.host import free_memory_bytes
 from ppd_runtime.launch.gpus import free_bytes
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
@@ -30,7 +30,7 @@ def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
 
     What lies on one device shares its memory. None, for any number, where the stages are not here or are none.
     """
-    main = specs[MAIN]
+    main = specs[DECIDER]
     if not main.layout.cuts or not are_here or (main.device.startswith("cuda") and not torch.cuda.is_available()):
         return None
     layers = Counter[str]()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.launch.cache_room import layer_entry_bytes
 from ppd_runtime.launch.gpus import free_bytes
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.trained.heads import HeadInfo
@@ -53,7 +53,7 @@ def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], conf
     for rank, gpu in gpus.items():
         of_gpus[gpu.host, gpu.number].append(rank)
     tokens = (config.max_cache_tokens or 0) + config.prefix_tokens
-    entries = layer_entry_bytes(model_config(specs[MAIN].info.folder), specs[MAIN].dtype) if gpus else 0
+    entries = layer_entry_bytes(model_config(specs[DECIDER].info.folder), specs[DECIDER].dtype) if gpus else 0
     for ranks in of_gpus.values():
         here = [specs[rank] for rank in ranks]
         weights = sum(map(_weights, here))
@@ -72,6 +72,6 @@ def _weights(spec: WorkerSpec) -> int:
     """What a worker's layers and heads take."""
     tokens = len(spec.guess_tokens)
     own = weight_bytes(spec.info, spec.first_layer, spec.num_layers, spec.dtype, tokens)
-    if spec.rank == MAIN or not isinstance(spec.exit_head, HeadInfo):
+    if spec.rank == DECIDER or not isinstance(spec.exit_head, HeadInfo):
         return own
     return own + spec.exit_head.num_weights(tokens) * spec.dtype.itemsize

@@ -14,7 +14,7 @@ from ppd_runtime import __version__
 from ppd_runtime.config import AUTO
 from ppd_runtime.files.cache_folder import capabilities
 from ppd_runtime.files.findings import note, noted
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.speculation_policy import Growth
@@ -37,7 +37,7 @@ class GuessingTimes:
         # of a model or a device that cannot be read workers say so
         with contextlib.suppress(ValueError, OSError, RuntimeError, AssertionError):
             if _are_kept(specs):
-                self._about, self._growth = _about(specs), Growth(specs[MAIN].heavy_length)
+                self._about, self._growth = _about(specs), Growth(specs[DECIDER].heavy_length)
         self._seconds: tuple[float, ...] = ()
         self._noted_at = time.monotonic()
 
@@ -68,11 +68,11 @@ class GuessingTimes:
 def _are_kept(specs: Sequence[WorkerSpec]) -> bool:
     """Whether another run could use them: not those of emulated devices and of heads for tests."""
     heads = all(isinstance(spec.exit_head, str | HeadInfo) for spec in specs)
-    return specs[MAIN].speculation == AUTO and specs[MAIN].emulate is None and heads
+    return specs[DECIDER].speculation == AUTO and specs[DECIDER].emulate is None and heads
 
 
 def _about(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    main = specs[MAIN]
+    main = specs[DECIDER]
     return {
         "machine": [platform.machine(), *capabilities(torch.device(main.device.partition(":")[0]))],
         "versions": [torch.__version__, __version__],

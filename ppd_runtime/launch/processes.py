@@ -20,7 +20,7 @@ from ppd_runtime.launch.fork_server import (
 )
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers import entry
@@ -54,7 +54,7 @@ class ProcessWorkers:
         self._closed = False
         self._servers: list[ForkServer] = []  # the last one serves
         self._networks = make_networks(transport, self._folder.path, bind_interface, [CLIENT, *self._specs])
-        self.supervisor = Supervisor(specs[MAIN].layout, self._spawn, most_restarts, self._introduce)
+        self.supervisor = Supervisor(specs[DECIDER].layout, self._spawn, most_restarts, self._introduce)
         try:
             self.endpoint: Endpoint = open_endpoint(self._networks[CLIENT], CLIENT)
             self._introductions = Introductions(self.endpoint)

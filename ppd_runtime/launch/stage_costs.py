@@ -17,7 +17,7 @@ from ppd_runtime.files.cache_folder import capabilities, with_way_out
 from ppd_runtime.files.findings import kept_finding
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.layouts import MAIN, StagedLayout
+from ppd_runtime.layouts import DECIDER, StagedLayout
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
@@ -44,7 +44,7 @@ def with_layout(
     The stages' devices are taken to be alike, and like this process'. Where it has none of their kind, or nothing can
     be measured or kept, cuts are even, passes have one row, and rows that are given are taken to cost nothing.
     """
-    main, stages = specs[MAIN], given.num_processes
+    main, stages = specs[DECIDER], given.num_processes
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
     costs = _emulated_costs(main.emulate) if main.emulate else None
     if main.emulate is None and not (cuts and config.rows == 1):

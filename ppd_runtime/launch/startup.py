@@ -16,7 +16,7 @@ from ppd_runtime.launch.stage_costs import with_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.launch.threads import LocalWorkers
 from ppd_runtime.launch.worker_specs import all_code_kinds
-from ppd_runtime.layouts import MAIN, StagedLayout
+from ppd_runtime.layouts import DECIDER, StagedLayout
 from ppd_runtime.models.compiling import code_for, wants_code
 from ppd_runtime.models.opening import share_weights
 from ppd_runtime.transport.sockets import choose_transport
@@ -40,7 +40,7 @@ def check_ray(config: RuntimeConfig) -> None:
 def transport_here(transport: str, specs: Sequence[WorkerSpec]) -> str:
     """What is used for a setting where every worker is on this host and knows its device."""
     devices = {spec.device for spec in specs}
-    return choose_transport(transport, specs[MAIN].device.startswith("cuda"), len(devices) == len(specs))
+    return choose_transport(transport, specs[DECIDER].device.startswith("cuda"), len(devices) == len(specs))
 
 
 def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> Workers:
@@ -64,11 +64,11 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     on how stages are cut, as soon as it is known.
     """
     gpus_are_known = launcher != "ray"  # whose actors learn theirs when they are there
-    layout = specs[MAIN].layout
+    layout = specs[DECIDER].layout
     cuts_matter = isinstance(layout, StagedLayout) and len({spec.device for spec in specs}) > 1
     if gpus_are_known and not cuts_matter:
         check_gpus(specs, config)
-    main = specs[MAIN]
+    main = specs[DECIDER]
     if wants_code(config.compile, main.device) and _sees_device(main):
         try:
             code = code_for(config.compile, main.info, main.dtype, main.device, all_code_kinds(specs), progress)

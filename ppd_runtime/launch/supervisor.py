@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ppd_runtime.launch.bit_handshake import BitHandshake
-from ppd_runtime.layouts import MAIN, Layout
+from ppd_runtime.layouts import DECIDER, Layout
 from ppd_runtime.workers.bits import Bits
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Supervisor:
 
     def note_success(self, rank: int) -> None:
         """A worker has been of use (the main process: all that are needed): its losses in a row count from 0 again."""
-        for useful in self._layout.needed if rank == MAIN else (rank,):
+        for useful in self._layout.needed if rank == DECIDER else (rank,):
             if post := self._posts.get(useful):
                 post.losses, post.silent = 0, False
 

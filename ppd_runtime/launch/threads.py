@@ -8,7 +8,7 @@ import torch
 
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.supervisor import Progress, Supervisor
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Shutdown
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
@@ -30,7 +30,7 @@ class LocalWorkers:
         self._progress: Progress = progress
         self.endpoint: Endpoint = self._network.endpoint(CLIENT)
         introduce = Introductions(self.endpoint).introduce
-        self.supervisor = Supervisor(specs[MAIN].layout, self._spawn, most_restarts, introduce)
+        self.supervisor = Supervisor(specs[DECIDER].layout, self._spawn, most_restarts, introduce)
         self.supervisor.start(progress)
 
     def _spawn(self, rank: int) -> "ThreadHandle":

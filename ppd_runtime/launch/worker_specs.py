@@ -10,7 +10,7 @@ from ppd_runtime.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.config import SHARED, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
-from ppd_runtime.layouts import MAIN, Layout, PaperLayout, StagedLayout
+from ppd_runtime.layouts import DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.config import heavy_length, model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
@@ -67,7 +67,7 @@ def _head_of(spec: WorkerSpec, heads: Heads) -> str | HeadInfo | OracleHead:
         return heads
     if isinstance(spec.layout, PaperLayout):
         return next(iter(heads.values()), SHARED)
-    return SHARED if spec.rank == MAIN else heads.get(spec.num_layers, SHARED)
+    return SHARED if spec.rank == DECIDER else heads.get(spec.num_layers, SHARED)
 
 
 def paper_layout(config: RuntimeConfig, exit_layer: int, dtype: torch.dtype) -> PaperLayout:
@@ -164,7 +164,7 @@ def worker_specs(
             device=devices[rank],
             threads=config.threads_per_worker,
             emulate=emulate,
-            guess_tokens=() if rank == MAIN else guess_tokens,
+            guess_tokens=() if rank == DECIDER else guess_tokens,
             speculation=config.speculation,
             heavy_length=heavy,
             prefix_cache_tokens=config.prefix_tokens,

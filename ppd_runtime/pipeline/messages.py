@@ -5,7 +5,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, unpacked
 from ppd_runtime.pipeline.fields import (
     AsRecord,
@@ -255,7 +255,7 @@ class Finished(Message):
     @staticmethod
     def cut_short(request: int, num_tokens: int = 0, latency_s: float = 0.0) -> "Finished":
         """The end of a cancelled request that no main process tells more of: other times, and passes, are unknown."""
-        return Finished(MAIN, request, "cancelled", num_tokens, PathStats(latency_s))
+        return Finished(DECIDER, request, "cancelled", num_tokens, PathStats(latency_s))
 
 
 @dataclass(frozen=True, slots=True)

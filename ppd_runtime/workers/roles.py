@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from ppd_runtime.layouts import MAIN, PaperLayout, StagedLayout
+from ppd_runtime.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, TrainedHead
@@ -72,7 +72,7 @@ class PaperRole(Role):
     def __init__(self, spec: WorkerSpec, stage: Stage, layout: PaperLayout) -> None:
         super().__init__(spec, stage)
         self.layout = layout
-        self.keeps_requests = spec.rank == MAIN
+        self.keeps_requests = spec.rank == DECIDER
         self._runs_ahead = layout.runs_ahead(spec.info.num_layers)
 
     def decider(self, seat: Seat, policy: SpeculationPolicy) -> Decider:
@@ -100,7 +100,7 @@ class StagedRole(Role):
     def __init__(self, spec: WorkerSpec, stage: Stage, layout: StagedLayout) -> None:
         super().__init__(spec, stage)
         self.layout, self.rows = layout, layout.rows
-        self.follows, self.resends_to_peers = spec.rank != MAIN, spec.rank == MAIN
+        self.follows, self.resends_to_peers = spec.rank != DECIDER, spec.rank == DECIDER
         self._rows = self.row_stage = RowStage(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
         self._calibration = ChanceCalibration()
         if self._rows.joins_requests or spec.emulate is not None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.machine import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import NOT_ASKED, Begin, Entries, Finished, HeadStart, Message, Rows, Token, Tokens
 from ppd_runtime.pipeline.paper.main_process import MainProcess
@@ -111,7 +111,7 @@ class Seat:
     def show_progress(self) -> None:
         """The client asks again: tell it, from time to time, that there were passes, as while a long prompt is read."""
         now, computed_s = time.perf_counter(), self.recorder.computed_s
-        if self._rank == MAIN and now - self._told > _SILENCE_S and computed_s > self._told_computed_s:
+        if self._rank == DECIDER and now - self._told > _SILENCE_S and computed_s > self._told_computed_s:
             self._told, self._told_computed_s = now, computed_s
             self._deliver(CLIENT, Tokens(self._rank, self.begin.request, 0, [], []))
 

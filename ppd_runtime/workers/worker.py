@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiled.graphs import current_device
@@ -75,14 +75,14 @@ class Worker:
                 spec.first_layer,
                 spec.guess_tokens,
             )
-            head = None if spec.rank == MAIN else spec.exit_head
+            head = None if spec.rank == DECIDER else spec.exit_head
             self._trained_head = (
                 load_head(head, self.stage.model, spec.guess_tokens) if isinstance(head, HeadInfo) else None
             )
             self._final_head = self.stage.head_over(self._trained_head.final) if self._trained_head else None
             self._role = role_of(spec, self.stage)
         self._refusals = Refusals(spec, MessageValidator(self.stage, spec))
-        self._tokenizer = load_tokenizer(spec.info) if spec.rank == MAIN else None
+        self._tokenizer = load_tokenizer(spec.info) if spec.rank == DECIDER else None
         self._policy = spec.new_policy()
         self._joint = JointPasses(self.stage, self._role.row_stage)
         self._requests = OpenRequests()
@@ -207,7 +207,7 @@ class Worker:
         elif sitting is not None and self._role.keeps_requests:  # asked, or attempted, once more
             sitting.show_progress()
             self._step(sitting, message)
-        elif self.spec.rank != MAIN:
+        elif self.spec.rank != DECIDER:
             self._ask_for(message)
         else:
             self._answer(message)
@@ -235,7 +235,7 @@ class Worker:
         self._policy.together(len(self._seats))
         seat.last_turn = self._turns
         sampler = TimedSampler(begin.params, seat.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
-        seat.running = self._decode(seat, sampler) if self.spec.rank == MAIN else self._help(seat, sampler)
+        seat.running = self._decode(seat, sampler) if self.spec.rank == DECIDER else self._help(seat, sampler)
         self._resume(seat, None)
         self._compute()
         for message in due:
@@ -285,7 +285,7 @@ class Worker:
             seat.report(machine)
         self._past[seat.begin.request] = seat
         self._leave(seat)
-        if self.spec.rank != MAIN:
+        if self.spec.rank != DECIDER:
             seat.machine = None
 
     def _leave(self, seat: Seat) -> None:
@@ -309,12 +309,12 @@ class Worker:
         request = message.request
         if isinstance(message, Begin) and self._role.follows and request in self._past:
             epoch = self._past[request].begin.epoch
-            self._endpoint.send(MAIN, Missing(self.spec.rank, request, 0, epoch))
+            self._endpoint.send(DECIDER, Missing(self.spec.rank, request, 0, epoch))
         if request not in self._requests or request in self._past:
             return
         if isinstance(message, Token | ExitState | CatchUp | PromptStates | Rows):
             if self._unknown % _ASK_AGAIN == 0:
-                self._endpoint.send(MAIN, Missing(self.spec.rank, request, 0))
+                self._endpoint.send(DECIDER, Missing(self.spec.rank, request, 0))
             self._unknown += 1
             if isinstance(message, PromptStates | Rows):
                 self._early.append(message)

@@ -11,7 +11,7 @@ from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.pipeline.messages import Begin, Cancel, Finished, Message, Token
 from ppd_runtime.sampling_params import SamplingParams
@@ -152,7 +152,7 @@ class _NewMain:
 
     def __init__(self, answers: bool = True) -> None:
         self.answers = answers
-        self.told: list[Message] = [Token(MAIN, 1, 1, 7, 0), Token(MAIN, 1, 2, 8, 0)]
+        self.told: list[Message] = [Token(DECIDER, 1, 1, 7, 0), Token(DECIDER, 1, 2, 8, 0)]
         self.cancels = 0
         self.endpoint = self.supervisor = self
 

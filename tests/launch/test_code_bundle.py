@@ -10,7 +10,7 @@ import torch
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import startup
-from ppd_runtime.layouts import MAIN, PaperLayout
+from ppd_runtime.layouts import DECIDER, PaperLayout
 from ppd_runtime.models import compiling
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import code_bundle
@@ -86,9 +86,9 @@ def test_a_program_without_a_gpu_leaves_compiling_to_a_worker(
     compiled: list[str] = []
     monkeypatch.setattr(compiling, "compile_ahead", lambda *arguments: compiled.append("here") or {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    spec = WorkerSpec(MAIN, PaperLayout(1, 2, 1), describe(str(model_folder("llama"))), torch.bfloat16, "cuda", 1)
+    spec = WorkerSpec(DECIDER, PaperLayout(1, 2, 1), describe(str(model_folder("llama"))), torch.bfloat16, "cuda", 1)
     config = RuntimeConfig(compile=True, device="cuda", bind_interface="10.0.0.1")
-    assert startup.prepare([spec, replace(spec, rank=1)], config, "ray", compiled.append)[MAIN].code == {}
+    assert startup.prepare([spec, replace(spec, rank=1)], config, "ray", compiled.append)[DECIDER].code == {}
     assert compiled == []
 
 
@@ -104,10 +104,10 @@ def test_a_program_that_lacks_what_compiling_needs_leaves_it_to_workers_on_other
     monkeypatch.setattr(compiling, "compile_ahead", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(startup, "share_weights", refuse if interface else lambda *_: None)
-    spec = WorkerSpec(MAIN, PaperLayout(1, 2, 1), describe(str(model_folder("llama"))), torch.bfloat16, "cuda", 1)
+    spec = WorkerSpec(DECIDER, PaperLayout(1, 2, 1), describe(str(model_folder("llama"))), torch.bfloat16, "cuda", 1)
     config = RuntimeConfig(compile=True, device="cuda", bind_interface=interface)
     if interface is None:
         with pytest.raises(ValueError, match="no toolkit"):
             startup.prepare([spec], config, "ray", lambda line: None)
     else:
-        assert startup.prepare([spec], config, "ray", lambda line: None)[MAIN].code == {}
+        assert startup.prepare([spec], config, "ray", lambda line: None)[DECIDER].code == {}

@@ -23,7 +23,7 @@ from benchmarks import hop
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
@@ -223,11 +223,11 @@ def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monk
 def test_what_leaves_a_gpu_goes_by_pinned_memory() -> None:
     """In one piece, with the same bytes; what is on the CPU leaves from where it lies."""
     hidden = torch.arange(24.0).view(1, 4, 6)[:, :, :5]
-    wanted = [bytes(frame) for frame in encode(ExitState(MAIN, 1, 2, hidden.contiguous()))]
+    wanted = [bytes(frame) for frame in encode(ExitState(DECIDER, 1, 2, hidden.contiguous()))]
     with NewTensors() as new:
-        assert [bytes(frame) for frame in encode(ExitState(MAIN, 1, 2, on_gpu(hidden, 1)))] == wanted
+        assert [bytes(frame) for frame in encode(ExitState(DECIDER, 1, 2, on_gpu(hidden, 1)))] == wanted
         assert new.pinned == 1
-        encode(ExitState(MAIN, 1, 2, hidden))
+        encode(ExitState(DECIDER, 1, 2, hidden))
         assert new.pinned == 1
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import ppd_runtime.launch.supervisor
 from ppd_runtime.launch.supervisor import Supervisor
-from ppd_runtime.layouts import MAIN, PaperLayout
+from ppd_runtime.layouts import DECIDER, PaperLayout
 from ppd_runtime.workers.bits import NO_BITS, Bits
 
 
@@ -66,7 +66,7 @@ def test_a_lost_worker_has_a_successor_and_the_others_stay(stage, caplog):
     assert not stage.supervisor.is_serving(1)
     stage.supervisor.check()
     stage.supervisor.check()
-    assert [len(stage.of(rank)) for rank in (MAIN, 1, 2)] == [1, 2, 1]
+    assert [len(stage.of(rank)) for rank in (DECIDER, 1, 2)] == [1, 2, 1]
     assert stage.of(1)[0].ended
     assert stage.supervisor.is_serving(1)
     assert stage.supervisor.starts(1) == 2
@@ -94,7 +94,7 @@ def test_words_that_come_late_are_not_the_next_lifes(stage, caplog):
     assert caplog.messages[-1].endswith(": signal 9 ended it")
 
 
-@pytest.mark.parametrize("rank", [MAIN, 1])
+@pytest.mark.parametrize("rank", [DECIDER, 1])
 def test_too_many_losses_in_a_row(stage, caplog, rank):
     for _ in range(2):
         stage.of(rank)[-1].end = "it fell"
@@ -102,7 +102,7 @@ def test_too_many_losses_in_a_row(stage, caplog, rank):
         stage.supervisor.check()
         stage.supervisor.check()
     stage.of(rank)[-1].end = "it fell"
-    if rank == MAIN:
+    if rank == DECIDER:
         with pytest.raises(RuntimeError, match="the main process failed, after 2 restarts: it fell"):
             stage.supervisor.check()
     else:
@@ -125,7 +125,7 @@ def test_a_life_with_other_bits_is_refused_at_the_start_and_as_a_successor(monke
     assert [refused in message for message in caplog.messages] == [False, True, True]
     assert all(worker.ended for worker in stage.of(2))
     assert [worker.serves for worker in stage.of(2)] == [True, False, False]
-    assert stage.supervisor.serving() == [MAIN, 1]
+    assert stage.supervisor.serving() == [DECIDER, 1]
     others = iter([Bits("a", {"head": "0"}), Bits("b", {"head": "1"})])
     monkeypatch.setattr(Puppet, "bits", property(lambda self: next(others)))
     with pytest.raises(RuntimeError, match="sub-process 1 failed to start: it computes other bits"):
@@ -134,11 +134,11 @@ def test_a_life_with_other_bits_is_refused_at_the_start_and_as_a_successor(monke
 
 def test_success_between_losses_is_forgiveness(stage):
     for _ in range(10):
-        stage.of(MAIN)[-1].end = "it fell"
+        stage.of(DECIDER)[-1].end = "it fell"
         for _ in range(3):
             stage.supervisor.check()
-        stage.supervisor.note_success(MAIN)
-    assert stage.supervisor.starts(MAIN) == 11
+        stage.supervisor.note_success(DECIDER)
+    assert stage.supervisor.starts(DECIDER) == 11
 
 
 def test_a_successor_that_cannot_start_counts_too(stage, caplog):
@@ -198,9 +198,9 @@ def test_one_that_is_too_slow_to_start_is_named(monkeypatch):
 
 def test_nobody_waits_for_a_silent_one_until_it_speaks(stage):
     stage.supervisor.note_silence(2)
-    assert stage.supervisor.expected() == [MAIN, 1]
+    assert stage.supervisor.expected() == [DECIDER, 1]
     stage.supervisor.note_success(2)
-    assert stage.supervisor.expected() == [MAIN, 1, 2]
+    assert stage.supervisor.expected() == [DECIDER, 1, 2]
 
 
 def test_stopping_ends_everybody(stage):
@@ -227,7 +227,7 @@ def test_a_life_that_the_system_refuses_is_a_loss(stage, caplog):
         stage.supervisor.check()
     words = "decoding goes on without it: sub-process 1 cannot be started: BlockingIOError: [Errno 11] Resource temp"
     assert words in caplog.messages[-1]
-    assert stage.supervisor.serving() == [MAIN, 2]
+    assert stage.supervisor.serving() == [DECIDER, 2]
 
 
 def test_nobody_is_looked_after_once_all_are_dismissed(stage):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from model_check.essence import Essence
 from model_check.invariants import check_process
 from model_check.processes import Process, Scenario, start_client, start_worker, without_counts
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Message
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.staged.last_stage import LastStage
@@ -166,4 +166,4 @@ class Messages:
 
 def name_of(address: int) -> str:
     """What a counterexample calls a process."""
-    return {CLIENT: "client", MAIN: "main"}.get(address, f"sub {address}")
+    return {CLIENT: "client", DECIDER: "main"}.get(address, f"sub {address}")

@@ -20,7 +20,7 @@ from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from model_check.toy_rows import BoundaryPattern, ToyRows
 from ppd_runtime.client import exchange
 from ppd_runtime.client import request as calls
-from ppd_runtime.layouts import CLIENT, MAIN, Layout, PaperLayout, StagedLayout
+from ppd_runtime.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -90,7 +90,7 @@ class Scenario:
         return PaperLayout(self.k, self.model.exit_layer, self.workers, self.run_ahead)
 
     def _head(self, rank: int) -> OracleHead:
-        if self.cuts and rank != MAIN:
+        if self.cuts and rank != DECIDER:
             return BoundaryPattern((), 0.0, VOCAB, 0, self.model, rank, self.cuts[rank - 1])
         return PatternHead((), 0.0, VOCAB, model=self.model)
 
@@ -178,7 +178,7 @@ class _Supervisor:
     lives_seen: int = 1
 
     def starts(self, rank: int) -> int:
-        return self.process.main_lives if rank == MAIN else 1
+        return self.process.main_lives if rank == DECIDER else 1
 
     def is_serving(self, rank: int) -> bool:
         return True
@@ -273,7 +273,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
     def load_stage(info: ModelInfo, last: int, *rest: object) -> ToyStage | ToyRows:
         if scenario.cuts:
             return ToyRows(scenario.model, scenario.spec(rank).first_layer, last)
-        return (MainStage if rank == MAIN else ToyStage)(scenario.model, last)
+        return (MainStage if rank == DECIDER else ToyStage)(scenario.model, last)
 
     process = Process(serve)
     with patch.object(worker, "load_stage", load_stage), patch.object(roles, "RowStage", lambda stage, *_: stage):

@@ -7,7 +7,7 @@ from random import Random
 
 from model_check.automaton import NOTHING, Violation
 from model_check.system import Move, State, System
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import MISS, Token
 
 _MOST_MOVES = 5_000  # of a path; attempts are numbered, so that stages do nothing twice
@@ -169,7 +169,7 @@ def _check_end(system: System, path: list[Move], moves: list[Move]) -> None:
 def check_hits(system: System, path: list[Move], moves: list[Move], hits_behind: int) -> None:
     """Every early start has to be in time behind so many new tokens, where all candidates are right."""
     for move in moves:
-        for token in (system.messages[number] for address, number in move.sent if address > MAIN):
+        for token in (system.messages[number] for address, number in move.sent if address > DECIDER):
             behind = system.scenario.model.prompt_length + hits_behind
             if isinstance(token, Token) and token.position >= behind and token.winner == MISS:
                 raise counterexample(system, [*path, move], f"no early start of the token at {token.position}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from model_check.automaton import NOTHING, Automaton, Messages, Node, Violation, name_of
 from model_check.processes import Scenario
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Peers
 
 DEAD = -1
@@ -73,7 +73,7 @@ class System:
 
     def new_tokens(self, state: State) -> int:
         """That the main process has chosen or been told."""
-        progress = 0 if state.nodes[MAIN] == DEAD else self._node(state, MAIN).progress
+        progress = 0 if state.nodes[DECIDER] == DEAD else self._node(state, DECIDER).progress
         return progress - self.scenario.model.prompt_length
 
     def moves(self, state: State) -> list[Move]:
@@ -89,20 +89,20 @@ class System:
         """
         if self.reduces and not state.faults and (alone := self._independent(state)):
             return alone
-        subs = range(self.client - 1, MAIN, -1)
+        subs = range(self.client - 1, DECIDER, -1)
         options = [
             self._option(state, index, sender)
             for index in (self.client, *subs)
             for sender in self._offers(state, index)
         ]
         options += [self._option(state, index, NOTHING) for index in subs if self._is_impatient(state, index)]
-        options += self._all_offers(state, MAIN)
+        options += self._all_offers(state, DECIDER)
         births = self.births(state)
-        if not options and state.nodes[MAIN] != DEAD and not self.is_over(state):
+        if not options and state.nodes[DECIDER] != DEAD and not self.is_over(state):
             if not self.scenario.cuts:
                 options.append(self._option(state, self.client, NOTHING))
             elif not births:
-                options.append(self._option(state, MAIN if self._waits(state, MAIN) else self.client, NOTHING))
+                options.append(self._option(state, DECIDER if self._waits(state, DECIDER) else self.client, NOTHING))
         return [*options, *(partial(_same, move) for move in births)]
 
     def births(self, state: State) -> list[Move]:
@@ -141,7 +141,7 @@ class System:
 
     def _is_impatient(self, state: State, index: int) -> bool:
         """Whether it may go on at any time without a message; a last stage waits for longer than anything takes."""
-        return self._waits(state, index) and not (self.scenario.cuts and index == MAIN)
+        return self._waits(state, index) and not (self.scenario.cuts and index == DECIDER)
 
     def _dead(self, state: State) -> list[int]:
         return [index for index in range(self.client) if state.nodes[index] == DEAD]
@@ -173,7 +173,7 @@ class System:
         """Whether the next message from `sender` is there already, or none ever comes."""
         if sender == self.client:
             asks_once = not self.faults and self.scenario.requests == 1
-            silent = index != MAIN or asks_once or self.is_over(state)
+            silent = index != DECIDER or asks_once or self.is_over(state)
         else:
             silent = sender == index or not self._may_hear(index, sender)
         return silent or bool(state.links[index * self.size + sender])
@@ -181,7 +181,7 @@ class System:
     def _may_hear(self, index: int, sender: int) -> bool:
         """Where nothing goes wrong, the last of three stages hears nothing of the first: that has all from it."""
         is_calm_first = self.scenario.cuts and not self.faults and sender == 1 < self.client - 1
-        return not is_calm_first or index != MAIN
+        return not is_calm_first or index != DECIDER
 
     def _take(self, state: State, index: int, sender: int, most_sent: int | None = None) -> Move:
         """A process takes a message or nothing and sends what comes of it, or the first part."""
@@ -207,13 +207,13 @@ class System:
         return state._replace(links=tuple(links))
 
     def _begun(self, state: State, index: int) -> State:
-        starts = state.main_starts + (index == MAIN)
+        starts = state.main_starts + (index == DECIDER)
         state = _with_node(state, index, 0)._replace(main_starts=starts)
         if not self.scenario.cuts:
             return state
-        known = [rank for rank in range(self.client) if rank != index] if index == MAIN else [index]
+        known = [rank for rank in range(self.client) if rank != index] if index == DECIDER else [index]
         peers = Peers(CLIENT, 0, known, [""] * len(known))
-        return self._sent(state, self.client, self.messages.numbers([(MAIN, peers)]))
+        return self._sent(state, self.client, self.messages.numbers([(DECIDER, peers)]))
 
     def mishaps(self, state: State) -> Iterator[Move]:
         """All faults that can happen next."""
@@ -229,8 +229,8 @@ class System:
             yield from self._ends(state, index)
         if not self.is_over(state):
             yield self._take(state, self.client, NOTHING)
-        if self.scenario.cuts and self._waits(state, MAIN):
-            yield self._take(state, MAIN, NOTHING)
+        if self.scenario.cuts and self._waits(state, DECIDER):
+            yield self._take(state, DECIDER, NOTHING)
 
     def _is_mendable(self, message: int) -> bool:
         return not self.scenario.mendable or isinstance(self.messages[message], self.scenario.mendable)

@@ -13,7 +13,7 @@ from models_for_tests import FAMILIES, build_tokenizer
 
 from ppd_runtime import PPDRuntime
 from ppd_runtime.launch.bit_handshake import BitHandshake
-from ppd_runtime.layouts import MAIN, PaperLayout, StagedLayout
+from ppd_runtime.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes
 from ppd_runtime.models.compiling import compile_ahead
@@ -131,7 +131,7 @@ PAPER, STAGES = PaperLayout(2, 2, 2), StagedLayout((1, 2), 1, 3)
 @pytest.mark.parametrize("layout", [PAPER, STAGES])
 def test_who_differs_is_refused_and_both_are_named(layout):
     handshake = BitHandshake(layout)
-    handshake.check(MAIN, bits("a", layer="1", head="2"))
+    handshake.check(DECIDER, bits("a", layer="1", head="2"))
     handshake.check(1, bits("b", layer="1", head="2", more="3"))
     with pytest.raises(RuntimeError) as refused:
         handshake.check(2, bits("c", layer="1", head="4"))
@@ -147,15 +147,15 @@ def test_whoever_is_there_first_is_who_others_are_held_to_until_the_main_process
     with pytest.raises(RuntimeError, match="than sub-process 1 .*runs on c"):
         handshake.check(2, bits("c", layer="2"))
     with pytest.raises(RuntimeError, match="than sub-process 1 .*runs on a"):
-        handshake.check(MAIN, bits("a", layer="2"))
+        handshake.check(DECIDER, bits("a", layer="2"))
 
 
 def test_a_new_main_process_is_held_to_the_first_one():
     handshake = BitHandshake(PAPER)
-    handshake.check(MAIN, bits("a", layer="1"))
+    handshake.check(DECIDER, bits("a", layer="1"))
     with pytest.raises(RuntimeError, match="than its first start .*runs on b: .*; its first start on a: "):
-        handshake.check(MAIN, bits("b", layer="2"))
-    handshake.check(MAIN, bits("c", layer="1"))
+        handshake.check(DECIDER, bits("b", layer="2"))
+    handshake.check(DECIDER, bits("c", layer="1"))
 
 
 GOOD = {"location": "", "bits": {"machine": "a", "hashes": {"layer": "0"}}}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from two_gpus import NewTensors, TwoGpus, on_gpu, two_gpus
 
-from ppd_runtime.layouts import CLIENT, MAIN, Layout, PaperLayout, StagedLayout
+from ppd_runtime.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
 from ppd_runtime.models.compiled.graphs import Recordings, current_device
@@ -301,7 +301,7 @@ class _Watching:
     """An endpoint that notes which device is current where its worker serves."""
 
     def __init__(self, gpus: TwoGpus, network: LocalNetwork) -> None:
-        self._gpus, self._inside = gpus, network.endpoint(MAIN)
+        self._gpus, self._inside = gpus, network.endpoint(DECIDER)
         self.devices: list[int] = []
 
     def receive(self, timeout: float | None) -> object:
@@ -326,11 +326,11 @@ def test_a_worker_loads_and_serves_with_its_device_current(
 
     monkeypatch.setattr(worker, "load_stage", load)
     monkeypatch.setattr(roles, "RowStage", rows)
-    made = Worker(WorkerSpec(MAIN, layout, info, torch.float32, "cuda:1", 1))
+    made = Worker(WorkerSpec(DECIDER, layout, info, torch.float32, "cuda:1", 1))
     assert loading == [1] * (1 + len(layout.cuts))
     assert gpus.current_device() == 0
-    network = LocalNetwork([CLIENT, MAIN])
-    network.endpoint(CLIENT).send(MAIN, Shutdown(CLIENT, 0))
+    network = LocalNetwork([CLIENT, DECIDER])
+    network.endpoint(CLIENT).send(DECIDER, Shutdown(CLIENT, 0))
     endpoint = _Watching(gpus, network)
     thread = threading.Thread(target=made.serve, args=(endpoint,))
     thread.start()

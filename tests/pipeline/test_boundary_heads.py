@@ -12,7 +12,7 @@ from pipeline_runs import PROMPTS, Bench, begin_message
 from virtual_stages import Text, VirtualBoundaryHead
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
@@ -174,7 +174,7 @@ def test_states_leave_before_the_head_is_asked(folder):
 
     head = Watched(stage, Sampler(params))
     machine = FirstStage(RowStage(stage, 8), head, 2, 2, 1, send, begin, repetitions=False).serve()
-    for reply in (None, None, Token(MAIN, begin.request, 3, 5, MISS), None, None, None):
+    for reply in (None, None, Token(DECIDER, begin.request, 3, 5, MISS), None, None, None):
         next_wait(machine, reply)
     assert sent[:4] == ["PromptStates", "head", "Rows", "head"]
 

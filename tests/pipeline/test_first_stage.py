@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from pipeline_runs import Bench, begin_message
 
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.pipeline.machine import next_wait
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
@@ -53,7 +53,7 @@ class Driven:
 
     def decide(self, token: int) -> None:
         """The last stage's word on the next token."""
-        self._go_on(Token(MAIN, self.first.begin.request, len(self.first.history), token, MISS))
+        self._go_on(Token(DECIDER, self.first.begin.request, len(self.first.history), token, MISS))
 
     def entered_behind(self, place: int) -> list[int]:
         """Tokens behind the first `place` certain ones, in the order in which they entered the pipeline."""

@@ -8,7 +8,7 @@ import torch
 from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench, begin_message
 
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage import row_stage
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import SharedHead
@@ -51,7 +51,7 @@ def test_a_pass_is_left_once_its_rows_are_dropped(model_folder):
     token = next(number for number in range(3, 300) if number not in wrong)
 
     assert isinstance(machine.send(guessed.alone()), WaitFor), "it looks behind the first layer"
-    certain = next_pass(machine, Token(MAIN, begin.request, len(prompt), token, MISS))
+    certain = next_pass(machine, Token(DECIDER, begin.request, len(prompt), token, MISS))
     assert certain.layers == range(3), "a pass of a certain token runs through"
     assert not any(isinstance(message, Rows) for message in sent), "of the pass that was left nothing goes on"
     assert stage._slots._rows == {}, "its rows are free"
@@ -73,7 +73,7 @@ def test_rows_that_may_still_come_true_go_on(model_folder):
     guessed = next_pass(machine)
     token, _ = guessed.inputs
     assert isinstance(machine.send(guessed.alone()), WaitFor)
-    rest = next_pass(machine, Token(MAIN, begin.request, len(prompt), token, MISS))
+    rest = next_pass(machine, Token(DECIDER, begin.request, len(prompt), token, MISS))
     assert rest.layers == range(1, 3) and len(rest.paths) == 1, "of two siblings one has come true"
     ordinary = bench.stage()
     ordinary.begin(len(prompt) + 1)

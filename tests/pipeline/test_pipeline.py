@@ -13,7 +13,7 @@ from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, begin_message, rehear
 from seeds import SEED
 from virtual_clock import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Candidate, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
@@ -219,9 +219,9 @@ def test_an_exit_state_that_comes_again_starts_its_candidates_anew():
     begin, clock, sent = begin_message([0], GREEDY), Clock(1.0, 1.0, 0.0, random.Random(0)), []
     head, stage = VirtualExitHead(clock, 0.0, [1] * 14), VirtualStage(clock, 2)
     sub = SubProcess(stage, head, 1, (1,), 1, lambda addresses, message: sent.append(message), begin)
-    machine, state = sub.serve(), ExitState(MAIN, begin.request, 0, torch.zeros(1, 1, 0))
+    machine, state = sub.serve(), ExitState(DECIDER, begin.request, 0, torch.zeros(1, 1, 0))
     next(machine)
-    for message in (state, None, state, None, Token(MAIN, begin.request, 1, 1, 1), None):
+    for message in (state, None, state, None, Token(DECIDER, begin.request, 1, 1, 1), None):
         machine.send(message)
     assert [type(message) for message in sent] == [Candidate, HeadStart, Candidate, HeadStart, Entries]
     assert stage.length(0) == 2
@@ -252,15 +252,15 @@ def test_candidates_are_ranked_before_the_main_process_asks(right):
         while wanted.patience == 0:
             wanted = machine.send(None)
 
-    say(ExitState(MAIN, begin.request, 0, state))
+    say(ExitState(DECIDER, begin.request, 0, state))
     assert head.asked == [1]
-    say(Token(MAIN, begin.request, 1, 1, 1, state))
+    say(Token(DECIDER, begin.request, 1, 1, 1, state))
     assert head.asked == [1, 2, 3]
     token, winner = (2, 1) if right else (7, MISS)
-    say(Token(MAIN, begin.request, 2, token, winner, state if right else None))
+    say(Token(DECIDER, begin.request, 2, token, winner, state if right else None))
     assert head.asked == ([1, 2, 3, 4] if right else [1, 2, 3])
     if not right:
-        say(ExitState(MAIN, begin.request, 2, state))
+        say(ExitState(DECIDER, begin.request, 2, state))
         assert head.asked == [1, 2, 3, 3, 4]
     named = [message.position for message in sent if isinstance(message, Candidate)]
     assert named == [1, 2, 3]

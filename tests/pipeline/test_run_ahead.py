@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, Decoded, begin_message, rehearsed, same
 from seeds import SEED
 
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import MISS, Candidate, End, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.sampling_params import SamplingParams
@@ -131,8 +131,8 @@ def test_a_new_life_owes_no_entries_of_early_starts_that_it_has_not_made(bench, 
 
     sub = RunAheadSubProcess(bench.stage(DEPTH - EXIT), wrong, 1, send, begin_message(prompt, GREEDY))
     first = len(prompt)
-    tokens = [Token(MAIN, 1, first + i, text[first + i], winner) for i, winner in enumerate((*winners, MISS))]
-    machine, coming = sub.serve(), [*tokens, None, None, None, None, None, None, End(MAIN, 1)]
+    tokens = [Token(DECIDER, 1, first + i, text[first + i], winner) for i, winner in enumerate((*winners, MISS))]
+    machine, coming = sub.serve(), [*tokens, None, None, None, None, None, None, End(DECIDER, 1)]
     next(machine)
     with contextlib.suppress(StopIteration):
         for message in coming:

@@ -6,7 +6,7 @@ import pytest
 from pipeline_runs import PROMPTS, Bench
 from staged_runs import StagedRun
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage import chunks
 from ppd_runtime.pipeline.messages import Begin, Cancel, Peers, PromptStates
 from ppd_runtime.sampling_params import SamplingParams
@@ -79,14 +79,14 @@ def test_a_chunk_that_meets_with_a_mishap_costs_time_only(bench, expected, misha
         run.meddle(PromptStates, number, strange)
         if mishap == "late":
             later = {
-                step: lambda run=run, held=held: [run.network.deliver(to, held) for to in (2, MAIN)] for step in (9, 40)
+                step: lambda run=run, held=held: [run.network.deliver(to, held) for to in (2, DECIDER)] for step in (9, 40)
             }
             run.network.plan = later
         assert run.run() == expected
 
 
 @pytest.mark.parametrize("introduced", [True, False])
-@pytest.mark.parametrize("rank", [MAIN, 1, 2])
+@pytest.mark.parametrize("rank", [DECIDER, 1, 2])
 def test_a_stage_that_is_lost_within_the_prompt_begins_it_anew(bench, expected, rank, introduced):
     lost_within = 0
     for step in range(2, 32, 5):
@@ -105,7 +105,7 @@ def test_a_stage_that_is_lost_within_the_prompt_begins_it_anew(bench, expected, 
 def test_all_stages_may_be_lost_within_the_prompt(bench, expected):
     for step in range(3, 30, 6):
         run = _run(bench)
-        run.network.plan[step] = lambda run=run: [run.lose(rank) for rank in (2, MAIN, 1)]
+        run.network.plan[step] = lambda run=run: [run.lose(rank) for rank in (2, DECIDER, 1)]
         assert run.run() == expected
 
 
@@ -113,7 +113,7 @@ def test_an_attempt_that_is_over_ends_between_two_chunks(bench, expected):
     cut_short = 0
     for seed in range(1, 6):
         run = _run(bench, seed)
-        run.network.plan[6] = lambda run=run: run.network.deliver(MAIN, [Peers(CLIENT, 0, [2], [""])])
+        run.network.plan[6] = lambda run=run: run.network.deliver(DECIDER, [Peers(CLIENT, 0, [2], [""])])
         assert run.run() == expected
         cut_short += 0 < len(_sent(run, 1)) < len(_borders(run))
         assert list(_sent(run, 1, epoch=2)) == _borders(run)
@@ -123,7 +123,7 @@ def test_an_attempt_that_is_over_ends_between_two_chunks(bench, expected):
 def test_a_request_may_be_cancelled_within_the_prompt(bench):
     for seed in range(1, 6):
         run = _run(bench, seed)
-        run.network.plan[6] = lambda run=run: run.network.deliver(MAIN, [Cancel(CLIENT, 1)])
+        run.network.plan[6] = lambda run=run: run.network.deliver(DECIDER, [Cancel(CLIENT, 1)])
         assert run.run() == []
         assert len(_sent(run, 2)) < len(_borders(run))
 

@@ -14,7 +14,7 @@ from grids import nightly
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, TensorAnnouncement
@@ -36,19 +36,19 @@ def places(tmp_path: Path) -> Iterator[Places]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_and_order_stay_as_they_are(places: Places, dtype: torch.dtype) -> None:
-    main, sub, client = (places.open(address) for address in (MAIN, 1, CLIENT))
+    main, sub, client = (places.open(address) for address in (DECIDER, 1, CLIENT))
     places.wait_for_links()
     for round_number in range(8):
         there, back = [], []
         for at, tensor in enumerate(tensors(round_number, dtype)):
-            there += [ExitState(MAIN, 1, at, tensor), Candidate(MAIN, 1, at, (3,))]
+            there += [ExitState(DECIDER, 1, at, tensor), Candidate(DECIDER, 1, at, (3,))]
             back += [Candidate(1, 1, at, (3,)), Entries(1, 1, at, tensor)]
-        for to, message in [(1, m) for m in there] + [(MAIN, m) for m in back]:
+        for to, message in [(1, m) for m in there] + [(DECIDER, m) for m in back]:
             (main if to == 1 else sub).send(to, message)
         assert all(same(sub.receive(DEADLINE), message) for message in there)
         assert all(same(main.receive(DEADLINE), message) for message in back)
-    assert all(endpoint._links[peer]._num_sent > 8 * 7 for endpoint, peer in ((main, 1), (sub, MAIN)))
-    client.send(MAIN, there[0])
+    assert all(endpoint._links[peer]._num_sent > 8 * 7 for endpoint, peer in ((main, 1), (sub, DECIDER)))
+    client.send(DECIDER, there[0])
     assert same(main.receive(DEADLINE), there[0])
     assert not client._links
 
@@ -57,9 +57,9 @@ def _echo(folder: str, device: str, location: str, locations) -> None:
     """Another process: sends whatever it gets back, until told to end."""
     endpoint = CollectiveEndpoint(Network("collective", folder), 1, device)
     locations.put(endpoint.location)
-    endpoint.introduce(MAIN, location)
+    endpoint.introduce(DECIDER, location)
     while (message := endpoint.receive(60)) is not None and not isinstance(message, End):
-        endpoint.send(MAIN, message)
+        endpoint.send(DECIDER, message)
     endpoint.close()
 
 
@@ -80,7 +80,7 @@ def test_tensors_go_from_device_to_device_between_processes(tmp_path, monkeypatc
     if backend == "nccl" and len(set(devices)) == 1:
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     spawn = multiprocessing.get_context("spawn")
-    main = CollectiveEndpoint(Network("collective", str(tmp_path)), MAIN, devices[0])
+    main = CollectiveEndpoint(Network("collective", str(tmp_path)), DECIDER, devices[0])
     locations = spawn.Queue()
     peer = spawn.Process(target=_echo, args=(str(tmp_path), devices[1], main.location, locations), daemon=True)
     peer.start()
@@ -97,7 +97,7 @@ def test_tensors_go_from_device_to_device_between_processes(tmp_path, monkeypatc
             assert answer.hidden.device == torch.device(devices[0])
             assert same(answer, message)
     assert main._links[1]._num_received >= 3 * len(sent), "over the link"
-    main.send(1, End(MAIN, 1))
+    main.send(1, End(DECIDER, 1))
     peer.join(DEADLINE)
     assert peer.exitcode == 0
     main.close()
@@ -108,27 +108,27 @@ def test_a_tensor_that_does_not_come_costs_its_message_alone(
 ) -> None:
     monkeypatch.setattr(links, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(links, "_REST_S", 0.3)
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
     message = ExitState(1, 1, 5, torch.ones(1, 1, 64))
     header, raw = split(message)
-    sub._control.send(MAIN, TensorAnnouncement(1, 1, sub._links[MAIN].name, 0, raw.numel(), header))
-    sub.send(MAIN, End(1, 7))
+    sub._control.send(DECIDER, TensorAnnouncement(1, 1, sub._links[DECIDER].name, 0, raw.numel(), header))
+    sub.send(DECIDER, End(1, 7))
     with caplog.at_level(logging.WARNING):
         assert main.receive(DEADLINE) == End(1, 7)
     assert "the link to worker 1 has not brought a tensor" in caplog.text
     assert main.receive(0) is None
     assert sub.receive(0.1) is None, "hears that the link is broken"
-    exchange = ((sub, main, MAIN), (main, sub, 1))
+    exchange = ((sub, main, DECIDER), (main, sub, 1))
     for sender, receiver, to in exchange:
         sender.send(to, message)
         assert same(receiver.receive(DEADLINE), message), "tensors go with their messages now"
-    broken = [main._links[1], sub._links[MAIN]]
+    broken = [main._links[1], sub._links[DECIDER]]
     places.wait_for_links()
     for sender, receiver, to in exchange:
         sender.send(to, message)
         assert same(receiver.receive(DEADLINE), message)
-    links_now = [main._links[1], sub._links[MAIN]]
+    links_now = [main._links[1], sub._links[DECIDER]]
     assert all(link.attempt == 1 and link._num_received for link in links_now), "over a new link"
     assert not set(broken) & set(links_now)
 
@@ -136,7 +136,7 @@ def test_a_tensor_that_does_not_come_costs_its_message_alone(
 def test_one_end_that_has_broken_finds_the_other(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its word of it is lost, and so is that of several attempts."""
     monkeypatch.setattr(links, "_REST_S", 0.02)
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
     for _ in range(3):
         main._links[1]._break("is broken by the test", tell=False)
@@ -144,14 +144,14 @@ def test_one_end_that_has_broken_finds_the_other(places: Places, monkeypatch: py
         assert main.receive(0) is None
     places.wait_for_links()
     message = ExitState(1, 1, 5, torch.ones(1, 1, 64))
-    sub.send(MAIN, message)
+    sub.send(DECIDER, message)
     assert same(main.receive(DEADLINE), message)
-    assert main._links[1].name == sub._links[MAIN].name
+    assert main._links[1].name == sub._links[DECIDER].name
     assert main._links[1]._num_received == 1
 
 
 def test_who_has_been_introduced_may_be_again(places: Places) -> None:
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     main.introduce(1, sub.location)
     places.wait_for_links()
     link = main._links[1]
@@ -161,9 +161,9 @@ def test_who_has_been_introduced_may_be_again(places: Places) -> None:
 
 
 def test_a_peer_that_does_not_look_blocks_nobody(places: Places) -> None:
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
-    sent = [Entries(MAIN, 1, at, torch.full((50_000,), float(at))) for at in range(90)]
+    sent = [Entries(DECIDER, 1, at, torch.full((50_000,), float(at))) for at in range(90)]
     began = time.monotonic()
     for message in sent:
         main.send(1, message)
@@ -175,12 +175,12 @@ def test_a_peer_that_does_not_look_blocks_nobody(places: Places) -> None:
 
 
 def test_a_new_life_gets_a_link_of_its_own(places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
     threads = _threads()
     for incarnation in range(4):
         message = Entries(1, 1, incarnation, torch.full((3, 700 * (incarnation + 1)), float(incarnation)))
-        sub.send(MAIN, message)
+        sub.send(DECIDER, message)
         assert same(main.receive(DEADLINE), message)
         assert main._links[1]._num_received
         sub.close()
@@ -188,7 +188,7 @@ def test_a_new_life_gets_a_link_of_its_own(places: Places, caplog: pytest.LogCap
             main.send(1, message)  # to nobody
         sub = places.open(1)
         places.wait_for_links()
-    sub.send(MAIN, End(1, 9))
+    sub.send(DECIDER, End(1, 9))
     assert main.receive(DEADLINE) == End(1, 9)
     deadline = time.monotonic() + DEADLINE
     while _threads() > threads + 2:

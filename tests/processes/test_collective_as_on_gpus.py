@@ -14,7 +14,7 @@ import pytest
 import torch
 from collective_places import DEADLINE, Places, same, tensors
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, Message, TensorAnnouncement
 from ppd_runtime.pipeline.wire import split
 from ppd_runtime.transport.collective import groups, links
@@ -70,9 +70,9 @@ def announce(sender: CollectiveEndpoint, message: Message) -> None:
     """The word of a tensor that is never sent."""
     header, raw = split(message)
     assert raw is not None
-    link = sender._links[MAIN]
+    link = sender._links[DECIDER]
     announcement = TensorAnnouncement(1, 1, link.name, link._num_sent, raw.numel(), header)
-    sender._control.send(MAIN, announcement)
+    sender._control.send(DECIDER, announcement)
 
 
 def wait_for_announcement(receiver: CollectiveEndpoint) -> None:
@@ -84,26 +84,26 @@ def wait_for_announcement(receiver: CollectiveEndpoint) -> None:
 
 
 def test_bits_and_order_stay_as_they_are(places: Places) -> None:
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
     for number in range(8):
         sent: list[Message] = []
         for at, tensor in enumerate(tensors(number)):
-            sent += [ExitState(MAIN, 1, at, tensor), Candidate(MAIN, 1, at, (3,))]
+            sent += [ExitState(DECIDER, 1, at, tensor), Candidate(DECIDER, 1, at, (3,))]
         for message in sent:
             main.send(1, message)
         assert all(same(sub.receive(DEADLINE), message) for message in sent)
-        assert sub._links[MAIN]._ahead is None, "no receive before its announcement"
+        assert sub._links[DECIDER]._ahead is None, "no receive before its announcement"
         assert main.receive(0.1) is None, "hears what has been taken"
-    assert sub._links[MAIN]._num_received > 3 * 7
+    assert sub._links[DECIDER]._num_received > 3 * 7
 
 
 def test_no_more_is_under_way_than_nccls_buffers_hold(places: Places) -> None:
     """For more a sending kernel would spin; the rest goes with its messages."""
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
     link = main._links[1]
-    sent = [Entries(MAIN, 1, at, torch.full((50_000,), float(at))) for at in range(30)]
+    sent = [Entries(DECIDER, 1, at, torch.full((50_000,), float(at))) for at in range(30)]
     for message in sent:
         main.send(1, message)
         assert len(link._sent) <= UNDER_WAY
@@ -117,13 +117,13 @@ def test_while_a_tensor_is_overdue_others_are_heard_and_then_its_link_breaks(
     places: Places, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is not waited for: the client's word comes at once, what its sender said behind it when it is given up."""
-    main, sub, client = (places.open(address) for address in (MAIN, 1, CLIENT))
+    main, sub, client = (places.open(address) for address in (DECIDER, 1, CLIENT))
     places.wait_for_links()
     message = ExitState(1, 1, 5, torch.ones(1, 1, 64))
     announce(sub, message)
-    sub.send(MAIN, End(1, 7))
+    sub.send(DECIDER, End(1, 7))
     wait_for_announcement(main)
-    client.send(MAIN, End(CLIENT, 3))
+    client.send(DECIDER, End(CLIENT, 3))
     assert main.receive(DEADLINE) == End(CLIENT, 3)
     main._links[1]._held[0].deadline = 0.0
     with caplog.at_level(logging.WARNING):
@@ -131,13 +131,13 @@ def test_while_a_tensor_is_overdue_others_are_heard_and_then_its_link_breaks(
     assert "the link to worker 1 has not brought a tensor in time" in caplog.text
     assert main.receive(0) is None
     assert sub.receive(0.1) is None, "hears that the link is broken"
-    sub.send(MAIN, message)
+    sub.send(DECIDER, message)
     assert same(main.receive(DEADLINE), message), "with its message, or over a new link"
     places.wait_for_links()
 
 
 def test_a_links_own_thread_breaks_it_while_the_worker_computes(places: Places) -> None:
-    main, sub = places.open(MAIN), places.open(1)
+    main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
     link = main._links[1]
     announce(sub, ExitState(1, 1, 5, torch.ones(1, 1, 64)))

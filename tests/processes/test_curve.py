@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Candidate, End, Entries
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.transport import Endpoint
@@ -21,7 +21,7 @@ from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 
 LOOPBACK = "127.0.0.1"
-ADDRESSES = [CLIENT, MAIN, 1]
+ADDRESSES = [CLIENT, DECIDER, 1]
 DEADLINE = 60.0  # that only a hang reaches
 
 
@@ -43,11 +43,11 @@ def endpoints(networks: dict[int, Network]) -> Iterator[dict[int, Endpoint]]:
 
 
 def test_messages_arrive_in_order_and_entries_whole(endpoints: dict[int, Endpoint]) -> None:
-    main, sub = endpoints[MAIN], endpoints[1]
+    main, sub = endpoints[DECIDER], endpoints[1]
     entries = torch.randn(4, 20, 2, 8, 128, generator=torch.Generator().manual_seed(0))
-    sub.send(MAIN, Entries(1, 1, 7, entries))
+    sub.send(DECIDER, Entries(1, 1, 7, entries))
     for position in range(500):
-        sub.send(MAIN, Candidate(1, 1, position, (3,)))
+        sub.send(DECIDER, Candidate(1, 1, position, (3,)))
     received = [main.receive(DEADLINE) for _ in range(501)]
     assert [m.position for m in received if isinstance(m, Candidate)] == list(range(500))
     assert torch.equal(next(m.entries for m in received if isinstance(m, Entries)), entries)
@@ -55,10 +55,10 @@ def test_messages_arrive_in_order_and_entries_whole(endpoints: dict[int, Endpoin
 
 
 def test_ipv6_works_too() -> None:
-    networks = make_networks("zeromq", "", "::1", [MAIN, 1])
-    main, sub = (open_endpoint(networks[address], address) for address in (MAIN, 1))
-    sub.introduce(MAIN, main.location)
-    sub.send(MAIN, End(1, 1))
+    networks = make_networks("zeromq", "", "::1", [DECIDER, 1])
+    main, sub = (open_endpoint(networks[address], address) for address in (DECIDER, 1))
+    sub.introduce(DECIDER, main.location)
+    sub.send(DECIDER, End(1, 1))
     assert main.location.startswith("tcp://[::1]:")
     assert main.receive(DEADLINE) == End(1, 1)
     sub.close()
@@ -96,9 +96,9 @@ def test_a_stranger_gets_nothing_through_and_the_others_are_served(
     networks: dict[int, Network],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    main, sub = endpoints[MAIN], endpoints[1]
+    main, sub = endpoints[DECIDER], endpoints[1]
     with zmq.Context() as context, caplog.at_level(logging.WARNING):
-        strangers = [strangers_socket(context, kind, networks[MAIN], networks[1]) for _ in range(3)]
+        strangers = [strangers_socket(context, kind, networks[DECIDER], networks[1]) for _ in range(3)]
         for stranger in strangers:
             stranger.connect(main.location)
             with contextlib.suppress(zmq.Again):  # it has been refused already, and has nobody to send to
@@ -106,7 +106,7 @@ def test_a_stranger_gets_nothing_through_and_the_others_are_served(
         deadline = time.monotonic() + DEADLINE
         while not caplog.messages and time.monotonic() < deadline:
             assert main.receive(0.05) is None
-        sub.send(MAIN, End(1, 1))
+        sub.send(DECIDER, End(1, 1))
         assert main.receive(DEADLINE) == End(1, 1)
         assert main.receive(0.3) is None
         for stranger in strangers:
@@ -116,9 +116,9 @@ def test_a_stranger_gets_nothing_through_and_the_others_are_served(
 
 def test_without_its_guard_a_process_lets_nobody_in(endpoints: dict[int, Endpoint]) -> None:
     """Were the thread that checks keys to end, that must not open the door."""
-    main, sub = endpoints[MAIN], endpoints[1]
+    main, sub = endpoints[DECIDER], endpoints[1]
     main._guard.stop()
-    sub.send(MAIN, End(1, 1))
+    sub.send(DECIDER, End(1, 1))
     assert main.receive(0.5) is None
     main._guard = None
 
@@ -126,18 +126,18 @@ def test_without_its_guard_a_process_lets_nobody_in(endpoints: dict[int, Endpoin
 def test_whoever_takes_a_place_again_is_found_and_hears_nothing_old(
     endpoints: dict[int, Endpoint], networks: dict[int, Network], caplog: pytest.LogCaptureFixture
 ) -> None:
-    main = endpoints[MAIN]
+    main = endpoints[DECIDER]
     endpoints.pop(1).close()
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
-            main.send(1, Entries(MAIN, 1, 0, torch.ones(100)))
+            main.send(1, Entries(DECIDER, 1, 0, torch.ones(100)))
     assert set(caplog.messages) == {"peer 1 takes no messages: dropped a Entries"}, "memory is bounded"
     for request in range(100):
-        main.send(1, End(MAIN, request))
+        main.send(1, End(DECIDER, request))
     again = endpoints[1] = open_endpoint(networks[1], 1)
     main.introduce(1, again.location)
-    main.send(1, End(MAIN, 1000))
-    assert again.receive(DEADLINE) == End(MAIN, 1000)
+    main.send(1, End(DECIDER, 1000))
+    assert again.receive(DEADLINE) == End(DECIDER, 1000)
     assert again.receive(0.1) is None
 
 
@@ -147,7 +147,7 @@ def test_closing_leaves_no_thread_and_no_socket(networks: dict[int, Network]) ->
 
     before = held()
     for _ in range(3):
-        endpoint = open_endpoint(networks[MAIN], MAIN)
+        endpoint = open_endpoint(networks[DECIDER], DECIDER)
         assert held() == (before[0] + 1, before[1] + 1)
         endpoint.close()
         assert held() == before

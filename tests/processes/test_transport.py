@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, HeadStart, Token, Unreadable
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.transport import Endpoint
@@ -24,7 +24,7 @@ from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.unix import UnixEndpoint
 from ppd_runtime.transport.zeromq import ZmqEndpoint
 
-ADDRESSES = [CLIENT, MAIN, 1, 2]
+ADDRESSES = [CLIENT, DECIDER, 1, 2]
 DEADLINE = 20.0
 AT_ONCE_S = 8.0
 """What takes no time takes less on any machine; a wait that must run out takes longer."""
@@ -65,19 +65,19 @@ def positions(endpoint: Endpoint, count: int) -> list[int]:
 
 
 def test_messages_arrive_in_order(connect: Connect) -> None:
-    main, sub = connect(MAIN), connect(1)
+    main, sub = connect(DECIDER), connect(1)
     for i in range(2000):
-        sub.send(MAIN, Candidate(1, 7, i, (i,)))
+        sub.send(DECIDER, Candidate(1, 7, i, (i,)))
     assert positions(main, 2000) == list(range(2000))
     assert main.receive(0) is None
 
 
 def test_two_senders_do_not_disturb_each_others_order(connect: Connect) -> None:
-    main = connect(MAIN)
+    main = connect(DECIDER)
     senders = {rank: connect(rank) for rank in (1, 2)}
     for i in range(300):
         for rank, endpoint in senders.items():
-            endpoint.send(MAIN, Candidate(rank, 7, i, (0,)))
+            endpoint.send(DECIDER, Candidate(rank, 7, i, (0,)))
     received = [main.receive(DEADLINE) for _ in range(600)]
     for rank in senders:
         assert [m.position for m in received if m.sender == rank] == list(range(300))
@@ -86,16 +86,16 @@ def test_two_senders_do_not_disturb_each_others_order(connect: Connect) -> None:
 def test_each_address_gets_its_own_messages(connect: Connect) -> None:
     endpoints = {address: connect(address) for address in ADDRESSES}
     for to in ADDRESSES:
-        endpoints[MAIN].send(to, Token(MAIN, 1, 5, 100 + to, 0))
+        endpoints[DECIDER].send(to, Token(DECIDER, 1, 5, 100 + to, 0))
     for address, endpoint in endpoints.items():
-        assert endpoint.receive(DEADLINE) == Token(MAIN, 1, 5, 100 + address, 0)
+        assert endpoint.receive(DEADLINE) == Token(DECIDER, 1, 5, 100 + address, 0)
         assert endpoint.receive(0) is None
 
 
 def test_one_message_to_many_and_different_ones_in_turn(connect: Connect) -> None:
     """Encoding a message once for all its addresses must not mix it up with the next."""
-    main, first, second = connect(MAIN), connect(1), connect(2)
-    one, other = End(MAIN, 1), End(MAIN, 2)
+    main, first, second = connect(DECIDER), connect(1), connect(2)
+    one, other = End(DECIDER, 1), End(DECIDER, 2)
     for message in (one, other, one):
         for rank in (1, 2):
             main.send(rank, message)
@@ -104,16 +104,16 @@ def test_one_message_to_many_and_different_ones_in_turn(connect: Connect) -> Non
 
 
 def test_large_tensors_arrive_whole(connect: Connect) -> None:
-    main, sub = connect(MAIN), connect(1)
+    main, sub = connect(DECIDER), connect(1)
     entries = torch.randn(40, 2, 8, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     for position in range(10):
-        sub.send(MAIN, Entries(1, 1, position, entries[position:]))
+        sub.send(DECIDER, Entries(1, 1, position, entries[position:]))
     for position in range(10):
         assert torch.equal(main.receive(DEADLINE).entries, entries[position:])
 
 
 def test_timeouts_are_kept(connect: Connect) -> None:
-    main = connect(MAIN)
+    main = connect(DECIDER)
     with timed():
         assert main.receive(0) is None
     with timed():
@@ -123,11 +123,11 @@ def test_timeouts_are_kept(connect: Connect) -> None:
 
 
 def test_what_is_there_is_received_without_waiting(connect: Connect) -> None:
-    main, sub = connect(MAIN), connect(1)
-    sub.send(MAIN, End(1, 1))
+    main, sub = connect(DECIDER), connect(1)
+    sub.send(DECIDER, End(1, 1))
     assert main.receive(DEADLINE) == End(1, 1)
-    sub.send(MAIN, End(1, 2))
-    sub.send(MAIN, End(1, 3))
+    sub.send(DECIDER, End(1, 2))
+    sub.send(DECIDER, End(1, 3))
     assert main.receive(DEADLINE) == End(1, 2)
     time.sleep(0.2)  # the second may be on its way yet
     with timed():
@@ -136,12 +136,12 @@ def test_what_is_there_is_received_without_waiting(connect: Connect) -> None:
 
 @pytest.mark.parametrize("timeout", [DEADLINE, None])
 def test_a_message_ends_the_waiting(connect: Connect, timeout: float | None) -> None:
-    main = connect(MAIN)
+    main = connect(DECIDER)
 
     def send_later() -> None:
         time.sleep(0.05)
         sub = connect(1)  # an endpoint belongs to the thread that made it
-        sub.send(MAIN, End(1, 9))
+        sub.send(DECIDER, End(1, 9))
 
     thread = threading.Thread(target=send_later)
     thread.start()
@@ -154,22 +154,22 @@ def test_messages_wait_for_whoever_comes_later(connect: Connect) -> None:
     sub = connect(1)
     with timed():
         for i in range(100):
-            sub.send(MAIN, Candidate(1, 1, i, (0,)))
-    main = connect(MAIN)
+            sub.send(DECIDER, Candidate(1, 1, i, (0,)))
+    main = connect(DECIDER)
     assert sub.receive(0.05) is None, "what could not leave leaves while the sender waits for something"
     assert positions(main, 100) == list(range(100))
 
 
 def test_what_was_sent_before_closing_arrives(connect: Connect) -> None:
-    main, sub = connect(MAIN), connect(1)
+    main, sub = connect(DECIDER), connect(1)
     for i in range(500):
-        sub.send(MAIN, Candidate(1, 1, i, (0,)))
+        sub.send(DECIDER, Candidate(1, 1, i, (0,)))
     sub.close()
     assert positions(main, 500) == list(range(500))
 
 
 def test_closing_twice_does_nothing(connect: Connect) -> None:
-    main = connect(MAIN)
+    main = connect(DECIDER)
     main.close()
     main.close()
 
@@ -187,7 +187,7 @@ def raw(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
 def test_garbage_is_logged_and_left_out(
     tmp_path: Path, raw: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    main = zmq_endpoint(str(tmp_path), MAIN)
+    main = zmq_endpoint(str(tmp_path), DECIDER)
     good = encode(Candidate(1, 1, 5, (6,)))
     garbage = [
         [b""],
@@ -215,7 +215,7 @@ def test_garbage_is_logged_and_left_out(
 
 
 def test_garbage_does_not_put_off_the_deadline(tmp_path: Path) -> None:
-    main = zmq_endpoint(str(tmp_path), MAIN)
+    main = zmq_endpoint(str(tmp_path), DECIDER)
     stopped = threading.Event()
 
     def send_garbage() -> None:
@@ -241,11 +241,11 @@ def test_a_peer_that_takes_nothing_blocks_nobody(tmp_path: Path, caplog: pytest.
     sub = zmq_endpoint(str(tmp_path), 1)
     with timed(), caplog.at_level(logging.WARNING):
         for i in range(2010):
-            sub.send(MAIN, Candidate(1, 1, i, (0,)))
+            sub.send(DECIDER, Candidate(1, 1, i, (0,)))
         sub.send(2, End(1, 1))
     assert caplog.messages
     assert set(caplog.messages) == {"peer 0 takes no messages: dropped a Candidate"}
-    main, other = zmq_endpoint(str(tmp_path), MAIN), zmq_endpoint(str(tmp_path), 2)
+    main, other = zmq_endpoint(str(tmp_path), DECIDER), zmq_endpoint(str(tmp_path), 2)
     assert other.receive(DEADLINE) == End(1, 1)
     assert positions(main, 1000) == list(range(1000)), "the oldest are kept"
     for endpoint in (sub, main, other):
@@ -254,7 +254,7 @@ def test_a_peer_that_takes_nothing_blocks_nobody(tmp_path: Path, caplog: pytest.
 
 def test_closing_does_not_wait_long_for_an_absent_peer(connect: Connect) -> None:
     sub = connect(1)
-    sub.send(MAIN, End(1, 1))
+    sub.send(DECIDER, End(1, 1))
     with timed():
         sub.close()
 
@@ -263,11 +263,11 @@ def test_closing_does_not_wait_long_for_an_absent_peer(connect: Connect) -> None
 def test_an_address_can_be_taken_again(tmp_path: Path, kind: Callable[[str, int], Endpoint]) -> None:
     sub = kind(str(tmp_path), 1)
     for request in range(3):
-        main = kind(str(tmp_path), MAIN)
+        main = kind(str(tmp_path), DECIDER)
         deadline = time.monotonic() + DEADLINE
         arrived = None
         while arrived is None and time.monotonic() < deadline:
-            sub.send(MAIN, End(1, request))  # what is on its way while its address is away may be lost
+            sub.send(DECIDER, End(1, request))  # what is on its way while its address is away may be lost
             arrived = main.receive(0.1)
             while arrived is not None and arrived.request != request:
                 arrived = main.receive(0.1)
@@ -283,10 +283,10 @@ def test_two_runtimes_in_two_folders_do_not_hear_each_other(
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir(mode=0o700)
-    mains = [kind(str(folder), MAIN) for folder in folders]
+    mains = [kind(str(folder), DECIDER) for folder in folders]
     clients = [kind(str(folder), CLIENT) for folder in folders]
     for number, client in enumerate(clients):
-        client.send(MAIN, End(CLIENT, number))
+        client.send(DECIDER, End(CLIENT, number))
     for number, main in enumerate(mains):
         assert main.receive(DEADLINE) == End(CLIENT, number)
         assert main.receive(0.05) is None
@@ -324,7 +324,7 @@ def stranger(tmp_path: Path, *parts: bytes) -> socket.socket:
 def test_what_is_no_message_is_left_out_and_the_stream_goes_on(
     unix: Callable[..., UnixEndpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    main = unix(MAIN)
+    main = unix(DECIDER)
     good = encode(Candidate(1, 1, 5, (6,)))
     garbage = [[b""], [b"\x00" * 10_000], [b"hello", b"world"], [*good, b"more"], [good[0][:-1]], [b"\x91" * 100_000]]
     parts = [
@@ -350,17 +350,17 @@ def test_what_is_no_message_is_left_out_and_the_stream_goes_on(
 def test_a_stream_of_something_else_is_closed_and_others_are_served(
     unix: Callable[..., UnixEndpoint], tmp_path: Path, prefix: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    main, sub = unix(MAIN), unix(1)
+    main, sub = unix(DECIDER), unix(1)
     with stranger(tmp_path, prefix) as connection, caplog.at_level(logging.WARNING):
         assert main.receive(0.05) is None
         assert connection.recv(1) == b"", "closed"
     assert "prefix" in caplog.text
-    sub.send(MAIN, End(1, 1))
+    sub.send(DECIDER, End(1, 1))
     assert main.receive(DEADLINE) == End(1, 1)
 
 
 def test_a_promise_of_two_gigabytes_takes_no_memory(unix: Callable[..., UnixEndpoint], tmp_path: Path) -> None:
-    main = unix(MAIN)
+    main = unix(DECIDER)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with stranger(tmp_path, struct.pack("<4sIQ", b"ppd1", 100, 2**31) + b"x" * 100_000):
         assert main.receive(0.1) is None
@@ -368,7 +368,7 @@ def test_a_promise_of_two_gigabytes_takes_no_memory(unix: Callable[..., UnixEndp
 
 
 def test_a_message_may_come_in_any_pieces(unix: Callable[..., UnixEndpoint], tmp_path: Path) -> None:
-    main = unix(MAIN)
+    main = unix(DECIDER)
     generator = random.Random(0)
     sent = [Entries(1, 1, i, torch.full((generator.randrange(1, 60_000),), float(i))) for i in range(12)]
     stream = b"".join(on_the_stream(encode(message)) for message in sent)
@@ -397,15 +397,15 @@ def test_a_message_larger_than_the_pipe_leaves_while_its_sender_is_busy(unix: Ca
     thread.start()
     ready.wait()
     tensor = torch.arange(1_250_000)[None].float()  # 5 MB, as a prompt of a million tokens is
-    unix(MAIN).send(1, ExitState(MAIN, 1, 0, tensor))
+    unix(DECIDER).send(1, ExitState(DECIDER, 1, 0, tensor))
     thread.join()
     assert torch.equal(received[0].hidden, tensor)
 
 
 def test_a_hidden_state_does_not_queue_behind_entries(unix: Callable[..., UnixEndpoint]) -> None:
-    main, sub = unix(MAIN), unix(1)
-    sub.send(MAIN, Entries(1, 1, 0, torch.ones(4_000_000)))  # 16 MB, more than any pipe takes
-    sub.send(MAIN, HeadStart(1, 1, 1, (5,), torch.ones(1, 1, 64)))
+    main, sub = unix(DECIDER), unix(1)
+    sub.send(DECIDER, Entries(1, 1, 0, torch.ones(4_000_000)))  # 16 MB, more than any pipe takes
+    sub.send(DECIDER, HeadStart(1, 1, 1, (5,), torch.ones(1, 1, 64)))
     assert isinstance(main.receive(DEADLINE), HeadStart)
     arrived = None
     while arrived is None:
@@ -417,11 +417,11 @@ def test_a_hidden_state_does_not_queue_behind_entries(unix: Callable[..., UnixEn
 def test_a_stopped_peer_costs_milliseconds_and_bounded_memory(
     unix: Callable[..., UnixEndpoint], caplog: pytest.LogCaptureFixture
 ) -> None:
-    main, sub = unix(MAIN), unix(1)
+    main, sub = unix(DECIDER), unix(1)
     entries = torch.ones(250_000)  # 1 MB
     with timed(), caplog.at_level(logging.WARNING):
         for i in range(100):
-            sub.send(MAIN, Entries(1, 1, i, entries))
+            sub.send(DECIDER, Entries(1, 1, i, entries))
     assert set(caplog.messages) == {"peer 0 takes no messages: dropped a Entries"}
     received, quiet = [], 0
     while quiet < 5:
@@ -435,12 +435,12 @@ def test_a_stopped_peer_costs_milliseconds_and_bounded_memory(
 
 def test_a_peer_that_came_back_gets_whole_messages(unix: Callable[..., UnixEndpoint]) -> None:
     """Killed in the middle of a message: its successor hears the next one from its beginning."""
-    main, sub = unix(MAIN), unix(1)
-    sub.send(MAIN, Entries(1, 1, 0, torch.ones(4_000_000)))
+    main, sub = unix(DECIDER), unix(1)
+    sub.send(DECIDER, Entries(1, 1, 0, torch.ones(4_000_000)))
     assert main.receive(0) is None
     main.close()
-    main = unix(MAIN)
-    sub.send(MAIN, Entries(1, 1, 1, torch.ones(10)))
+    main = unix(DECIDER)
+    sub.send(DECIDER, Entries(1, 1, 1, torch.ones(10)))
     arrived = None
     deadline = time.monotonic() + DEADLINE
     while arrived is None and time.monotonic() < deadline:
@@ -451,13 +451,13 @@ def test_a_peer_that_came_back_gets_whole_messages(unix: Callable[..., UnixEndpo
 
 
 def test_spinning_ends_at_the_deadline(unix: Callable[..., UnixEndpoint]) -> None:
-    main = unix(MAIN, spin_s=10.0)
+    main = unix(DECIDER, spin_s=10.0)
     with timed(0.05):
         assert main.receive(0.05) is None
 
 
 def test_who_spun_in_vain_sleeps_at_once_for_some_waits(unix: Callable[..., UnixEndpoint]) -> None:
-    main = unix(MAIN, spin_s=10.0)
+    main = unix(DECIDER, spin_s=10.0)
     looks: list[int | None] = []
     look = main._take
     main._take = lambda timeout_ms: (looks.append(timeout_ms), look(timeout_ms))  # type: ignore[method-assign]
@@ -470,7 +470,7 @@ def test_who_spun_in_vain_sleeps_at_once_for_some_waits(unix: Callable[..., Unix
 
 
 def test_spinning_gives_way_to_sleep(unix: Callable[..., UnixEndpoint]) -> None:
-    main = unix(MAIN, spin_s=0.002)
+    main = unix(DECIDER, spin_s=0.002)
     began = time.thread_time()
     assert main.receive(1.0) is None
     assert time.thread_time() - began < 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.transport.network import Keys, Network, check_interface, read_network, socket_path
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 @pytest.fixture
 def networks() -> dict[int, Network]:
-    return make_networks("auto", "", LOOPBACK, [CLIENT, MAIN, 1])
+    return make_networks("auto", "", LOOPBACK, [CLIENT, DECIDER, 1])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, mode: int, tr
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(ValueError, match="others may enter it; give one of your own with mode 0700"):
-        open_endpoint(Network(transport, str(folder)), MAIN)
+        open_endpoint(Network(transport, str(folder)), DECIDER)
     assert not list(folder.iterdir())
 
 
@@ -72,7 +72,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("file", "link", "nothing"):
         with pytest.raises(ValueError, match=name):
-            socket_path(str(tmp_path / name), MAIN)
+            socket_path(str(tmp_path / name), DECIDER)
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,15 +92,15 @@ def test_everybody_has_keys_of_its_own_for_this_run_alone(networks: dict[int, Ne
 
 
 def test_no_secret_is_ever_shown(networks: dict[int, Network]) -> None:
-    secret = networks[MAIN].keys.secret
-    for shown in (networks[MAIN], networks[MAIN].keys, [networks]):
+    secret = networks[DECIDER].keys.secret
+    for shown in (networks[DECIDER], networks[DECIDER].keys, [networks]):
         assert secret not in f"{shown}"
         assert secret not in repr(shown)
 
 
 def test_a_network_travels_with_the_order(networks: dict[int, Network]) -> None:
-    spec = PPDRuntime(k=1)._specs[MAIN]
-    for network in (Network("unix", "/x"), replace(networks[MAIN], client="tcp://127.0.0.1:1")):
+    spec = PPDRuntime(k=1)._specs[DECIDER]
+    for network in (Network("unix", "/x"), replace(networks[DECIDER], client="tcp://127.0.0.1:1")):
         assert read_network(json.loads(start_order(spec, network))["network"]) == network
 
 
@@ -110,7 +110,7 @@ def with_keys(network: Network, **changes: object) -> Network:
 
 def test_without_good_keys_nothing_is_bound(networks: dict[int, Network], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmq.Context", lambda: pytest.fail("something was about to be bound"))
-    network, other = networks[MAIN], networks[1].keys
+    network, other = networks[DECIDER], networks[1].keys
     peers = network.keys.peers
     for bad, complaint in (
         (replace(network, keys=None), "no keys: nothing leaves the host in plain text"),
@@ -123,13 +123,13 @@ def test_without_good_keys_nothing_is_bound(networks: dict[int, Network], monkey
         (with_keys(network, secret=network.keys.secret[:-1]), "secret key of process 0 is no CURVE key"),
         (with_keys(network, secret=other.secret), "secret key of process 0 does not belong to its public key"),
         (with_keys(network, public=other.public), "secret key of process 0 does not belong to its public key"),
-        (with_keys(network, peers=peers | {MAIN: other.public}), "does not belong to its public key"),
+        (with_keys(network, peers=peers | {DECIDER: other.public}), "does not belong to its public key"),
         (with_keys(network, peers={}), "does not belong to its public key"),
         (with_keys(network, peers=peers | {1: ""}), "public 1 key of process 0 is empty"),
         (with_keys(network, peers=peers | {1: "x"}), "public 1 key of process 0 is no CURVE key"),
     ):
         with pytest.raises(ValueError, match=complaint) as error:
-            open_endpoint(bad, MAIN)
+            open_endpoint(bad, DECIDER)
         assert network.keys.secret not in str(error.value)
         assert "\n" not in str(error.value)
 

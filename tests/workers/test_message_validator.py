@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppd_runtime.layouts import CLIENT, MAIN, PaperLayout, StagedLayout
+from ppd_runtime.layouts import CLIENT, DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
     Begin,
@@ -37,7 +37,7 @@ NUM_LAYERS, EXIT_LAYER = 5, 3
 def worker(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Worker:
     """The main process of a small model, which has run a token."""
     info = describe(str(model_folder(num_layers=NUM_LAYERS)))
-    made = Worker(WorkerSpec(MAIN, PaperLayout(2, EXIT_LAYER, 2), info, getattr(torch, request.param), "cpu", 1))
+    made = Worker(WorkerSpec(DECIDER, PaperLayout(2, EXIT_LAYER, 2), info, getattr(torch, request.param), "cpu", 1))
     made.stage.begin(8)
     made.stage.run(0, NUM_LAYERS, [1], 0)
     return made
@@ -57,12 +57,12 @@ def good_messages(worker: Worker) -> dict[str, Message]:
     entries = stage.export_entries(0, 1, NUM_LAYERS - EXIT_LAYER)
     return {
         "begin": Begin(CLIENT, 1, [1, 2], SamplingParams(3), live=True),
-        "token": Token(MAIN, 1, 2, 3, 1, hidden),
-        "exit state": ExitState(MAIN, 1, 2, hidden),
+        "token": Token(DECIDER, 1, 2, 3, 1, hidden),
+        "exit state": ExitState(DECIDER, 1, 2, hidden),
         "candidate": Candidate(2, 1, 2, (3, 4)),
         "head start": HeadStart(1, 1, 2, (3, 4), torch.cat([hidden, hidden], 1)),
         "entries": Entries(1, 1, 2, entries),
-        "catch-up": CatchUp(MAIN, 1, 2, [3], entries),
+        "catch-up": CatchUp(DECIDER, 1, 2, [3], entries),
         "missing": Missing(1, 1, 0),
     }
 
@@ -119,7 +119,7 @@ def staged_messages(worker: Worker) -> dict[str, Message]:
         "prompt": PromptStates(1, 1, 2, 256, hidden),
         "rows": Rows(1, 1, 2, 7, (12, 13), (11, 11), (5, 5), (17, last), hidden),
         "guesses": Guesses(1, 1, 2, 7, (12,), (17, last), (500_000, 250_000)),
-        "no guesses": Guesses(MAIN, 1, 2, 7, (), (), ()),
+        "no guesses": Guesses(DECIDER, 1, 2, 7, (), (), ()),
     }
 
 

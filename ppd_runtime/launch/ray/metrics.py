@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from ppd_runtime.launch.base import RequestCounts
-from ppd_runtime.layouts import MAIN, Layout
+from ppd_runtime.layouts import DECIDER, Layout
 
 _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300]
 _WORKER = ("worker",)
@@ -28,10 +28,10 @@ class RayMetrics:
 
     def record(self, counts: RequestCounts) -> None:
         """Take in a request that has ended."""
-        self._add(self._tokens, {MAIN: counts.tokens})
+        self._add(self._tokens, {DECIDER: counts.tokens})
         self._add(self._hits, counts.hits)
-        self._add(self._misses, {MAIN: counts.misses})
-        self._add(self._stall, {MAIN: counts.stall_s})
+        self._add(self._misses, {DECIDER: counts.misses})
+        self._add(self._stall, {DECIDER: counts.stall_s})
         self._add(self._layer_passes, counts.layer_passes)
         self._add(self._restarts, {rank: n - self._restarted.get(rank, 0) for rank, n in counts.restarts.items()})
         self._restarted = counts.restarts

@@ -25,7 +25,7 @@ from ppd_runtime.launch.ray.session import Membership, check_same, join
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.launch.worker_specs import all_code_kinds
-from ppd_runtime.layouts import CLIENT, MAIN, StagedLayout
+from ppd_runtime.layouts import CLIENT, DECIDER, StagedLayout
 from ppd_runtime.models.compiling import wants_code
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
@@ -53,7 +53,7 @@ class RayWorkers:
         progress: Progress,
     ) -> None:
         self._specs = {spec.rank: spec for spec in specs}
-        self._layout = specs[MAIN].layout
+        self._layout = specs[DECIDER].layout
         self.supervisor = Supervisor(self._layout, self._spawn, config.max_restarts, self._introduce)
         self._folder = SocketFolder()
         self._closed = False
@@ -67,7 +67,7 @@ class RayWorkers:
             self._membership = join(address, len(specs) * specs[0].threads, progress)
             everybody = [CLIENT, *self._specs]
             self._reserve(config, progress)
-            on_gpus = self._specs[MAIN].device.startswith("cuda")
+            on_gpus = self._specs[DECIDER].device.startswith("cuda")
             transport = choose_transport(config.transport, on_gpus, own_gpus=self._bundle.gpus >= 1)
             self._environment = UNMASKED if on_gpus and TRANSPORTS[transport].device_tensors else {}
             if on_gpus:
@@ -86,7 +86,7 @@ class RayWorkers:
         nodes = cluster_nodes()
         check_authentication({node.host for node in nodes})
         count, membership = len(self._specs), self._joined
-        self._bundle = _bundle(self._specs[MAIN], count, config.gpus_per_worker, membership)
+        self._bundle = _bundle(self._specs[DECIDER], count, config.gpus_per_worker, membership)
         here = self._one_host or membership.own_node
         self._group = reserve(self._bundle, count, config.placement, here, config.placement_timeout_s, progress)
 
@@ -97,7 +97,7 @@ class RayWorkers:
 
     def _spawn(self, rank: int) -> "ActorHandle":
         self._joined.check()
-        actor_class: Any = PPDStage if isinstance(self._layout, StagedLayout) else PPDMain if rank == MAIN else PPDSub
+        actor_class: Any = PPDStage if isinstance(self._layout, StagedLayout) else PPDMain if rank == DECIDER else PPDSub
         network = replace(self._networks[rank], client=self.endpoint.location)
         if not self._one_host:
             network = replace(network, interface="")  # the address of the Ray node that it comes to
@@ -133,12 +133,12 @@ class RayWorkers:
         Raises:
             ValueError: where the model cannot be compiled there, and `compile` is not automatic.
         """
-        if self._one_host or not wants_code(config.compile, self._specs[MAIN].device):
+        if self._one_host or not wants_code(config.compile, self._specs[DECIDER].device):
             return b""
         progress("a worker compiles, unless an earlier run has")
         kinds = all_code_kinds(self._specs.values())
-        order = start_order(self._specs[MAIN], Network())
-        task = compile_code.options(**self._place(MAIN)).remote(order, kinds)
+        order = start_order(self._specs[DECIDER], Network())
+        task = compile_code.options(**self._place(DECIDER)).remote(order, kinds)
         try:
             return ray.put(_result(task, _COMPILE_S, "compile: the worker that compiles"))
         except ValueError as error:

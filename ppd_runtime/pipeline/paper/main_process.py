@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
@@ -102,9 +102,9 @@ class MainProcess:
         try:
             last = None if self.finish_reason else (yield from self._go_on(inputs, sampler, stop))
         except RequestError:
-            self.send(self.subs, End(MAIN, self.begin.request))
+            self.send(self.subs, End(DECIDER, self.begin.request))
             raise
-        self.send(self.subs, End(MAIN, self.begin.request))
+        self.send(self.subs, End(DECIDER, self.begin.request))
         if last is not None:
             self._tell_client(last, NOT_ASKED)
 
@@ -179,11 +179,11 @@ class MainProcess:
         if ask and self.shares_exit_states and self._asks:
             inputs = self.stage.run(first_layer, self.exit_layer, inputs, start)
             first_layer = self.exit_layer
-            self.send(self.subs, ExitState(MAIN, self.begin.request, newest, inputs[:, -1:]))
+            self.send(self.subs, ExitState(DECIDER, self.begin.request, newest, inputs[:, -1:]))
         return self.stage.run(first_layer, self.stage.num_layers, inputs, start)
 
     def _tell_client(self, token: int, winner: int) -> None:
-        certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, winner, None, *packed(self._logprobs))
+        certain = Token(DECIDER, self.begin.request, len(self.history) - 1, token, winner, None, *packed(self._logprobs))
         self.told.append(certain)
         self.send((CLIENT,), certain)
 
@@ -193,7 +193,7 @@ class MainProcess:
         if not self._asks:
             return
         if first == newest:
-            self.send(self.subs, Token(MAIN, self.begin.request, newest, token, winner, hidden))
+            self.send(self.subs, Token(DECIDER, self.begin.request, newest, token, winner, hidden))
         else:
             self.send(self.subs, self._catch_up(first, newest))
         self._told = newest + 1
@@ -204,7 +204,7 @@ class MainProcess:
         held = max(min(self.stage.length(0), newest) - first, 0)
         tokens = self.history[first : first + most] if held > most else self.history[first:]
         entries = self.stage.export_entries(first, first + min(held, most), self.head_start) if held else None
-        return CatchUp(MAIN, self.begin.request, first, tokens, entries)
+        return CatchUp(DECIDER, self.begin.request, first, tokens, entries)
 
     def _answer_missing(self) -> None:
         """Tell sub-processes what they lack; those that lack more than a message holds will say so again."""

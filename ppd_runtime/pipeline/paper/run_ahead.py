@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
@@ -95,13 +95,13 @@ class RunAheadSubProcess:
         position = len(self.chain)
         (token,) = self.exit_head.candidates(self._state, self.chain, 1)
         path = self.chain[self._certain :]
-        self.send((MAIN,), Candidate(self.rank, self.begin.request, position, (token,), path))
+        self.send((DECIDER,), Candidate(self.rank, self.begin.request, position, (token,), path))
         self.chain.append(token)
         self._state = None
         self.layer_passes += yield from self._run(position)
         if self._state is not None and position >= self._certain:
             path = self.chain[self._certain : position]
-            self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, (token,), self._state, path))
+            self.send((DECIDER,), HeadStart(self.rank, self.begin.request, position, (token,), self._state, path))
 
     def _run(self, position: int) -> Generator[Awaited, Any, int]:
         """Run the chain's token at `position` unless another takes its place meanwhile; the layer passes it took."""
@@ -134,7 +134,7 @@ class RunAheadSubProcess:
     def _ask(self, position: int) -> None:
         """Having heard of a token at `position`, say which is the first that is lacking."""
         if position >= self._ask_at:
-            self.send((MAIN,), Missing(self.rank, self.begin.request, self._certain))
+            self.send((DECIDER,), Missing(self.rank, self.begin.request, self._certain))
             self._ask_at = position + _ASK_AGAIN
 
     def _take_token(self, message: Token) -> None:
@@ -169,6 +169,6 @@ class RunAheadSubProcess:
         if self._owed and (self._wanted or len(self._owed) >= _MOST_OWED):
             first, end = self._owed[0], self._owed[-1] + 1
             entries = self.stage.export_entries(first, end, self.stage.num_layers)
-            self.send((MAIN,), Entries(self.rank, self.begin.request, first, entries))
+            self.send((DECIDER,), Entries(self.rank, self.begin.request, first, entries))
             self._owed.clear()
         self._wanted = False

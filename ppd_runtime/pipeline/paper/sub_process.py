@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
@@ -56,7 +56,7 @@ class SubProcess:
         """Layer passes for candidates; a pass over several of them counts as one for each, as in Theorem 4.1."""
         self.coherence_layer_passes = 0
         """Layer passes for the prompt and for tokens whose entries did not come."""
-        self._peers = (MAIN, *(peer for peer in subs if peer != rank))
+        self._peers = (DECIDER, *(peer for peer in subs if peer != rank))
         self._exit_state: ExitState | None = None
         self._trial: tuple[int, ...] = ()  # the tokens that the cache holds on trial behind the history
         self._winners: dict[int, int] = {}
@@ -113,7 +113,7 @@ class SubProcess:
         if foreseen_at != position:
             ranked = self.exit_head.candidates(state.hidden, self.history, self.k)
         tokens = tuple(ranked[self._share])
-        self.send((MAIN,), Candidate(self.rank, self.begin.request, position, tokens))
+        self.send((DECIDER,), Candidate(self.rank, self.begin.request, position, tokens))
         self._ship_entries()
         yield from self._follow()
         if len(self.history) == position and not self._over:
@@ -122,7 +122,7 @@ class SubProcess:
     def _start_candidates(self, position: int, tokens: tuple[int, ...]) -> None:
         self.stage.truncate(position)  # an exit state comes again from a new main process, or where it was sent twice
         hidden = self.stage.run_candidates(tokens, position)
-        self.send((MAIN,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
+        self.send((DECIDER,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
         self.layer_passes += len(tokens) * self.stage.num_layers
         self._trial = tokens
         wanted = self._ranks_ahead and self._states_come_back and position < self._last
@@ -196,7 +196,7 @@ class SubProcess:
     def _ask(self, position: int) -> None:
         """Having heard of a token at `position`, say which is the first that is lacking."""
         if position >= self._ask_at:
-            self.send((MAIN,), Missing(self.rank, self.begin.request, len(self.history)))
+            self.send((DECIDER,), Missing(self.rank, self.begin.request, len(self.history)))
             self._ask_at = position + _ASK_AGAIN
 
     def _take_token(self, message: Token) -> None:

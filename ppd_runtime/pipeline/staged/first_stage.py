@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import Begin, Foreseen, Guesses, Message, PromptStates, Report
@@ -271,5 +271,5 @@ class FirstStage(FollowerStage):
         self._reached[message.sender] = max(self._reached.get(message.sender, 0), message.pass_number)
         named = of_message(message.token_ids, message.chances, len(message.nodes))
         for number, guesses in zip(message.nodes, named, strict=True):
-            if self.tree.get(number) is not None and message.sender != MAIN:
+            if self.tree.get(number) is not None and message.sender != DECIDER:
                 self._successors.setdefault(number, Successors()).by_boundary[message.sender] = guesses

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import MAIN
+from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
@@ -34,7 +34,7 @@ _MOST_SENT = 256  # rows to the next stage that are kept, where it asks for them
 
 
 class FollowerStage(ABC):
-    """A stage with a boundary behind it, whose rank is the boundary's number; the last stage is MAIN.
+    """A stage with a boundary behind it, whose rank is the boundary's number; the last stage is DECIDER.
 
     Args:
         head: names what may follow a node from the states behind this stage.
@@ -160,7 +160,7 @@ class FollowerStage(ABC):
         self._num_early += 1
 
     def _ask_from(self, position: int) -> None:
-        self.send((MAIN,), Missing(self.rank, self.begin.request, position, self.begin.epoch))
+        self.send((DECIDER,), Missing(self.rank, self.begin.request, position, self.begin.epoch))
 
     def _take_begin(self, begin: Begin) -> None:
         if begin.epoch > self.begin.epoch:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import CLIENT, MAIN
+from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
@@ -97,11 +97,11 @@ class LastStage:
             raise
         self._end(before)
         if last is not None:
-            self._tell_client(Token(MAIN, self.begin.request, len(self.history) - 1, last, NOT_ASKED))
+            self._tell_client(Token(DECIDER, self.begin.request, len(self.history) - 1, last, NOT_ASKED))
 
     def _end(self, passes_before: int) -> None:
         """For all stages."""
-        self.send(self.others, End(MAIN, self.begin.request))
+        self.send(self.others, End(DECIDER, self.begin.request))
         self.layer_passes = self.stage.layer_passes - passes_before
 
     def counts(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class LastStage:
                 return token
             self.policy.note(len(self.history))
             guessing = self.policy.guessing
-            certain = Token(MAIN, self.begin.request, len(self.history) - 1, token, MISS, guessing=guessing)
+            certain = Token(DECIDER, self.begin.request, len(self.history) - 1, token, MISS, guessing=guessing)
             self.send(self.others, certain)
             self._tell_client(certain)
             self._tell_progress()
@@ -209,7 +209,7 @@ class LastStage:
         Where nothing is guessed it does not ask.
         """
         if self._finished_pass and self.policy.guessing != Guessing.NOTHING:
-            self.send((_FIRST,), Guesses(MAIN, self.begin.request, self.epoch, self._finished_pass, (), (), ()))
+            self.send((_FIRST,), Guesses(DECIDER, self.begin.request, self.epoch, self._finished_pass, (), (), ()))
         self._finished_pass = 0
 
     def _begin_attempt(self) -> None:
@@ -226,7 +226,7 @@ class LastStage:
         """Say what the attempt begins with; who knows it learns what has become certain since."""
         certain = self.history[len(self.begin.prompt_ids) :]
         guessing = self.policy.guessing
-        self.send(stages, replace(self.begin, sender=MAIN, delivered=certain, epoch=self.epoch, guessing=guessing))
+        self.send(stages, replace(self.begin, sender=DECIDER, delivered=certain, epoch=self.epoch, guessing=guessing))
 
     def _lose_patience(self) -> None:
         self._losses += 1
@@ -234,7 +234,7 @@ class LastStage:
         if self._losses % (times + 1):
             lacking = self._prompt.lacking(self._tree.root.position + 1)
             self._tell_attempt(self.others)
-            self.send((max(self.others),), Missing(MAIN, self.begin.request, lacking, self.epoch))
+            self.send((max(self.others),), Missing(DECIDER, self.begin.request, lacking, self.epoch))
         else:
             self._again = True
 
@@ -296,4 +296,4 @@ class LastStage:
             self._again = True
         elif missing.position < len(self.history):
             tokens = self.history[missing.position :]
-            self.send((missing.sender,), CatchUp(MAIN, self.begin.request, missing.position, tokens))
+            self.send((missing.sender,), CatchUp(DECIDER, self.begin.request, missing.position, tokens))
