@@ -60,7 +60,7 @@ from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import behaviour, caches, slicing
 from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
-from ppd_runtime.models.stage.shared_heads import SHARED_HEADS, leave_out_cudnn
+from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, leave_out_cudnn
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num
 from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
-from ppd_runtime.models.stage.shared_heads import choose_attention
+from ppd_runtime.models.stage.grouped_attention import choose_attention
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ppd_runtime.models.stage import shared_heads
+from ppd_runtime.models.stage import grouped_attention
 from ppd_runtime.models.stage.rotary import _FEW_TOKENS, _POSITIONS_AT_ONCE, RotaryTable
-from ppd_runtime.models.stage.shared_heads import SHARED_HEADS, shared_heads_attention
+from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, grouped_attention
 
 ModelFolder = Callable[..., Path]
 
@@ -51,7 +51,7 @@ def test_it_is_the_librarys_attention_to_the_bit(
     with torch.inference_mode():
         ours, theirs = (
             attend(module, query, key, value, mask, dropout=0.0, scaling=0.2)[0]
-            for attend in (shared_heads_attention, sdpa_attention_forward)
+            for attend in (grouped_attention, sdpa_attention_forward)
         )
     assert ours.shape == (1, tokens, heads, 32)
     assert torch.equal(ours, theirs)
