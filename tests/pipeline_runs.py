@@ -17,7 +17,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import BoundaryHead, OracleHead, SharedHead
+from ppd_runtime.models.trained.exit_heads import BoundaryHead, OracleHead, ModelHead
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -139,7 +139,7 @@ class Bench:
         subs: list[SubProcess | RunAheadSubProcess] = []
         for rank in (rank for rank in ranks if rank not in lost):
             stage = self.stage(self.info.num_layers - exit_layer)
-            exit_head = head or SharedHead(stage, sampler)
+            exit_head = head or ModelHead(stage, sampler)
             if run_ahead:
                 stage.layers_at_once = 1 + (seed or 0) % stage.num_layers
                 sub = RunAheadSubProcess(stage, exit_head, rank, network.send, begin)
@@ -178,7 +178,7 @@ class Bench:
         stages = [self.stage(last, first) for first, last in pairwise([0, *cuts, self.info.num_layers])]
         rows_of = [RowStage(stage, MOST_HELD) for stage in stages]
         size = len(stages)
-        heads = [head or SharedHead(stage, sampler) for stage in stages]
+        heads = [head or ModelHead(stage, sampler) for stage in stages]
         first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin)
         others = [MiddleStage(rows_of[i], heads[i], i + 1, size, k, network.send, begin) for i in range(1, size - 1)]
         last = LastStage(rows_of[-1], self.info.num_layers, range(1, size), network.send, begin, policy)

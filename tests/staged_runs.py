@@ -9,7 +9,7 @@ from pipeline_runs import Bench, begin_message
 
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import Begin, Message, Missing, Peers, PromptStates, Rows, Token
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
@@ -102,7 +102,7 @@ class StagedRun:
                 self.network.send((DECIDER,), Missing(rank, message.request, 0))
         self.network.deliver(rank, early)
         stage, size, send = self._stage(rank - 1), len(self.borders), self.network.send
-        head = SharedHead(stage._stage, self.sampler)
+        head = ModelHead(stage._stage, self.sampler)
         if rank == 1:
             yield from FirstStage(stage, head, size, self.k, self.rows, send, message).serve()
         else:

@@ -24,7 +24,7 @@ from ppd_runtime.models.opening import load_stage
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.trained.exit_heads import SharedHead, ShortlistSampler
+from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers.spec import WorkerSpec
@@ -109,11 +109,11 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
             whole = {kind: files for kind, files in spec.code.items() if kind in (PassKind.HEAD, *spec.pass_kinds)}
             stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole)
             rows, sampler = RowStage(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
-            head = SharedHead(stage, sampler)
+            head = ModelHead(stage, sampler)
             if tokens := spec.guess_tokens:
                 code = {kind: files for kind, files in spec.code.items() if kind == short}
                 guesses = load_stage(spec.info, 1, spec.dtype, spec.device, code, head_tokens=tokens)
-                head = SharedHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
+                head = ModelHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
             hidden, one, row = _timed_passes(rows)
             guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
             final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))

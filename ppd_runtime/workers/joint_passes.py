@@ -8,7 +8,7 @@ import torch
 
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.machine import Computation
 from ppd_runtime.pipeline.staged.machine import Logits, Naming, RowsPass
 from ppd_runtime.tracing.recorder import JointRecorder
@@ -66,7 +66,7 @@ class JointPasses:
         return self._rows.logits_together([(cast(RowStage, one.stage), one.hidden) for one in asked])
 
     def _name(self, asked: Sequence[Naming]) -> Iterator[Any]:
-        heads = [one.head for one in asked if isinstance(one.head, SharedHead)]
+        heads = [one.head for one in asked if isinstance(one.head, ModelHead)]
         if len(heads) < len(asked) or len(asked) == 1:
             yield from (one.alone() for one in asked)
             return

@@ -14,7 +14,7 @@ from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.opening import load_stage
-from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, ShortlistSampler, TrainedHead
+from ppd_runtime.models.trained.exit_heads import OracleHead, ModelHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Computation, Machine, Work
 from ppd_runtime.pipeline.messages import (
@@ -330,11 +330,11 @@ class Worker:
         seat.machine = helper = self._role.helper(seat, self._exit_head(sampler, seat.recorder))
         return helper.serve()
 
-    def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> OracleHead | TrainedHead | SharedHead:
+    def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> OracleHead | TrainedHead | ModelHead:
         spec = self.spec
         if isinstance(spec.exit_head, OracleHead):
             return spec.exit_head
         ranking = ShortlistSampler(sampler, spec.guess_tokens, spec.info.vocab_size) if spec.guess_tokens else sampler
         if self._trained_head is not None:
             return TrainedHead(self._trained_head, ranking, recorder, self._final_head, self.stage.ranking)
-        return SharedHead(self.stage, ranking)
+        return ModelHead(self.stage, ranking)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ppd_runtime import PPDRuntime
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
+from ppd_runtime.models.trained.exit_heads import ModelHead, TrainedHead
 from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -114,7 +114,7 @@ def test_candidates_are_ranked_as_the_shared_heads(
 ) -> None:
     stage, sampler = load_stage(model_folder("llama")), Sampler(sampling)
     head = new_head(kind, stage.model)
-    trained, shared = TrainedHead(head, sampler), SharedHead(stage, sampler)
+    trained, shared = TrainedHead(head, sampler), ModelHead(stage, sampler)
     assert trained.candidates(states(), HISTORY, 5) == shared.candidates(states(), HISTORY, 5)
     shake(head)
     with torch.inference_mode():
@@ -133,7 +133,7 @@ def test_sub_processes_ask_the_trained_head(model_folder: ModelFolder, tmp_path:
     expected = TrainedHead(load_head(head, load_stage(folder).model), sampler)
     named = sub._exit_head(sampler).candidates(states(), HISTORY, 9)
     assert named == expected.candidates(states(), HISTORY, 9)
-    assert named != SharedHead(sub.stage, sampler).candidates(states(), HISTORY, 9)
+    assert named != ModelHead(sub.stage, sampler).candidates(states(), HISTORY, 9)
     assert main._trained_head is None
 
 

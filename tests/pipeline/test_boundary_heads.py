@@ -17,7 +17,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import OracleHead, SharedHead, ShortlistSampler
+from ppd_runtime.models.trained.exit_heads import OracleHead, ModelHead, ShortlistSampler
 from ppd_runtime.models.trained.heads import describe_heads, load_head
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.machine import next_wait
@@ -160,7 +160,7 @@ def test_heads_that_are_told_texts_find_their_places():
 def test_states_leave_before_the_head_is_asked(folder):
     bench, sent = Bench.of(folder), []
 
-    class Watched(SharedHead):
+    class Watched(ModelHead):
         def guesses(self, hidden, texts, k):
             sent.append("head")
             return super().guesses(hidden, texts, k)

@@ -11,7 +11,7 @@ from pipeline_runs import PROMPTS, Bench, begin_message
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage import row_stage
 from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.trained.exit_heads import SharedHead
+from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.machine import Machine, WaitFor
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
@@ -41,7 +41,7 @@ def test_a_pass_is_left_once_its_rows_are_dropped(model_folder):
     bench, sent = Bench.of(model_folder("llama", num_layers=4)), list[Message]()
     prompt = bench.prompt_ids(PROMPTS[3])
     stage = RowStage(bench.stage(3), MOST_HELD)
-    head = SharedHead(stage._stage, Sampler(GREEDY, len(prompt)))
+    head = ModelHead(stage._stage, Sampler(GREEDY, len(prompt)))
     begin = begin_message(prompt, GREEDY)
     first = FirstStage(stage, head, 2, 2, 2, lambda _, message: sent.append(message), begin)
     machine = first.serve()
@@ -67,7 +67,7 @@ def test_rows_that_may_still_come_true_go_on(model_folder):
     prompt = bench.prompt_ids(PROMPTS[3])
     stage = RowStage(bench.stage(3), MOST_HELD)
     begin = begin_message(prompt, GREEDY)
-    head = SharedHead(stage._stage, Sampler(GREEDY, len(prompt)))
+    head = ModelHead(stage._stage, Sampler(GREEDY, len(prompt)))
     first = FirstStage(stage, head, 2, 2, 2, lambda *_: None, begin, repetitions=False)
     machine = first.serve()
     guessed = next_pass(machine)

@@ -17,7 +17,7 @@ from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.tradeoff import read_match_rates
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
-from ppd_runtime.models.trained.exit_heads import SharedHead, TrainedHead
+from ppd_runtime.models.trained.exit_heads import ModelHead, TrainedHead
 from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ def hits_token_by_token(folder: Path, sampling: SamplingParams, exit_layer: int,
     """Asks the pipeline's exit head for candidates before every token, as a sub-process does."""
     stage, hits = load_stage(folder), 0
     for prompt_ids, tokens, own in generated(folder, sampling):
-        head = SharedHead(stage, Sampler(replace(own, temperature=0.0) if logits_only else own, len(prompt_ids)))
+        head = ModelHead(stage, Sampler(replace(own, temperature=0.0) if logits_only else own, len(prompt_ids)))
         stage.begin(len(prompt_ids) + len(tokens))
         history, inputs = list(prompt_ids), list(prompt_ids)
         for token in tokens:
@@ -159,7 +159,7 @@ def candidates_token_by_token(folder: Path, sampling: SamplingParams, k: int) ->
     """For each token and each exit layer whether the pipeline's exit head names it among k."""
     stage = load_stage(folder)
     for prompt_ids, tokens, own in generated(folder, sampling):
-        head = SharedHead(stage, Sampler(own))
+        head = ModelHead(stage, Sampler(own))
         stage.begin(len(prompt_ids) + len(tokens))
         history, inputs = list(prompt_ids), list(prompt_ids)
         for token in tokens:

@@ -65,7 +65,7 @@ class ShortlistSampler:
         return self._sampler.guesses(whole, histories, k, ranking)
 
 
-class SharedHead:
+class ModelHead:
     """The model's own final norm and head, as the paper's untrained rows use them, ranked with the shared noise."""
 
     def __init__(self, stage: Stage, sampler: Sampler | ShortlistSampler) -> None:
