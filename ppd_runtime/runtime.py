@@ -27,7 +27,7 @@ from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_s
 from ppd_runtime.layouts import CLIENT, DECIDER, Layout, StagedLayout
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
-from ppd_runtime.methods.turns import Turns
+from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
@@ -89,7 +89,7 @@ class PPDRuntime(TextGenerator):
         defaults = generation_defaults(info, self.config.generation_config)
         super().__init__(info, load_tokenizer(info), defaults, self._room())
         self._share = self._place_workers()
-        cores, room = self._share.cores, self._turns.most_tokens
+        cores, room = self._share.cores, self._queue.most_tokens
         self._specs = [replace(spec, cores=cores[spec.rank], cache_tokens=room) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
         self._progress = progress or logger.info
@@ -101,14 +101,14 @@ class PPDRuntime(TextGenerator):
         self._next_request, self._under_way = 1, set[int]()
         self._counting = threading.Lock()
 
-    def _room(self) -> Turns:
+    def _room(self) -> RequestQueue:
         """For requests: as the settings have it, else by the memory at hand."""
         if not isinstance(self.layout, StagedLayout):
-            return Turns(1, None)
+            return RequestQueue(1, None)
         config, most = self.config, self.config.max_cache_tokens
         if most is None:
             most = cache_room(self._specs, are_here=config.one_host or self.launcher != "ray")
-        return Turns(config.max_requests or requests_for(most), most)
+        return RequestQueue(config.max_requests or requests_for(most), most)
 
     def _place_workers(self) -> CoreShare:
         """The workers' cores of this host; raises ValueError for a transport that their devices cannot have."""

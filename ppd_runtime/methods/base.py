@@ -15,7 +15,7 @@ from ppd_runtime.methods.chat import Messages, TemplateOptions, chat_text, optio
 from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, token_ids_of
 from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
-from ppd_runtime.methods.turns import Room, Turns
+from ppd_runtime.methods.request_queue import Room, RequestQueue
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.generation import GenerationDefaults, check_tokens
 from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
@@ -37,10 +37,10 @@ class TextGenerator(ABC):
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerBase,
         defaults: GenerationDefaults,
-        turns: Turns | None = None,
+        turns: RequestQueue | None = None,
     ) -> None:
         self.info, self.tokenizer, self.defaults = info, tokenizer, defaults
-        self._turns = turns or Turns(1)
+        self._turns = turns or RequestQueue(1)
         self._endings: list[Ending] = []
         """Of the requests whose turn it is."""
 
@@ -70,17 +70,17 @@ class TextGenerator(ABC):
     @property
     def max_requests(self) -> int:
         """Requests that run at once; further calls wait for their turn."""
-        return self._turns.most
+        return self._queue.most
 
     @property
     def room(self) -> Room | None:
         """What a request may have of the room for keys and values; None: any number of tokens."""
-        return self._turns.room
+        return self._queue.room
 
     @property
     def room_taken(self) -> float:
         """The share of the room for keys and values that requests have, new tokens' yet to come among them; 0 to 1."""
-        return self._turns.usage
+        return self._queue.usage
 
     @property
     @abstractmethod
@@ -143,7 +143,7 @@ class TextGenerator(ABC):
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
         requests, alone = self.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
-        self._turns.check_own(max(request.most_tokens for request in requests))
+        self._queue.check_own(max(request.most_tokens for request in requests))
         exhaust_all(requests, self.max_requests)
         return requests[0].result if alone else [request.result for request in requests]
 
@@ -262,7 +262,7 @@ class TextGenerator(ABC):
         if params.num_generated > prompt_size:
             raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
         wanted = prompt_size + params.max_new_tokens
-        bounds = (self.info.max_positions, "the model's {} positions"), (self._turns.most_tokens, "max_cache_tokens={}")
+        bounds = (self.info.max_positions, "the model's {} positions"), (self._queue.most_tokens, "max_cache_tokens={}")
         for most, bound in bounds:
             if most is not None and wanted > most:
                 raise ValueError(
@@ -273,7 +273,7 @@ class TextGenerator(ABC):
     @contextmanager
     def _turn(self, ending: Ending, tokens: int) -> Iterator[bool]:
         """The turn of a request of so many tokens, those that it may get among them; False: it was cancelled before."""
-        turn = self._turns.take(tokens, ending.reason)
+        turn = self._queue.take(tokens, ending.reason)
         if turn is None:
             yield False
             return
@@ -282,7 +282,7 @@ class TextGenerator(ABC):
             yield True
         finally:
             self._endings.remove(ending)
-            self._turns.give_back(turn)
+            self._queue.give_back(turn)
 
 
 class Generation(Iterator[TokenEvent]):

@@ -15,8 +15,8 @@ from servers import Stepwise
 from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.methods import turns
-from ppd_runtime.methods.turns import Turns
+from ppd_runtime.methods import request_queue
+from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.pipeline.machine import Work
 from ppd_runtime.workers.seat import Seat
 from ppd_runtime.workers.worker import Worker
@@ -128,7 +128,7 @@ def test_streams_of_one_thread_go_on_side_by_side(folder: str, ordinary: Ordinar
 
 def test_there_is_room_for_so_many_tokens(folder: Path) -> None:
     """The next request waits for room, however small those behind it are; what never fits is refused at once."""
-    room, order = Turns(8, 100), list[str]()
+    room, order = RequestQueue(8, 100), list[str]()
     first, second = room.take(50), threading.Thread(target=lambda: (room.take(51), order.append("second")))
     third = threading.Thread(target=lambda: (room.take(49), order.append("third")))
     for number, thread in enumerate((second, third)):
@@ -165,7 +165,7 @@ def test_a_request_that_is_cancelled_while_it_waits_ends_without_a_turn(folder: 
     waiting, behind = (stepwise.stream(PROMPT, max_new_tokens=2, ignore_eos=True) for _ in range(2))
     with ThreadPoolExecutor(2) as threads:
         ended, after = threads.submit(list, waiting), threads.submit(list, behind)
-        wait_until(lambda: len(stepwise._turns._queue) == 2)
+        wait_until(lambda: len(stepwise._queue._queue) == 2)
         waiting.cancel()
         assert ended.result(10) == []
         result = waiting.result
@@ -177,7 +177,7 @@ def test_a_request_that_is_cancelled_while_it_waits_ends_without_a_turn(folder: 
 
 
 def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    room, order = Turns(2), list[int]()
+    room, order = RequestQueue(2), list[int]()
     holders = [room.take()]
     with ThreadPoolExecutor(1) as other:
         holders.append(other.submit(room.take).result())
@@ -194,7 +194,7 @@ def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
             room.give_back(holders[0] if number == 0 else room._taken[-1])
             waiting[number].join(10)
         assert order == [0, 1, 2, 3]
-        full = Turns(1)
+        full = RequestQueue(1)
         other.submit(full.take).result()
         monkeypatch.setattr(turns, "_TURN_DEADLINE_S", 0.0)
         with pytest.raises(TimeoutError, match=re.escape("other calls have held this runtime for 0 s")):

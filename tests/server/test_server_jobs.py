@@ -19,7 +19,7 @@ from ppd_runtime import OrdinaryDecoding, SamplingParams
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.client.ending import CANCELLED
 from ppd_runtime.methods.steps import Step, Totals
-from ppd_runtime.methods.turns import Turns
+from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.app import Service, application
 from ppd_runtime.server.jobs import Jobs
@@ -180,7 +180,7 @@ def test_a_choice_that_leaves_as_its_turn_comes_is_counted_once(folder: Path) ->
 def test_a_choice_that_waits_for_room_waits_and_leaves_with_its_client(folder: Path) -> None:
     """There are turns enough, and too few tokens of room."""
     stepwise = Stepwise(folder)
-    stepwise._turns = Turns(3, 100)
+    stepwise._queue = RequestQueue(3, 100)
     asked = {"prompt": [5], "ignore_eos": True, "stream": True}
     long, short = ({**asked, "max_tokens": tokens} for tokens in (80, 50))
     with (
@@ -191,10 +191,10 @@ def test_a_choice_that_waits_for_room_waits_and_leaves_with_its_client(folder: P
         lines = first.iter_lines()
         assert next(lines).startswith("data:")
         with server.client() as other, other.stream("POST", "/v1/completions", json=short):
-            wait_until(lambda: stepwise._turns._queue)
+            wait_until(lambda: stepwise._queue._queue)
             counted = server.counts()
             assert [counted[f"vllm:num_requests_{name}"] for name in ("running", "waiting")] == [1, 1]
-        wait_until(lambda: not stepwise._turns._queue and server.taken == 1)
+        wait_until(lambda: not stepwise._queue._queue and server.taken == 1)
         counted = server.counts()
         assert [counted[f"vllm:num_requests_{name}"] for name in ("running", "waiting")] == [1, 0]
         stepwise.allow(100)

@@ -32,7 +32,7 @@ class Turn:
     """Of its prompt, and those that it may get."""
 
 
-class Turns:
+class RequestQueue:
     """Room for `most` requests at once, and for `most_tokens` of theirs in all; None: for any number of tokens."""
 
     def __init__(self, most: int, most_tokens: int | None = None) -> None:
