@@ -20,7 +20,7 @@ from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Machine
 from ppd_runtime.pipeline.messages import Begin, Message, Token
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration
+from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
@@ -82,7 +82,7 @@ class Machines:
     clocks: Sequence[Clock]
     k: int
     rows: int
-    calibration: ChanceCalibration
+    calibration: GuessRecord
     repetitions: bool = True
     row_cost: float = 0.0
     """What the first stage knows a further row to add, as a share of the first one's time."""
@@ -164,12 +164,12 @@ def simulate_staged_runs(
     setting: StagedSetting, shares: Sequence[float], runs: int, seed: int = 0
 ) -> list[SimulatedText]:
     """Simulate generations whose first boundaries are drawn, each with its share."""
-    generator, calibration = random.Random(seed), ChanceCalibration()
+    generator, calibration = random.Random(seed), GuessRecord()
     return [_simulate(setting, shares, generator, calibration) for _ in range(runs)]
 
 
 def _simulate(
-    setting: StagedSetting, shares: Sequence[float], generator: random.Random, calibration: ChanceCalibration
+    setting: StagedSetting, shares: Sequence[float], generator: random.Random, calibration: GuessRecord
 ) -> SimulatedText:
     ranks = setting.ranks or [_NEXT_RANK**rank for rank in range(setting.k)]
     size, tokens = setting.stages, setting.num_new_tokens

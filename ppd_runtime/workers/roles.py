@@ -10,7 +10,7 @@ from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration
+from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
@@ -102,7 +102,7 @@ class StagedRole(Role):
         self.layout, self.rows = layout, layout.rows
         self.follows, self.resends_to_peers = spec.rank != DECIDER, spec.rank == DECIDER
         self._rows = self.row_stage = RowStage(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
-        self._calibration = ChanceCalibration()
+        self._calibration = GuessRecord()
         if self._rows.joins_requests or spec.emulate is not None:
             self.most_rows = max(layout.rows, self._rows.most_together)
 

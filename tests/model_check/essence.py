@@ -25,7 +25,7 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_policy import Always
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors
+from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
@@ -58,7 +58,7 @@ _READ = (
     Arrivals,
     ArrivingPrompt,
     Successors,
-    ChanceCalibration,
+    GuessRecord,
     ToyRows,
 )
 _CLOCKS = {"recorder", "last_turn", "patience", "_began", "_released", "_asked", "_first_token", "_stalled", "_told"}

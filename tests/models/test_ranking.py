@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ppd_runtime.models.native.ranking import likeliest
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration, in_millionths
+from ppd_runtime.pipeline.staged.chances import GuessRecord, in_millionths
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -69,4 +69,4 @@ def test_scores_that_are_no_numbers_give_guesses_without_a_chance(ranking: objec
         assert len({token for token, _ in row}) == 3
         assert {chance for _, chance in row} == {0.0}
         assert in_millionths(row) == (0, 0, 0)
-        assert ChanceCalibration().chance(1, 0, row[0][1]) == 0
+        assert GuessRecord().chance(1, 0, row[0][1]) == 0

@@ -11,7 +11,7 @@ from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.pipeline.machine import next_wait
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration
+from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -79,11 +79,11 @@ def test_what_is_wrong_again_and_again_enters_behind_what_is_right(bench: Bench)
 
 
 def test_what_requests_learn_they_share(bench: Bench) -> None:
-    shared = ChanceCalibration()
+    shared = GuessRecord()
     before = Driven(bench, [(5, 0.6), (6, 0.3)], calibration=shared)
     for _ in range(12):
         before.decide(6)
-    later, another = (Driven(bench, [(5, 0.6), (6, 0.3)], calibration=own) for own in (shared, ChanceCalibration()))
+    later, another = (Driven(bench, [(5, 0.6), (6, 0.3)], calibration=own) for own in (shared, GuessRecord()))
     assert later.entered_behind(len(PROMPT))[0] == 6
     assert another.entered_behind(len(PROMPT))[0] == 5
 

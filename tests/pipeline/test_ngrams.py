@@ -1,6 +1,6 @@
 """Boundary 0: what followed the same tokens before."""
 
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration
+from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.ngrams import Repetitions
 
 
@@ -31,7 +31,7 @@ def test_it_grows_with_the_text_and_forgets_another():
 
 
 def test_each_length_of_a_match_has_an_experience_of_its_own():
-    repetitions, calibration = Repetitions(), ChanceCalibration()
+    repetitions, calibration = Repetitions(), GuessRecord()
     repetitions.follow([1, 2, 3, 4, 5, 6, 7, 8])
     guesses = {size: repetitions.guess([0, *range(8 - size, 8)]) for size in range(2, 8)}
     for wrong, guess in guesses.items():

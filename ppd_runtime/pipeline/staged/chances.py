@@ -13,7 +13,7 @@ _OVERRULED = 0.1  # of what is left: a token that a later boundary names no more
 _MILLION = 10**6
 
 
-class ChanceCalibration:
+class GuessRecord:
     """Counts how often guesses were right, by boundary, rank and what the head said."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Successors:
 
     by_boundary: dict[int, Sequence[Guess]] = field(default_factory=dict)
 
-    def chances(self, calibration: ChanceCalibration) -> dict[int, float]:
+    def chances(self, calibration: GuessRecord) -> dict[int, float]:
         """Each token that was named with its chance, by the latest boundary that has spoken."""
         if not self.by_boundary:
             return {}
@@ -62,7 +62,7 @@ class Successors:
         named = (b for b in sorted(self.by_boundary) if any(token == guess for guess, _ in self.by_boundary[b]))
         return next(named, None)
 
-    def learn(self, calibration: ChanceCalibration, token: int) -> None:
+    def learn(self, calibration: GuessRecord, token: int) -> None:
         """The token was right."""
         for boundary, guesses in self.by_boundary.items():
             calibration.learn(boundary, guesses, token)

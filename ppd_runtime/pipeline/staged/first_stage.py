@@ -13,7 +13,7 @@ from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.machine import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import Begin, Foreseen, Guesses, Message, PromptStates, Report
 from ppd_runtime.pipeline.speculation_policy import Guessing
-from ppd_runtime.pipeline.staged.chances import ChanceCalibration, Successors, of_message
+from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.machine import RowStageLike
 from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
@@ -53,14 +53,14 @@ class FirstStage(FollowerStage):
         rows: int,
         send: Send,
         begin: Begin,
-        calibration: ChanceCalibration | None = None,
+        calibration: GuessRecord | None = None,
         repetitions: bool = True,
         only_chains: bool = False,
         row_cost: float = 0.0,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
         self.num_stages, self.rows, self.only_chains, self.row_cost = num_stages, rows, only_chains, row_cost
-        self.calibration, self._has_boundary_0 = calibration or ChanceCalibration(), repetitions
+        self.calibration, self._has_boundary_0 = calibration or GuessRecord(), repetitions
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
         self._counted_to = 0  # position: a further attempt runs its tokens again

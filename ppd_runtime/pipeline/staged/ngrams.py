@@ -8,7 +8,7 @@ _SHORTEST, LONGEST = 2, 7
 """Tokens that have to be alike."""
 _SAID = {2: 0.3, 3: 0.45, 4: 0.55, 5: 0.7, 6: 0.8, 7: 0.9}
 """The chance that the token after a match of so many tokens is right, until experience says more; the bins of
-`ChanceCalibration`."""
+`GuessRecord`."""
 
 
 class Repetitions:
