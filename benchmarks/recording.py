@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tune.markdown import cell, markdown_table
 from ppd_runtime.tune.measured_on import machine, versions
@@ -74,7 +74,7 @@ def ledger_table(rows: Mapping[str, Mapping[str, float]], emulated: bool) -> str
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all."""
-    with whole_file(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 

@@ -200,13 +200,13 @@ class Conversation:
         return "none" if value is None or value == () else str(value)
 
     def _save(self, rest: str) -> str:
-        from ppd_runtime.files.whole import whole_file
+        from ppd_runtime.files.atomic import atomic_file
 
         path = _path("/save", rest)
         if path.exists() and not path.is_file():
             raise ValueError(f"/save {path}: is no file; give another name")
         text = json.dumps({"model": self._generator.info.name, "messages": self.whole}, indent=2, ensure_ascii=False)
-        with whole_file(path) as unfinished:
+        with atomic_file(path) as unfinished:
             unfinished.write_text(text + "\n", encoding="utf-8")
         return f"{_count(self.whole)} written to {path}"
 

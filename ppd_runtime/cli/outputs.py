@@ -37,9 +37,9 @@ def check_resume(resume: bool, out: Path | None) -> None:
 def give_json(data: Any, as_json: bool, out: Path | None) -> None:
     """Print JSON values in a line, and write them into a file, where either is wanted."""
     if out is not None:
-        from ppd_runtime.files.whole import whole_file
+        from ppd_runtime.files.atomic import atomic_file
 
-        with whole_file(out) as unfinished:
+        with atomic_file(out) as unfinished:
             unfinished.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(data))

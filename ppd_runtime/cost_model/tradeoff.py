@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from ppd_runtime.checks import check_choice, check_cuts, check_share, check_whole
 from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.cost_model import staged, theory
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 
 T = TypeVar("T", int, float)
 Rates = dict[tuple[int, int], float]
@@ -217,7 +217,7 @@ class CsvRow(Protocol):
 
 def write_csv(rows: Sequence[CsvRow], path: Path) -> None:
     """Write one line a row under the fields' names, a field's numbers with spaces; the file appears when whole."""
-    with whole_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
+    with atomic_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0].as_dict()))
         writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in row.as_dict().items()} for row in rows)

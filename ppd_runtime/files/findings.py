@@ -8,7 +8,7 @@ from typing import Any
 
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name
 from ppd_runtime.files.checksummed import find, keep
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 
 
 def kept_finding(
@@ -36,7 +36,7 @@ def note(kind: str, about: Mapping[str, Any], numbers: Sequence[float]) -> None:
         OSError: where they cannot be kept.
         ValueError: where they cannot.
     """
-    with whole_file(_note_path(kind, about)) as path:
+    with atomic_file(_note_path(kind, about)) as path:
         path.write_text(json.dumps({**about, "numbers": list(numbers)}, indent=2) + "\n")
 
 

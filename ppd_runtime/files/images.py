@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def save_figure(figure: "Figure", path: Path, dpi: int) -> None:
     """Write a whole file or none; its name says what kind, PNG without a suffix."""
-    with whole_file(path) as unfinished:
+    with atomic_file(path) as unfinished:
         figure.savefig(unfinished, dpi=dpi, format=_kind(path))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.layouts import Layout, PaperLayout
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
@@ -110,7 +110,7 @@ class Trace:
         Raises:
             ValueError: where the file cannot be written.
         """
-        with whole_file(path) as unfinished:
+        with atomic_file(path) as unfinished:
             unfinished.write_text(json.dumps(self.chrome()) + "\n", encoding="utf-8")
 
     def _process_events(self, process: ProcessSpans, origin: int) -> Iterator[Event]:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
 from ppd_runtime.checks import check_depth
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -107,7 +107,7 @@ class LayerSkipRun(TrainingRun):
         return model.requires_grad_(False)
 
     def _write(self, model: PreTrainedModel, report: LayerSkipReport) -> None:
-        with whole_file(self.out) as unfinished, no_progress_bar():
+        with atomic_file(self.out) as unfinished, no_progress_bar():
             try:
                 model.to(self._saved_dtype).save_pretrained(unfinished)
             except SafetensorError as error:  # such as a full disk

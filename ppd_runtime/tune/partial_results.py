@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,7 +48,7 @@ class PartialResults(Generic[Result]):
             raise ValueError(f"{self.path} keeps {len(rows)} prompts of an unfinished run: resume it, or delete it")
         if rows:
             self._check_header(header)
-        with whole_file(self.path) as unfinished:
+        with atomic_file(self.path) as unfinished:
             unfinished.write_text("".join(map(_line, [self._header, *rows])), encoding="utf-8")
         results: list[Any] = [self._result(row) for row in rows]
         if any(hashes.get(result.number) != result.sha256 for result in results):

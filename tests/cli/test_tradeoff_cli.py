@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ppd_runtime.cli.tradeoff import tradeoff
 from ppd_runtime.cost_model import plots, staged, theory
 from ppd_runtime.cost_model.tradeoff import predict
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 
 app = typer.Typer()
 app.command()(tradeoff)
@@ -321,7 +321,7 @@ def test_mistakes_are_named_in_one_line(tmp_path: Path, arguments: str, named: s
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("old")
-    with pytest.raises(KeyError), whole_file(path) as unfinished:
+    with pytest.raises(KeyError), atomic_file(path) as unfinished:
         unfinished.write_text("half")
         raise KeyError
     assert path.read_text() == "old"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppd_runtime.files.checksummed import checksum
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.models.checkpoint.config import QUANTISED
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -39,7 +39,7 @@ def quantise_model(model: str, out: Path, weights: str) -> WeightsCard:
     if card := card_of(info.folder):
         raise ValueError(f"model {model!r} has {card.weights} weights already, made of {card.source!r}; give that")
     source = model_fingerprint(info)
-    with PackedModel(info) as packed, whole_file(out) as folder:
+    with PackedModel(info) as packed, atomic_file(out) as folder:
         _check_room(out, packed.num_bytes)
         folder.mkdir()
         for file in _other_files(info):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.config import FLOATS
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.fingerprint import fingerprints, model_fingerprint
 from ppd_runtime.models.stage.slicing import LayerSet
@@ -30,7 +30,7 @@ def write_layer_set(path: Path, left_out: LayerSet, info: ModelInfo, search: Map
         "mlp": left_out.mlp,
         "search": search,
     }
-    with whole_file(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.fingerprint import fingerprints
 
@@ -100,7 +100,7 @@ def save_part(folder: Path, tensors: Mapping[str, Tensor], known: P, training: M
     info = replace(known, folder=folder, weights_sha256=hashlib.sha256(content).hexdigest())
     card = {"format": _FORMAT, **asdict(info), "training": training}
     del card["folder"]
-    with whole_file(folder) as unfinished:
+    with atomic_file(folder) as unfinished:
         unfinished.mkdir()
         (unfinished / info.tensors_name()).write_bytes(content)
         (unfinished / info.card_name()).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.config import ALL_FORMATS
-from ppd_runtime.files.whole import whole_file
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.tune.comparison.figures import WINDOWS, MethodFigures, Pair, Spread, method_figures
 from ppd_runtime.tune.comparison.rows import BASELINE, LeftOut, MethodRow, full_settings
 from ppd_runtime.tune.comparison.run import ComparisonRun
@@ -234,7 +234,7 @@ def summarise(run: ComparisonRun, left_out: Sequence[LeftOut] = ()) -> Compariso
 
 def write_markdown(report: ComparisonReport, path: Path) -> None:
     """Write the tables; the file appears when it is whole."""
-    with whole_file(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_text(report.markdown(), encoding="utf-8")
 
 

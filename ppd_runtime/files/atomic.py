@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path that becomes `path` at the end, or goes away if something fails before.
 
     Raises:
