@@ -13,7 +13,7 @@ from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiled.graphs import current_device
-from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.trained.exit_heads import OracleHead, ModelHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.pipeline.machine import Computation, Machine, Work

@@ -15,7 +15,7 @@ from ppd_runtime.launch.gpu_memory import FoundGpu, check_shares
 from ppd_runtime.launch.worker_specs import worker_specs
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import weight_bytes
-from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.trained.heads import KINDS, load_head
 
 

@@ -18,7 +18,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes
 from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.products import in_tiles
-from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.sample import output_hashes
@@ -32,7 +32,7 @@ from ppd_runtime.imports import quick_imports
 with quick_imports():
     import torch
     from ppd_runtime.models.checkpoint.description import describe
-    from ppd_runtime.models.opening import load_stage
+    from ppd_runtime.models.build import load_stage
     from ppd_runtime.models.stage.sample import output_hashes
 torch.set_num_threads(1)
 print(json.dumps(output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.native.few_bits_attention import FEW_BITS, few_bits_attention
-from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.grouped_attention import grouped_attention
 
 pytestmark = needs_compiler

@@ -14,7 +14,7 @@ from ppd_runtime.models.checkpoint.quantised import packed_file, packed_tensors
 from ppd_runtime.models.native.linear import QuantisedLinear, with_floats
 from ppd_runtime.models.native.packing import as_floats
 from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
-from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.sample import output_hashes
 from ppd_runtime.models.stage.stage import Stage
 

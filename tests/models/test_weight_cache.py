@@ -32,7 +32,7 @@ from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.products import in_tiles, same_numbers
-from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 
 pytestmark = pytest.mark.filterwarnings("error")

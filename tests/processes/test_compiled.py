@@ -27,7 +27,7 @@ from ppd_runtime.models.compiled.passes import CompiledHead, CompiledLayers
 from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native import layers
 from ppd_runtime.models.native.layers import NativeCode
-from ppd_runtime.models.opening import load_stage
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
