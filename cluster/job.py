@@ -139,7 +139,7 @@ def _answer(
     _say(f"{len(results.done)} of {len(requests)} prompts are done in {results.path}")
     if not left:
         return
-    from ppd_runtime.methods.several import as_they_end
+    from ppd_runtime.methods.batch import as_they_end
 
     _connect()
     with runtime:

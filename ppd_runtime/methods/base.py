@@ -13,7 +13,7 @@ from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.methods.chat import Messages, TemplateOptions, chat_text, options_of, template_of
 from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, token_ids_of
-from ppd_runtime.methods.several import exhaust_all, several_prompts, with_seeds
+from ppd_runtime.methods.batch import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
 from ppd_runtime.methods.request_queue import Room, RequestQueue
 from ppd_runtime.models.checkpoint.description import ModelInfo

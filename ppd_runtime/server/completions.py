@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ppd_runtime.methods.base import Generation, TextGenerator
-from ppd_runtime.methods.several import with_seeds
+from ppd_runtime.methods.batch import with_seeds
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
