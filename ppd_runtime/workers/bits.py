@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 
-from ppd_runtime.models.stage.sample import output_hashes
+from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.processor import processor
 

@@ -21,7 +21,7 @@ from ppd_runtime.models.native.products import in_tiles
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
-from ppd_runtime.models.stage.sample import output_hashes
+from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.process import read_answer
 from ppd_runtime.workers.worker import Worker
@@ -33,7 +33,7 @@ with quick_imports():
     import torch
     from ppd_runtime.models.checkpoint.description import describe
     from ppd_runtime.models.build import load_stage
-    from ppd_runtime.models.stage.sample import output_hashes
+    from ppd_runtime.models.stage.bit_probe import output_hashes
 torch.set_num_threads(1)
 print(json.dumps(output_hashes(load_stage(describe("demo"), 6, torch.float32, "cpu"))))
 """

@@ -8,7 +8,7 @@ from models_for_tests import build_model
 from transformers import LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ppd_runtime.models.stage.behaviour import cache_windows
+from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.caches import PreallocatedLayer, StageCache
 
 HEADS, DIM, CAPACITY, WINDOW = 2, 4, 40, 6

@@ -15,7 +15,7 @@ from ppd_runtime.models.native.linear import QuantisedLinear, with_floats
 from ppd_runtime.models.native.packing import as_floats
 from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
 from ppd_runtime.models.build import load_stage
-from ppd_runtime.models.stage.sample import output_hashes
+from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.stage import Stage
 
 PROMPTS = ("a fox", "word1 word2 word3")

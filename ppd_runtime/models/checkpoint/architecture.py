@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedCo
 
 from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.hub import one_line
-from ppd_runtime.models.stage.behaviour import (
+from ppd_runtime.models.stage.library_probe import (
     attention_masks,
     cache_windows,
     check_cut_layers,

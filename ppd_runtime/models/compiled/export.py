@@ -57,8 +57,8 @@ from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage import behaviour, caches, slicing
-from ppd_runtime.models.stage.behaviour import cache_windows, embedding_scale, shallow_copy
+from ppd_runtime.models.stage import library_probe, caches, slicing
+from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, leave_out_cudnn
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.behaviour import embedding_scale
+from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.fresh_tensors import joined
 from ppd_runtime.models.stage.slicing import layer_range
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ppd_runtime.models.stage.behaviour import embedding_scale, shallow_copy
+from ppd_runtime.models.stage.library_probe import embedding_scale, shallow_copy
 
 
 @dataclass(frozen=True)

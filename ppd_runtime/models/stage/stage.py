@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.arena import RowArena
-from ppd_runtime.models.stage.behaviour import cache_windows
+from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.embedding import Embedding

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.linear import with_floats
-from ppd_runtime.models.stage.behaviour import shallow_copy
+from ppd_runtime.models.stage.library_probe import shallow_copy
 from ppd_runtime.models.stage.slicing import layer_range, without
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
