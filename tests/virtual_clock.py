@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT
-from ppd_runtime.pipeline.machine import Machine, WaitFor, next_wait
+from ppd_runtime.pipeline.ports import Machine, WaitFor, next_wait
 from ppd_runtime.pipeline.messages import Message
 from ppd_runtime.sampling import Sampler
 

@@ -9,8 +9,8 @@ import torch
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import ModelHead
-from ppd_runtime.pipeline.machine import Computation
-from ppd_runtime.pipeline.staged.machine import Logits, Naming, RowsPass
+from ppd_runtime.pipeline.ports import Computation
+from ppd_runtime.pipeline.staged.ports import Logits, Naming, RowsPass
 from ppd_runtime.tracing.recorder import JointRecorder
 from ppd_runtime.workers.seat import Seat
 

@@ -16,7 +16,7 @@ from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.trained.exit_heads import OracleHead, ModelHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
-from ppd_runtime.pipeline.machine import Computation, Machine, Work
+from ppd_runtime.pipeline.ports import Computation, Machine, Work
 from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,

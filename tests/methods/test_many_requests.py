@@ -17,7 +17,7 @@ from waiting import wait_until
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.methods import request_queue
 from ppd_runtime.methods.request_queue import RequestQueue
-from ppd_runtime.pipeline.machine import Work
+from ppd_runtime.pipeline.ports import Work
 from ppd_runtime.workers.seat import Seat
 from ppd_runtime.workers.worker import Worker
 

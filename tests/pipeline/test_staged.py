@@ -21,12 +21,12 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.pipeline.machine import next_wait
+from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.messages import PromptStates, Rows
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
-from ppd_runtime.pipeline.staged.machine import Logits
+from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.results import NOTHING_NEW, News
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams

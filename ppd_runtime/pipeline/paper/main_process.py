@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, packed
-from ppd_runtime.pipeline.machine import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MISS,
     NOT_ASKED,

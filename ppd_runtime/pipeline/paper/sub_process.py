@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import ExitHead
-from ppd_runtime.pipeline.machine import Machine, Send, StageLike, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MISS,
     Begin,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Awaited, Computation, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.ports import Awaited, Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     Begin,
     CatchUp,
@@ -24,7 +24,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import Guess
-from ppd_runtime.pipeline.staged.machine import Naming, RowStageLike
+from ppd_runtime.pipeline.staged.ports import Naming, RowStageLike
 from ppd_runtime.pipeline.staged.passes import run_nodes
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ppd_runtime.pipeline.machine import Machine, WaitFor, Work
+from ppd_runtime.pipeline.ports import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import Guesses, Message, Missing, PromptStates, Rows
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.arrivals import Arrivals

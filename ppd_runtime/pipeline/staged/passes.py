@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.pipeline.machine import Awaited
-from ppd_runtime.pipeline.staged.machine import RowsPass, RowStageLike
+from ppd_runtime.pipeline.ports import Awaited
+from ppd_runtime.pipeline.staged.ports import RowsPass, RowStageLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 
 Look = Callable[[], Generator[Awaited, Any, bool]]

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ppd_runtime.pipeline.messages import PromptStates
-from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.ports import RowStageLike
 
 
 class ArrivingPrompt:

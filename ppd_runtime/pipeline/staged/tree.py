@@ -8,7 +8,7 @@ from typing import NamedTuple, overload
 
 from torch import Tensor
 
-from ppd_runtime.pipeline.staged.machine import RowStageLike
+from ppd_runtime.pipeline.staged.ports import RowStageLike
 
 MOST_NODES = 64
 """In flight at any time, as the first stage sees it."""

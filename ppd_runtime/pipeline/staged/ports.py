@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.machine import Computation
+from ppd_runtime.pipeline.ports import Computation
 from ppd_runtime.pipeline.staged.chances import Guess
 
 
