@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.checks import check_number
-from ppd_runtime.models.stage.passes import CompiledPasses
+from ppd_runtime.models.stage.compiled_passes import CompiledPasses
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree

@@ -17,7 +17,7 @@ from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.embedding import Embedding
-from ppd_runtime.models.stage.passes import CompiledPasses
+from ppd_runtime.models.stage.compiled_passes import CompiledPasses
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.grouped_attention import choose_attention
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
