@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from ppd_runtime.config import UNSET, RuntimeConfig
 from ppd_runtime.methods.base import Generation, TextGenerator
+from ppd_runtime.methods.batch import exhaust
 from ppd_runtime.methods.chat import Messages, options_of
 from ppd_runtime.methods.prompts import Prompt, Prompts
-from ppd_runtime.methods.batch import exhaust
 from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling_params import SamplingParams, sampling_from

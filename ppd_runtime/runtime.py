@@ -26,8 +26,8 @@ from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_specs
 from ppd_runtime.layouts import CLIENT, DECIDER, Layout, StagedLayout
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.methods.request_queue import RequestQueue
+from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note

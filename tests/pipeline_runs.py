@@ -17,7 +17,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import BoundaryHead, OracleHead, ModelHead
+from ppd_runtime.models.trained.exit_heads import BoundaryHead, ModelHead, OracleHead
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess

@@ -10,8 +10,8 @@ from pipeline_runs import Bench, begin_message
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import ModelHead
-from ppd_runtime.pipeline.ports import Machine, WaitFor
 from ppd_runtime.pipeline.messages import Begin, Message, Missing, Peers, PromptStates, Rows, Token
+from ppd_runtime.pipeline.ports import Machine, WaitFor
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT
-from ppd_runtime.pipeline.ports import Machine, WaitFor, next_wait
 from ppd_runtime.pipeline.messages import Message
+from ppd_runtime.pipeline.ports import Machine, WaitFor, next_wait
 from ppd_runtime.sampling import Sampler
 
 WRONG = -1

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name
 from ppd_runtime.files.checksummed import find, keep
-from ppd_runtime.files.atomic import atomic_file
 
 
 def kept_finding(

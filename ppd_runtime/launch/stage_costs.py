@@ -18,9 +18,9 @@ from ppd_runtime.files.findings import kept_finding
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.layouts import DECIDER, StagedLayout
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.row_stage import RowStage

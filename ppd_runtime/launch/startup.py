@@ -17,8 +17,8 @@ from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.launch.threads import LocalWorkers
 from ppd_runtime.launch.worker_specs import all_code_kinds
 from ppd_runtime.layouts import DECIDER, StagedLayout
-from ppd_runtime.models.compiling import code_for, wants_code
 from ppd_runtime.models.build import share_weights
+from ppd_runtime.models.compiling import code_for, wants_code
 from ppd_runtime.transport.sockets import choose_transport
 from ppd_runtime.workers.spec import WorkerSpec
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.logprobs import TokenLogprobs
+from ppd_runtime.methods.batch import exhaust_all, several_prompts, with_seeds
 from ppd_runtime.methods.chat import Messages, TemplateOptions, chat_text, options_of, template_of
 from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, token_ids_of
-from ppd_runtime.methods.batch import exhaust_all, several_prompts, with_seeds
+from ppd_runtime.methods.request_queue import RequestQueue, Room
 from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
-from ppd_runtime.methods.request_queue import Room, RequestQueue
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.generation import GenerationDefaults, check_tokens
 from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TextGenerator(ABC):
-    """Something that continues a prompt; calls of several threads have `turns`, by default one after the other.
+    """Something that continues a prompt; a `queue` limits calls of several threads; by default one runs at a time.
 
     `defaults` are what its requests have where they say nothing.
     """
@@ -37,12 +37,12 @@ class TextGenerator(ABC):
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerBase,
         defaults: GenerationDefaults,
-        turns: RequestQueue | None = None,
+        queue: RequestQueue | None = None,
     ) -> None:
         self.info, self.tokenizer, self.defaults = info, tokenizer, defaults
-        self._turns = turns or RequestQueue(1)
+        self._queue = queue or RequestQueue(1)
         self._endings: list[Ending] = []
-        """Of the requests whose turn it is."""
+        """Ends of the requests that run."""
 
     def close(self) -> None:  # noqa: B027 (most generators hold nothing)
         """Release what the generator holds; a second call does nothing."""

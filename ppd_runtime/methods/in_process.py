@@ -10,11 +10,11 @@ from ppd_runtime.client.ending import Ending
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.models.build import load_stage, share_weights
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.compiling import code_for, wants_code
-from ppd_runtime.models.build import load_stage, share_weights
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats

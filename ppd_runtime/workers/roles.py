@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from ppd_runtime.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import OracleHead, ModelHead, TrainedHead
+from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, TrainedHead
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess

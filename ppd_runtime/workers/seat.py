@@ -4,11 +4,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ppd_runtime.layouts import CLIENT, DECIDER
-from ppd_runtime.pipeline.ports import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import NOT_ASKED, Begin, Entries, Finished, HeadStart, Message, Rows, Token, Tokens
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.ports import Machine, WaitFor, Work
 from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from ppd_runtime.layouts import CLIENT, DECIDER
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiled.graphs import current_device
-from ppd_runtime.models.build import load_stage
-from ppd_runtime.models.trained.exit_heads import OracleHead, ModelHead, ShortlistSampler, TrainedHead
+from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
-from ppd_runtime.pipeline.ports import Computation, Machine, Work
 from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
@@ -32,6 +31,7 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Token,
 )
+from ppd_runtime.pipeline.ports import Computation, Machine, Work
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule

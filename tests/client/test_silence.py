@@ -8,8 +8,8 @@ import ppd_runtime.workers.roles
 import ppd_runtime.workers.seat
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.pipeline.ports import WaitFor
 from ppd_runtime.pipeline.messages import Missing, PromptStates
+from ppd_runtime.pipeline.ports import WaitFor
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 
 CHUNK = 256

@@ -12,11 +12,11 @@ from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import startup
 from ppd_runtime.layouts import DECIDER, PaperLayout
 from ppd_runtime.models import compiling
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import code_bundle
 from ppd_runtime.models.compiled.code_bundle import pack_code, unpack_code
 from ppd_runtime.models.compiling import compile_bundle, compiled_elsewhere
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.workers.spec import WorkerSpec
 

@@ -13,9 +13,9 @@ from ppd_runtime import PPDRuntime, RuntimeConfig
 from ppd_runtime.launch import startup
 from ppd_runtime.launch.gpu_memory import FoundGpu, check_shares
 from ppd_runtime.launch.worker_specs import worker_specs
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import weight_bytes
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.trained.heads import KINDS, load_head
 
 

@@ -187,7 +187,7 @@ def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
             waiting[-1].start()
             while len(room._queue) <= number:
                 time.sleep(0.001)
-        monkeypatch.setattr(turns, "MOST_WAITING", 4)
+        monkeypatch.setattr(request_queue, "MOST_WAITING", 4)
         with pytest.raises(RuntimeError, match="4 calls wait for this runtime: try again later"):
             room.take()
         for number in range(4):
@@ -196,6 +196,6 @@ def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         assert order == [0, 1, 2, 3]
         full = RequestQueue(1)
         other.submit(full.take).result()
-        monkeypatch.setattr(turns, "_TURN_DEADLINE_S", 0.0)
+        monkeypatch.setattr(request_queue, "_TURN_DEADLINE_S", 0.0)
         with pytest.raises(TimeoutError, match=re.escape("other calls have held this runtime for 0 s")):
             full.take()

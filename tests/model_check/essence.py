@@ -18,11 +18,11 @@ from model_check.toy import ToyStage
 from model_check.toy_rows import ToyRows
 from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient
-from ppd_runtime.pipeline.ports import WaitFor
 from ppd_runtime.pipeline.messages import Finished, Message
 from ppd_runtime.pipeline.paper.main_process import MainProcess, _Heard
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.ports import WaitFor
 from ppd_runtime.pipeline.speculation_policy import Always
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors

@@ -8,8 +8,8 @@ from models_for_tests import build_model
 from transformers import LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.caches import PreallocatedLayer, StageCache
+from ppd_runtime.models.stage.library_probe import cache_windows
 
 HEADS, DIM, CAPACITY, WINDOW = 2, 4, 40, 6
 WINDOWS = (None, WINDOW, 1, 2, CAPACITY)

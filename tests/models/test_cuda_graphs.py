@@ -13,10 +13,10 @@ from torch import Tensor
 from two_gpus import NewTensors, TwoGpus, on_gpu, two_gpus
 
 from ppd_runtime.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
 from ppd_runtime.models.compiled.graphs import Recordings, current_device
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.pipeline.messages import Shutdown

@@ -9,11 +9,11 @@ import torch
 from compilers import needs_compiler
 from torch import Tensor
 
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.native.few_bits_attention import FEW_BITS, few_bits_attention
-from ppd_runtime.models.build import load_stage
-from ppd_runtime.models.stage.grouped_attention import grouped_attention
+from ppd_runtime.models.stage.grouped_attention import bitwise_grouped_attention
 
 pytestmark = needs_compiler
 MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
@@ -46,7 +46,7 @@ def test_several_tokens(name: str) -> None:
     """As the library's, and each to the last bit as alone, where it is given what it sees of keys and values."""
     mask, (query, key, value) = masks()[name], attended(TOKENS, ROWS)
     found, _ = few_bits_attention(MODULE, query, key, value, mask)
-    library, _ = grouped_attention(MODULE, query, key, value, mask)
+    library, _ = bitwise_grouped_attention(MODULE, query, key, value, mask)
     assert torch.allclose(found, library, atol=1e-5)
     for token in range(TOKENS):
         seen = mask[0, 0, token] if mask.dtype == torch.bool else mask[0, 0, token] == 0
@@ -58,14 +58,14 @@ def test_without_a_mask() -> None:
     for tokens in (1, TOKENS):
         given = attended(tokens, tokens)
         assert torch.allclose(
-            few_bits_attention(MODULE, *given, None)[0], grouped_attention(MODULE, *given, None)[0], atol=1e-5
+            few_bits_attention(MODULE, *given, None)[0], bitwise_grouped_attention(MODULE, *given, None)[0], atol=1e-5
         )
 
 
 def test_what_is_the_librarys() -> None:
     """Long prompts, and passes through which something is learned."""
     given = attended(200, 200)
-    assert torch.equal(few_bits_attention(MODULE, *given, None)[0], grouped_attention(MODULE, *given, None)[0])
+    assert torch.equal(few_bits_attention(MODULE, *given, None)[0], bitwise_grouped_attention(MODULE, *given, None)[0])
     query, key, value = attended(3, 3)
     few_bits_attention(MODULE, query.requires_grad_(), key, value, None)[0].sum().backward()
     assert query.grad is not None

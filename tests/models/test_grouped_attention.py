@@ -18,8 +18,8 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppd_runtime.models.stage import grouped_attention
+from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, bitwise_grouped_attention
 from ppd_runtime.models.stage.rotary import _FEW_TOKENS, _POSITIONS_AT_ONCE, RotaryTable
-from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, grouped_attention
 
 ModelFolder = Callable[..., Path]
 
@@ -51,7 +51,7 @@ def test_it_is_the_librarys_attention_to_the_bit(
     with torch.inference_mode():
         ours, theirs = (
             attend(module, query, key, value, mask, dropout=0.0, scaling=0.2)[0]
-            for attend in (grouped_attention, sdpa_attention_forward)
+            for attend in (bitwise_grouped_attention, sdpa_attention_forward)
         )
     assert ours.shape == (1, tokens, heads, 32)
     assert torch.equal(ours, theirs)
@@ -74,7 +74,7 @@ class _Watched:
 
         original = sdpa_attention.repeat_kv
         monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat_kv)
-        monkeypatch.setattr(shared_heads, "scaled_dot_product_attention", attend)
+        monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention", attend)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -122,12 +122,12 @@ def test_where_products_over_shared_heads_have_other_bits_it_is_not_used(
     def attend(*args: Tensor, enable_gqa: bool = False, **kwargs: object) -> Tensor:
         return scaled_dot_product_attention(*args, enable_gqa=enable_gqa, **kwargs) * (1 + 1e-6 * enable_gqa)
 
-    monkeypatch.setattr(shared_heads, "scaled_dot_product_attention", attend)
-    shared_heads.keeps_the_bits.cache_clear()
+    monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention", attend)
+    grouped_attention.keeps_the_bits.cache_clear()
     try:
         assert load_stage(model_folder("llama")).model.config._attn_implementation == "sdpa"
     finally:
-        shared_heads.keeps_the_bits.cache_clear()
+        grouped_attention.keeps_the_bits.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_a_model_whose_code_asks_for_the_name_keeps_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "modeling_curious", raising=False)
     importlib.import_module("modeling_curious")
-    shared_heads.asks_for_its_name.cache_clear()
-    assert shared_heads.asks_for_its_name("modeling_curious") is asks
+    grouped_attention.asks_for_its_name.cache_clear()
+    assert grouped_attention.asks_for_its_name("modeling_curious") is asks
 
 
 class _Odd(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
@@ -14,7 +15,6 @@ from ppd_runtime.models.checkpoint.quantised import packed_file, packed_tensors
 from ppd_runtime.models.native.linear import QuantisedLinear, with_floats
 from ppd_runtime.models.native.packing import as_floats
 from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.stage import Stage
 

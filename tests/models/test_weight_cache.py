@@ -26,13 +26,13 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files import checksummed
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.files.checksummed import is_whole
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint import weight_cache
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.products import in_tiles, same_numbers
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from node_trees import node_tree
 
-from ppd_runtime.pipeline.ports import Work
 from ppd_runtime.pipeline.messages import Rows
+from ppd_runtime.pipeline.ports import Work
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.tree import MOST_HELD, Node, NodeTree
 

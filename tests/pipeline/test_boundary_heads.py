@@ -17,11 +17,11 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.models.trained.exit_heads import OracleHead, ModelHead, ShortlistSampler
+from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler
 from ppd_runtime.models.trained.heads import describe_heads, load_head
 from ppd_runtime.models.trained.shortlist import shortlist
-from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.messages import MISS, Guesses, PromptStates, Rows, Token
+from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams

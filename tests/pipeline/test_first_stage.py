@@ -9,8 +9,8 @@ from pipeline_runs import Bench, begin_message
 
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
+from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling_params import SamplingParams

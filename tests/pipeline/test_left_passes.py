@@ -12,8 +12,8 @@ from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage import row_stage
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.trained.exit_heads import ModelHead
-from ppd_runtime.pipeline.ports import Machine, WaitFor
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
+from ppd_runtime.pipeline.ports import Machine, WaitFor
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.ports import RowsPass
 from ppd_runtime.pipeline.staged.tree import MOST_HELD

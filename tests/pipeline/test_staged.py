@@ -21,8 +21,8 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.row_stage import RowStage
 from ppd_runtime.models.stage.stage import Stage
-from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.messages import PromptStates, Rows
+from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage

@@ -79,7 +79,8 @@ def test_a_chunk_that_meets_with_a_mishap_costs_time_only(bench, expected, misha
         run.meddle(PromptStates, number, strange)
         if mishap == "late":
             later = {
-                step: lambda run=run, held=held: [run.network.deliver(to, held) for to in (2, DECIDER)] for step in (9, 40)
+                step: lambda run=run, held=held: [run.network.deliver(to, held) for to in (2, DECIDER)]
+                for step in (9, 40)
             }
             run.network.plan = later
         assert run.run() == expected

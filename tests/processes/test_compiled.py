@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.files.cache_folder import artifact, cache_folder
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes as compiled
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
@@ -27,7 +28,6 @@ from ppd_runtime.models.compiled.passes import CompiledHead, CompiledLayers
 from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native import layers
 from ppd_runtime.models.native.layers import NativeCode
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS

@@ -27,8 +27,8 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.compiled.export import MOST_SEVERAL
 from ppd_runtime.models.compiled.passes import CompiledLayers
-from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.bit_probe import output_hashes
+from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.tune.prompt_files import read_prompts
 

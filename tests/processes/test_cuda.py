@@ -9,9 +9,9 @@ import torch
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiling import compile_ahead
-from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.exit_heads import OracleHead
 

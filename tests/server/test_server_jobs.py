@@ -18,8 +18,8 @@ from waiting import wait_until
 from ppd_runtime import OrdinaryDecoding, SamplingParams
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.client.ending import CANCELLED
-from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.methods.request_queue import RequestQueue
+from ppd_runtime.methods.steps import Step, Totals
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.app import Service, application
 from ppd_runtime.server.jobs import Jobs

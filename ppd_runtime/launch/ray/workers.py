@@ -97,7 +97,9 @@ class RayWorkers:
 
     def _spawn(self, rank: int) -> "ActorHandle":
         self._joined.check()
-        actor_class: Any = PPDStage if isinstance(self._layout, StagedLayout) else PPDMain if rank == DECIDER else PPDSub
+        actor_class: Any = (
+            PPDStage if isinstance(self._layout, StagedLayout) else PPDMain if rank == DECIDER else PPDSub
+        )
         network = replace(self._networks[rank], client=self.endpoint.location)
         if not self._one_host:
             network = replace(network, interface="")  # the address of the Ray node that it comes to

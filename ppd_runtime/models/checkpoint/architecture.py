@@ -10,6 +10,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedCo
 
 from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.stage.caches import PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.library_probe import (
     attention_masks,
     cache_windows,
@@ -17,8 +19,6 @@ from ppd_runtime.models.stage.library_probe import (
     embedding_scale,
     recomputed_at,
 )
-from ppd_runtime.models.stage.caches import PreallocatedLayer, SomeLayersCache
-from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, some_layers
 

@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.files.atomic import atomic_file
+from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.models.checkpoint.config import QUANTISED
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint

@@ -57,10 +57,10 @@ from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage import library_probe, caches, slicing
-from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale, shallow_copy
+from ppd_runtime.models.stage import caches, library_probe, slicing
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, leave_out_cudnn
+from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without
 
 logger = logging.getLogger(__name__)
@@ -386,7 +386,7 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    sources = [__file__, behaviour.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
+    sources = [__file__, library_probe.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
     sources += [programs.__file__, joined_products.__file__, native.__file__, attention.__file__, products.__file__]
     return {
         "dtype": str(dtype),

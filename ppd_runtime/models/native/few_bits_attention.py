@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.models.native.attention import few_tokens_attention
-from ppd_runtime.models.stage.grouped_attention import asks_for_its_name, grouped_attention
+from ppd_runtime.models.stage.grouped_attention import asks_for_its_name, bitwise_grouped_attention
 
 FEW_BITS = "ppd_few_bits"
 """The attention's name in a model's configuration."""
@@ -42,7 +42,7 @@ def few_bits_attention(
     tokens, rows = query.shape[2], key.shape[2]
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     if tokens > _MOST_TOKENS or special or query.requires_grad or kwargs.get("dropout"):
-        return grouped_attention(module, query, key, value, attention_mask, **kwargs)
+        return bitwise_grouped_attention(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tokens == 1 and attention_mask is None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.library_probe import shallow_copy
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
+from ppd_runtime.models.stage.library_probe import shallow_copy
 from ppd_runtime.models.stage.slicing import some_layers
 from ppd_runtime.models.stage.stage import Stage
 

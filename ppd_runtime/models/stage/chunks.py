@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.library_probe import attention_masks, cache_windows, without_weights
 from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.library_probe import attention_masks, cache_windows, without_weights
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.trees import chain_of
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.fresh_tensors import joined
+from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.slicing import layer_range
 
 _MOST_JOINED = 16  # rows of the table: to look up more at once takes less time

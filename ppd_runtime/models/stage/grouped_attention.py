@@ -30,7 +30,7 @@ def choose_attention(model: PreTrainedModel) -> None:
     if config._attn_implementation != "sdpa" or model.device.type != "cpu":
         return
     if keeps_the_bits(model.dtype) and not asks_for_its_name(type(model).__module__):
-        AttentionInterface.register(SHARED_HEADS, grouped_attention)
+        AttentionInterface.register(SHARED_HEADS, bitwise_grouped_attention)
         AttentionMaskInterface.register(SHARED_HEADS, additive_mask)
         config._attn_implementation = SHARED_HEADS
 
@@ -72,7 +72,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
-def grouped_attention(
+def bitwise_grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The library's attention, bit for bit. `query` is `[1, heads, tokens, dim]`, keys and values `[1, shared, rows,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.arena import RowArena
-from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
-from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
-from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
+from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.grouped_attention import choose_attention
+from ppd_runtime.models.stage.library_probe import cache_windows
+from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, packed
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MISS,
     NOT_ASKED,
@@ -29,6 +28,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Token,
 )
+from ppd_runtime.pipeline.ports import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler
@@ -183,7 +183,9 @@ class MainProcess:
         return self.stage.run(first_layer, self.stage.num_layers, inputs, start)
 
     def _tell_client(self, token: int, winner: int) -> None:
-        certain = Token(DECIDER, self.begin.request, len(self.history) - 1, token, winner, None, *packed(self._logprobs))
+        certain = Token(
+            DECIDER, self.begin.request, len(self.history) - 1, token, winner, None, *packed(self._logprobs)
+        )
         self.told.append(certain)
         self.send((CLIENT,), certain)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import ExitHead
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     Begin,
     Candidate,
@@ -25,6 +24,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
+from ppd_runtime.pipeline.ports import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
 
 _MOST_OWED = 8  # entries go out so many at a time, or once the main process needs them
 _ASK_AGAIN = 8  # tokens later it says again what it lacks

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import ExitHead
-from ppd_runtime.pipeline.ports import Machine, Send, StageLike, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.messages import (
     MISS,
     Begin,
@@ -26,6 +25,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
+from ppd_runtime.pipeline.ports import Machine, Send, StageLike, WaitFor, pop_consecutive
 
 _ASK_AGAIN = 8  # tokens later, where the answer may have been lost
 

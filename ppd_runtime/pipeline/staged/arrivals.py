@@ -5,8 +5,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ppd_runtime.pipeline.ports import Work
 from ppd_runtime.pipeline.messages import Rows
+from ppd_runtime.pipeline.ports import Work
 from ppd_runtime.pipeline.staged.tree import MOST_HELD, Node, NodeTree, RowState
 
 _MOST_ORPHANS = 64

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import Begin, Foreseen, Guesses, Message, PromptStates, Report
+from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
-from ppd_runtime.pipeline.staged.ports import RowStageLike
 from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
+from ppd_runtime.pipeline.staged.ports import RowStageLike
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
 
 _LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it

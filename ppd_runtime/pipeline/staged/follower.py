@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
-from ppd_runtime.pipeline.ports import Awaited, Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     Begin,
     CatchUp,
@@ -22,10 +21,11 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
+from ppd_runtime.pipeline.ports import Awaited, Computation, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import Guess
-from ppd_runtime.pipeline.staged.ports import Naming, RowStageLike
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
+from ppd_runtime.pipeline.staged.ports import Naming, RowStageLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
 _ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, packed
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.messages import (
     MISS,
     NOT_ASKED,
@@ -24,10 +23,11 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
+from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
-from ppd_runtime.pipeline.staged.ports import Logits, RowStageLike
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
+from ppd_runtime.pipeline.staged.ports import Logits, RowStageLike
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
 from ppd_runtime.request_error import RequestError

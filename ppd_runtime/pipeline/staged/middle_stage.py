@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ppd_runtime.pipeline.ports import Machine, WaitFor, Work
 from ppd_runtime.pipeline.messages import Guesses, Message, Missing, PromptStates, Rows
+from ppd_runtime.pipeline.ports import Machine, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import Guess, in_millionths
