@@ -12,7 +12,7 @@ from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.ports import Computation
 from ppd_runtime.pipeline.staged.ports import Logits, Naming, RowsPass
 from ppd_runtime.tracing.recorder import JointRecorder
-from ppd_runtime.workers.seat import Seat
+from ppd_runtime.workers.session import Session
 
 _Kind = TypeVar("_Kind", bound=Computation)
 
@@ -22,11 +22,11 @@ class JointPasses:
 
     def __init__(self, stage: Stage, rows: RowStage | None) -> None:
         self._stage, self._rows = stage, rows
-        self._asked: list[tuple[Seat, Computation]] = []
+        self._asked: list[tuple[Session, Computation]] = []
 
-    def add(self, seat: Seat, computation: Computation) -> None:
+    def add(self, session: Session, computation: Computation) -> None:
         """A request's machine waits for this."""
-        self._asked.append((seat, computation))
+        self._asked.append((session, computation))
 
     @property
     def num_rows(self) -> int:
@@ -36,23 +36,23 @@ class JointPasses:
     def __bool__(self) -> bool:
         return bool(self._asked)
 
-    def results(self) -> Iterator[tuple[Seat, Any]]:
+    def results(self) -> Iterator[tuple[Session, Any]]:
         """Compute what has been asked for until now, passes first: their states go on before the heads are computed."""
         asked, self._asked = self._asked, []
         yield from self._computed(_of_kind(asked, RowsPass), self._run_passes)
         yield from self._computed(_of_kind(asked, Logits), self._find_logits)
         yield from self._computed(_of_kind(asked, Naming), self._name)
 
-    def _computed(self, asked: "list[tuple[Seat, _Kind]]", compute: Any) -> Iterator[tuple[Seat, Any]]:
+    def _computed(self, asked: "list[tuple[Session, _Kind]]", compute: Any) -> Iterator[tuple[Session, Any]]:
         if not asked:
             return
-        seats = [seat for seat, _ in asked]
-        if len(seats) > 1:
+        sessions = [session for session, _ in asked]
+        if len(sessions) > 1:
             began = time.perf_counter()
-            for seat in seats:
-                seat.note_wait(began)
-        self._stage.recorder = JointRecorder([seat.recorder for seat in seats])
-        yield from zip(seats, compute([computation for _, computation in asked]), strict=True)
+            for session in sessions:
+                session.note_wait(began)
+        self._stage.recorder = JointRecorder([session.recorder for session in sessions])
+        yield from zip(sessions, compute([computation for _, computation in asked]), strict=True)
 
     def _run_passes(self, asked: Sequence[RowsPass]) -> Sequence[Any]:
         layers = asked[0].layers
@@ -76,5 +76,5 @@ class JointPasses:
             yield head.ranked(of_one, one.texts, one.k)
 
 
-def _of_kind(asked: Sequence[tuple[Seat, Computation]], kind: type[_Kind]) -> list[tuple[Seat, _Kind]]:
-    return [(seat, computation) for seat, computation in asked if isinstance(computation, kind)]
+def _of_kind(asked: Sequence[tuple[Session, Computation]], kind: type[_Kind]) -> list[tuple[Session, _Kind]]:
+    return [(session, computation) for session, computation in asked if isinstance(computation, kind)]

@@ -15,7 +15,7 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
-from ppd_runtime.workers.seat import Decider, Helper, Seat
+from ppd_runtime.workers.session import Decider, Helper, Session
 from ppd_runtime.workers.spec import WorkerSpec
 
 _FIRST = 1
@@ -50,19 +50,19 @@ class Role(ABC):
         self.others = range(1, spec.layout.num_processes)
 
     @abstractmethod
-    def decider(self, seat: Seat, policy: SpeculationPolicy) -> Decider:
+    def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
         """The machine of the process that decides."""
 
     @abstractmethod
-    def helper(self, seat: Seat, head: AnyHead) -> Helper:
+    def helper(self, session: Session, head: AnyHead) -> Helper:
         """The machine of any other process."""
 
     @abstractmethod
-    def take_turn(self, seat: Seat, rows: int, is_alone: bool) -> None:
+    def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
         """A request's machine goes on without a message, with `rows` of the next pass at the most."""
 
     @abstractmethod
-    def release(self, seat: Seat) -> None:
+    def release(self, session: Session) -> None:
         """A request is over."""
 
 
@@ -75,20 +75,20 @@ class PaperRole(Role):
         self.keeps_requests = spec.rank == DECIDER
         self._runs_ahead = layout.runs_ahead(spec.info.num_layers)
 
-    def decider(self, seat: Seat, policy: SpeculationPolicy) -> Decider:
+    def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
         asked = not self._runs_ahead
-        return MainProcess(self.stage, self.layout.exit_layer, self.others, seat.send, seat.begin, asked, policy)
+        return MainProcess(self.stage, self.layout.exit_layer, self.others, session.send, session.begin, asked, policy)
 
-    def helper(self, seat: Seat, head: AnyHead) -> Helper:
-        rank, begin = self.spec.rank, seat.begin
+    def helper(self, session: Session, head: AnyHead) -> Helper:
+        rank, begin = self.spec.rank, session.begin
         if self._runs_ahead:
-            return RunAheadSubProcess(self.stage, head, rank, seat.send, begin)
-        return SubProcess(self.stage, head, rank, self.others, self.layout.k, seat.send, begin, ranks_ahead=True)
+            return RunAheadSubProcess(self.stage, head, rank, session.send, begin)
+        return SubProcess(self.stage, head, rank, self.others, self.layout.k, session.send, begin, ranks_ahead=True)
 
-    def take_turn(self, seat: Seat, rows: int, is_alone: bool) -> None:
+    def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
         """A sub-process' machine knows what it runs."""
 
-    def release(self, seat: Seat) -> None:
+    def release(self, session: Session) -> None:
         """The next request takes the layers over."""
 
 
@@ -106,35 +106,35 @@ class StagedRole(Role):
         if self._rows.joins_requests or spec.emulate is not None:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
-    def decider(self, seat: Seat, policy: SpeculationPolicy) -> Decider:
-        return LastStage(self._rows.another(), self.spec.info.num_layers, self.others, seat.send, seat.begin, policy)
+    def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
+        return LastStage(self._rows.another(), self.spec.info.num_layers, self.others, session.send, session.begin, policy)
 
-    def helper(self, seat: Seat, head: AnyHead) -> Helper:
+    def helper(self, session: Session, head: AnyHead) -> Helper:
         layout, rank, stages, stage = self.layout, self.spec.rank, self.layout.num_processes, self._rows.another()
         if rank != _FIRST:
-            return MiddleStage(stage, head, rank, stages, layout.k, seat.send, seat.begin)
+            return MiddleStage(stage, head, rank, stages, layout.k, session.send, session.begin)
         return FirstStage(
             stage,
             head,
             stages,
             layout.k,
             layout.rows,
-            seat.send,
-            seat.begin,
+            session.send,
+            session.begin,
             self._calibration,
             layout.repetitions,
             only_chains=self.spec.emulate is None and stage.most_together == 1,
             row_cost=layout.row_cost,
         )
 
-    def take_turn(self, seat: Seat, rows: int, is_alone: bool) -> None:
-        if isinstance(seat.machine, FirstStage | MiddleStage):
-            seat.machine.take_turn(rows, is_alone)
+    def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
+        if isinstance(session.machine, FirstStage | MiddleStage):
+            session.machine.take_turn(rows, is_alone)
 
-    def release(self, seat: Seat) -> None:
-        if isinstance(seat.machine, FirstStage | MiddleStage | LastStage):
-            seat.begin = seat.machine.begin
-            seat.machine.stage.begin(0)  # gives its memory free
+    def release(self, session: Session) -> None:
+        if isinstance(session.machine, FirstStage | MiddleStage | LastStage):
+            session.begin = session.machine.begin
+            session.machine.stage.begin(0)  # gives its memory free
 
 
 def role_of(spec: WorkerSpec, stage: Stage) -> Role:

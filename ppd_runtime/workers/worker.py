@@ -43,7 +43,7 @@ from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.refusals import Refusals
 from ppd_runtime.workers.roles import role_of
-from ppd_runtime.workers.seat import Decider, Seat, next_in_turn
+from ppd_runtime.workers.session import Decider, Session, next_in_turn
 from ppd_runtime.workers.spec import WorkerSpec
 
 _ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
@@ -86,11 +86,11 @@ class Worker:
         self._policy = spec.new_policy()
         self._joint = JointPasses(self.stage, self._role.row_stage)
         self._requests = OpenRequests()
-        self._seats: dict[int, Seat] = {}
+        self._sessions: dict[int, Session] = {}
         """Of the requests that are under way, the oldest first."""
-        self._past: dict[int, Seat] = {}
+        self._past: dict[int, Session] = {}
         """Of those that have ended here, and perhaps not everywhere."""
-        self._active: Seat | None = None
+        self._active: Session | None = None
         self._turns = 0
         self._unknown = 0  # messages of later requests
         self._early: deque[Message] = deque(maxlen=_MOST_EARLY)  # stages' of them
@@ -119,7 +119,7 @@ class Worker:
                 return
             if message is not None:
                 self._dispatch(message)
-            elif self._seats:
+            elif self._sessions:
                 self._give_turn()
 
     def _receive(self, time_left: Callable[[], float | None]) -> Message | None:
@@ -137,41 +137,41 @@ class Worker:
     def _time_left(self) -> float | None:
         """Until some machine goes on without a message: 0 where one could now, None where none will."""
         earliest: float | None = None
-        for seat in self._seats.values():
-            if seat.wanted.patience == 0:
+        for session in self._sessions.values():
+            if session.wanted.patience == 0:
                 return 0
-            if (deadline := seat.wanted.deadline) is not None and (earliest is None or deadline < earliest):
+            if (deadline := session.wanted.deadline) is not None and (earliest is None or deadline < earliest):
                 earliest = deadline
         return None if earliest is None else max(earliest - time.perf_counter(), 0)
 
     def _give_turn(self) -> None:
         """No message is there: have a machine go on without one, and others whose rows fit into the same pass."""
-        if len(self._seats) == 1:
-            (only,) = self._seats.values()
+        if len(self._sessions) == 1:
+            (only,) = self._sessions.values()
             self._go_on(only, self._role.rows)
         else:
             self._choose_turn()
         self._compute()
 
     def _choose_turn(self) -> None:
-        seats = list(self._seats.values())
-        works = {seat: seat.wanted.work() for seat in seats if seat.wanted.patience == 0}
-        first = next_in_turn(seats, works)
+        sessions = list(self._sessions.values())
+        works = {session: session.wanted.work() for session in sessions if session.wanted.patience == 0}
+        first = next_in_turn(sessions, works)
         work = works.pop(first, Work.NEEDED)
         if self._role.most_rows == 1:
             works.clear()
         self._go_on(first, self._room(work, works.values()))
         self._join(works, only_little=work == Work.LITTLE)
 
-    def _join(self, works: dict[Seat, Work], only_little: bool) -> None:
+    def _join(self, works: dict[Session, Work], only_little: bool) -> None:
         """Have others go on that decide, too, or whose rows fit into the pass that is asked for."""
         while works and (only_little or self._joint):
-            seat = min(works, key=lambda seat: (works[seat], seat.last_turn))
-            work = works.pop(seat)
+            session = min(works, key=lambda session: (works[session], session.last_turn))
+            work = works.pop(session)
             if (work == Work.LITTLE) == only_little:
                 if (room := self._room(work, works.values())) <= 0:
                     return
-                self._go_on(seat, room)
+                self._go_on(session, room)
             elif only_little:
                 return
 
@@ -183,30 +183,30 @@ class Worker:
         needed = sum(other == Work.NEEDED for other in later)
         return max(self._role.rows - taken - needed, min(self._role.most_rows - taken, 1))
 
-    def _go_on(self, seat: Seat, rows: int) -> None:
+    def _go_on(self, session: Session, rows: int) -> None:
         self._turns += 1
-        seat.last_turn = self._turns
-        self._role.take_turn(seat, rows, is_alone=len(self._seats) == 1)
-        seat.note_reply(None, self._active is not seat)
-        self._resume(seat, None)
+        session.last_turn = self._turns
+        self._role.take_turn(session, rows, is_alone=len(self._sessions) == 1)
+        session.note_reply(None, self._active is not session)
+        self._resume(session, None)
 
     def _dispatch(self, message: Message) -> None:
-        sitting = self._seats.get(message.request)
-        if sitting is not None and not isinstance(message, (Begin, Peers)):
-            self._step(sitting, message)
+        current = self._sessions.get(message.request)
+        if current is not None and not isinstance(message, (Begin, Peers)):
+            self._step(current, message)
             return
         if isinstance(message, Peers):
-            for seat in list(self._seats.values()):
-                self._step(seat, message)
+            for session in list(self._sessions.values()):
+                self._step(session, message)
             return
         if isinstance(message, Begin):
             self._learn(message)
-            sitting = self._seats.get(message.request)
-        if isinstance(message, Begin) and sitting is None and self._is_new(message):
+            current = self._sessions.get(message.request)
+        if isinstance(message, Begin) and current is None and self._is_new(message):
             self._begin(message)
-        elif sitting is not None and self._role.keeps_requests:  # asked, or attempted, once more
-            sitting.show_progress()
-            self._step(sitting, message)
+        elif current is not None and self._role.keeps_requests:  # asked, or attempted, once more
+            current.show_progress()
+            self._step(current, message)
         elif self.spec.rank != DECIDER:
             self._ask_for(message)
         else:
@@ -215,9 +215,9 @@ class Worker:
     def _learn(self, begin: Begin) -> None:
         """Let go of requests that are over, whose ends have not come; the client has moved on."""
         self._requests.learn(begin)
-        for request in [request for request in self._seats if request not in self._requests]:
-            self._leave(self._seats[request])
-        self._past = {request: seat for request, seat in self._past.items() if request in self._requests}
+        for request in [request for request in self._sessions if request not in self._requests]:
+            self._leave(self._sessions[request])
+        self._past = {request: session for request, session in self._past.items() if request in self._requests}
 
     def _is_new(self, begin: Begin) -> bool:
         """Whether a request has not ended here; a last stage that is lost behind its end has it begin again."""
@@ -231,76 +231,76 @@ class Worker:
         others = (message for message in self._early if message.request != begin.request)
         self._early = deque((message for message in others if message.request in self._requests), _MOST_EARLY)
         self._past.pop(begin.request, None)
-        seat = self._seats[begin.request] = Seat(self._endpoint, self.spec.rank, begin, self._role.tells_hits)
-        self._policy.together(len(self._seats))
-        seat.last_turn = self._turns
-        sampler = TimedSampler(begin.params, seat.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
-        seat.running = self._decode(seat, sampler) if self.spec.rank == DECIDER else self._help(seat, sampler)
-        self._resume(seat, None)
+        session = self._sessions[begin.request] = Session(self._endpoint, self.spec.rank, begin, self._role.tells_hits)
+        self._policy.together(len(self._sessions))
+        session.last_turn = self._turns
+        sampler = TimedSampler(begin.params, session.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
+        session.running = self._decode(session, sampler) if self.spec.rank == DECIDER else self._help(session, sampler)
+        self._resume(session, None)
         self._compute()
         for message in due:
-            if begin.request in self._seats:
-                self._step(seat, message)
+            if begin.request in self._sessions:
+                self._step(session, message)
 
-    def _step(self, seat: Seat, reply: Message | None) -> None:
+    def _step(self, session: Session, reply: Message | None) -> None:
         """Have a machine go on, with a message or without one, to its next wait."""
-        seat.note_reply(reply, self._active is not seat)
-        self._resume(seat, reply)
+        session.note_reply(reply, self._active is not session)
+        self._resume(session, reply)
         self._compute()
 
     def _compute(self) -> None:
         """Give the machines what they have asked for, until all wait for messages again."""
         while self._joint:
-            for seat, result in self._joint.results():
-                self._resume(seat, result)
+            for session, result in self._joint.results():
+                self._resume(session, result)
 
-    def _resume(self, seat: Seat, reply: Any) -> None:
+    def _resume(self, session: Session, reply: Any) -> None:
         """Have a machine go on to its next wait."""
-        self._active, self.stage.recorder = seat, seat.recorder
-        assert seat.running is not None
+        self._active, self.stage.recorder = session, session.recorder
+        assert session.running is not None
         try:
-            wanted = seat.running.send(reply)
-            while len(self._seats) == 1 and isinstance(wanted, Computation):  # there is none to join it
-                wanted = seat.running.send(wanted.alone())
+            wanted = session.running.send(reply)
+            while len(self._sessions) == 1 and isinstance(wanted, Computation):  # there is none to join it
+                wanted = session.running.send(wanted.alone())
         except StopIteration:
-            self._end(seat)
+            self._end(session)
             return
         except RequestError as error:  # of who decides: its guesses fail nobody
-            self._end(seat, str(error))
+            self._end(session, str(error))
             return
         if isinstance(wanted, Computation):
-            seat.ask()
-            self._joint.add(seat, wanted)
+            session.ask()
+            self._joint.add(session, wanted)
             return
-        waits = wanted.patience and len(self._seats) > 1
-        others = sum(other.patience for other in self._seats.values() if other is not seat) if waits else 0
-        seat.wait_for(wanted, self.stage.layer_seconds, others)
+        waits = wanted.patience and len(self._sessions) > 1
+        others = sum(other.patience for other in self._sessions.values() if other is not session) if waits else 0
+        session.wait_for(wanted, self.stage.layer_seconds, others)
 
-    def _end(self, seat: Seat, error: str = "") -> None:
+    def _end(self, session: Session, error: str = "") -> None:
         """Its machine has come to its end, or the request has failed."""
-        machine = seat.machine
+        machine = session.machine
         if isinstance(machine, Decider):
-            seat.finish(machine, error)
+            session.finish(machine, error)
         elif machine is not None:
-            seat.report(machine)
-        self._past[seat.begin.request] = seat
-        self._leave(seat)
+            session.report(machine)
+        self._past[session.begin.request] = session
+        self._leave(session)
         if self.spec.rank != DECIDER:
-            seat.machine = None
+            session.machine = None
 
-    def _leave(self, seat: Seat) -> None:
-        assert seat.running is not None
-        seat.running.close()
-        del self._seats[seat.begin.request]
-        self._policy.together(len(self._seats))
+    def _leave(self, session: Session) -> None:
+        assert session.running is not None
+        session.running.close()
+        del self._sessions[session.begin.request]
+        self._policy.together(len(self._sessions))
         self._active = None
-        self._role.release(seat)
+        self._role.release(session)
 
     def _answer(self, message: Message) -> None:
         """The client may have missed a request's end, or this process its beginning."""
-        seat = self._past.get(message.request)
-        if isinstance(message, Begin | Cancel) and seat and isinstance(seat.machine, Decider):
-            seat.finish_again(seat.machine, message)
+        session = self._past.get(message.request)
+        if isinstance(message, Begin | Cancel) and session and isinstance(session.machine, Decider):
+            session.finish_again(session.machine, message)
         elif isinstance(message, Cancel) and message.request in self._requests:
             self._endpoint.send(CLIENT, Finished.cut_short(message.request))
 
@@ -319,15 +319,15 @@ class Worker:
             if isinstance(message, PromptStates | Rows):
                 self._early.append(message)
 
-    def _decode(self, seat: Seat, sampler: Sampler) -> Machine:
+    def _decode(self, session: Session, sampler: Sampler) -> Machine:
         """Run the machine of the process that decides."""
-        stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, seat.begin.prompt_ids)
-        seat.machine = decider = self._role.decider(seat, self._policy)
+        stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, session.begin.prompt_ids)
+        session.machine = decider = self._role.decider(session, self._policy)
         return decider.decode(sampler, stop)
 
-    def _help(self, seat: Seat, sampler: Sampler) -> Machine:
+    def _help(self, session: Session, sampler: Sampler) -> Machine:
         """Run the machine of any other process."""
-        seat.machine = helper = self._role.helper(seat, self._exit_head(sampler, seat.recorder))
+        session.machine = helper = self._role.helper(session, self._exit_head(sampler, session.recorder))
         return helper.serve()
 
     def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> OracleHead | TrainedHead | ModelHead:

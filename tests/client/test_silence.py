@@ -5,7 +5,7 @@ from pipeline_runs import begin_message
 
 import ppd_runtime.client.request
 import ppd_runtime.workers.roles
-import ppd_runtime.workers.seat
+import ppd_runtime.workers.session
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.pipeline.messages import Missing, PromptStates
@@ -27,7 +27,7 @@ def hurried(monkeypatch):
     monkeypatch.setattr(ppd_runtime.client.request, "_ASK_AGAIN_S", 0.05)
     monkeypatch.setattr(ppd_runtime.client.request, "_LONGEST_PATIENCE_S", 0.1)
     monkeypatch.setattr(ppd_runtime.client.request, "_SILENCE_DEADLINE_S", 3.0)
-    monkeypatch.setattr(ppd_runtime.workers.seat, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(ppd_runtime.workers.session, "_SILENCE_S", 0.1)
 
 
 def test_a_long_prompt_is_no_silence(folder, hurried):

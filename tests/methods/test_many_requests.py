@@ -18,7 +18,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.methods import request_queue
 from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.pipeline.ports import Work
-from ppd_runtime.workers.seat import Seat
+from ppd_runtime.workers.session import Session
 from ppd_runtime.workers.worker import Worker
 
 PROMPT = [5, 9, 200, 31]
@@ -93,15 +93,15 @@ def test_nobody_waits_for_more_turns_than_there_are_others(
 
     def counted(self: Worker) -> None:
         nonlocal longest
-        works = {seat: seat.wanted.work() for seat in self._seats.values() if seat.wanted.patience == 0}
-        gone: list[Seat] = []
+        works = {session: session.wanted.work() for session in self._sessions.values() if session.wanted.patience == 0}
+        gone: list[Session] = []
         go_on = Worker._go_on
         with monkeypatch.context() as patch:
-            patch.setattr(self, "_go_on", lambda seat, rows: (gone.append(seat), go_on(self, seat, rows)))
+            patch.setattr(self, "_go_on", lambda session, rows: (gone.append(session), go_on(self, session, rows)))
             choose(self)
-        for seat in (seat for seat, work in works.items() if work == Work.NEEDED):
-            key = self, seat.begin.request
-            passed_over[key] = 0 if seat in gone else passed_over[key] + any(works.get(other) for other in gone)
+        for session in (session for session, work in works.items() if work == Work.NEEDED):
+            key = self, session.begin.request
+            passed_over[key] = 0 if session in gone else passed_over[key] + any(works.get(other) for other in gone)
             longest = max(longest, passed_over[key])
 
     monkeypatch.setattr(Worker, "_give_turn", counted)

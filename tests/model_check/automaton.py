@@ -130,8 +130,8 @@ class Automaton:
 
 
 def _progress(process: Process) -> int:
-    seats = [*process.worker._seats.values(), *process.worker._past.values()] if process.worker else []
-    machines = [seat.machine for seat in seats if isinstance(seat.machine, MainProcess | LastStage)]
+    sessions = [*process.worker._sessions.values(), *process.worker._past.values()] if process.worker else []
+    machines = [session.machine for session in sessions if isinstance(session.machine, MainProcess | LastStage)]
     return max((len(machine.history) for machine in machines), default=0)
 
 

@@ -34,13 +34,13 @@ from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState, Text
 from ppd_runtime.text import StopRule
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.roles import StagedRole
-from ppd_runtime.workers.seat import Seat
+from ppd_runtime.workers.session import Session
 from ppd_runtime.workers.worker import Worker
 
 _COUNTS = {"layer_passes", "recomputed_layer_passes", "coherence_layer_passes", "first_boundary"}
 _READ = (
     Worker,
-    Seat,
+    Session,
     OpenRequests,
     MessageExchange,
     MainProcess,
@@ -65,7 +65,7 @@ _CLOCKS = {"recorder", "last_turn", "patience", "_began", "_released", "_asked",
 _UNREAD: dict[type, set[str]] = {
     Worker: {"_active"},
     SharedExchange: {"_lock", "_free", "heard_at"},
-    Seat: _CLOCKS | {"_first_ledger"},
+    Session: _CLOCKS | {"_first_ledger"},
     RunAheadSubProcess: {"_forks"},
     FirstStage: {"rows"},
 }
@@ -162,28 +162,28 @@ class Essence:
 
     def _of_worker(self, worker: Worker, name: str) -> object:
         if name == "stage":
-            return None if worker._role.row_stage or not worker._seats else self._of(worker.stage)
+            return None if worker._role.row_stage or not worker._sessions else self._of(worker.stage)
         if name == "_role":
             return self._of(worker._role._calibration) if isinstance(worker._role, StagedRole) else None
         if name == "_turns":
-            return self._of_turns([*worker._seats.items()])
-        return [(request, self._of_past(seat)) for request, seat in sorted(worker._past.items())]
+            return self._of_turns([*worker._sessions.items()])
+        return [(request, self._of_past(session)) for request, session in sorted(worker._past.items())]
 
     @staticmethod
-    def _of_turns(seats: list[tuple[int, Seat]]) -> object:
+    def _of_turns(sessions: list[tuple[int, Session]]) -> object:
         """Whose turn comes before whose, and whose patience is over before whose."""
-        by_turn = sorted(seats, key=lambda item: item[1].last_turn)
-        by_deadline = sorted(seats, key=lambda item: item[1].wanted.deadline or 0.0)
+        by_turn = sorted(sessions, key=lambda item: item[1].last_turn)
+        by_deadline = sorted(sessions, key=lambda item: item[1].wanted.deadline or 0.0)
         return [request for request, _ in by_turn], [request for request, _ in by_deadline]
 
     def _of_caller(self, caller: Caller) -> object:
         return "over" if caller.dead else [self._of_frame(frame) for frame in _frames(caller.gr_frame)]
 
-    def _of_past(self, seat: Seat) -> object:
+    def _of_past(self, session: Session) -> object:
         """Only what it tells once more."""
-        main = seat.machine
+        main = session.machine
         told = main and (len(main.begin.delivered), self._of_field(main, "told", None))
-        return seat.begin.epoch, told, seat.finished and self.of_message(seat.finished)
+        return session.begin.epoch, told, session.finished and self.of_message(session.finished)
 
     _READERS: tuple[tuple[object, Callable[["Essence", object], object]], ...] = (
         (Tensor, _of_tensor),

@@ -19,8 +19,8 @@ def check_process(scenario: Scenario, process: Process) -> None:
     if process.worker is None:
         check_delivered(scenario, process)
         return
-    for seat in process.worker._seats.values():
-        machine = seat.machine
+    for session in process.worker._sessions.values():
+        machine = session.machine
         if isinstance(machine, Stage):
             tree = machine._tree if isinstance(machine, LastStage) else machine.tree
             _check_tree(scenario.model, machine.stage, tree, tuple(machine.begin.prompt_ids))

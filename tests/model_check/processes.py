@@ -28,7 +28,7 @@ from ppd_runtime.pipeline.messages import Begin, Message, Report, Token, Tokens
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
 from ppd_runtime.pipeline.staged import arrivals, follower
 from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.workers import roles, seat, worker
+from ppd_runtime.workers import roles, session, worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -320,9 +320,9 @@ def small_world() -> Iterator[None]:
         stack.enter_context(patch.object(exchange, "time", _Clock))
         stack.enter_context(patch.object(worker, "load_tokenizer", lambda info: None))
         for module, name, value in (
-            (seat, "_LONGEST_HOLD_S", math.inf),
-            (seat, "_SILENCE_S", math.inf),
-            (seat, "_MOST_HELD", 2),
+            (session, "_LONGEST_HOLD_S", math.inf),
+            (session, "_SILENCE_S", math.inf),
+            (session, "_MOST_HELD", 2),
             (worker, "_ASK_AGAIN", 2),
             (sub_process, "_ASK_AGAIN", 2),
             (run_ahead, "_ASK_AGAIN", 2),

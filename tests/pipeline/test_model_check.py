@@ -149,8 +149,8 @@ def _owes_all_that_it_won(self: RunAheadSubProcess, message) -> None:
 
 
 def _any_request(self: Worker, message) -> None:
-    if self._seats and not isinstance(message, Begin):
-        self._step(next(iter(self._seats.values())), message)
+    if self._sessions and not isinstance(message, Begin):
+        self._step(next(iter(self._sessions.values())), message)
     else:
         _DISPATCH(self, message)
 

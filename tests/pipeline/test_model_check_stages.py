@@ -87,8 +87,8 @@ def _later_requests_only(self: Worker, begin: Begin) -> bool:
 
 def _any_request(self: Worker, message) -> None:
     """Takes a message for the oldest request's, whichever it is of."""
-    if self._seats and not isinstance(message, Begin | Peers):
-        self._step(next(iter(self._seats.values())), message)
+    if self._sessions and not isinstance(message, Begin | Peers):
+        self._step(next(iter(self._sessions.values())), message)
     else:
         _DISPATCH(self, message)
 

@@ -52,9 +52,9 @@ def test_a_client_that_goes_away_frees_its_slots_within_a_token(spacious: PPDRun
             lines = answer.iter_lines()  # dropped, it would leave
             assert next(lines).startswith("data:")
             assert server.counts()["vllm:kv_cache_usage_perc"] == (len(PROMPT) + MOST) / ROOM
-            assert all(worker._seats for worker in workers)
-        wait_until(lambda: server.counts()["vllm:kv_cache_usage_perc"] == 0 and not any(w._seats for w in workers))
-        (last,) = [seat.machine for worker in workers for seat in worker._past.values() if worker.spec.rank == 0]
+            assert all(worker._sessions for worker in workers)
+        wait_until(lambda: server.counts()["vllm:kv_cache_usage_perc"] == 0 and not any(w._sessions for w in workers))
+        (last,) = [session.machine for worker in workers for session in worker._past.values() if worker.spec.rank == 0]
         assert isinstance(last, LastStage)
         assert len(last.history) < len(PROMPT) + MOST / 2
         assert all(worker._role.row_stage._cache.capacity < MOST for worker in workers)

@@ -34,7 +34,7 @@ Helper = SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
 """Any other process'."""
 
 
-class Seat:
+class Session:
     """A request at a worker.
 
     Args:
@@ -193,11 +193,11 @@ class Seat:
         self._released = time.perf_counter()
 
 
-def next_in_turn(seats: Sequence[Seat], works: Mapping[Seat, Work]) -> Seat:
+def next_in_turn(sessions: Sequence[Session], works: Mapping[Session, Work]) -> Session:
     """The one whose patience is over, or whose turn it is."""
     now = time.perf_counter()
-    timed = [seat for seat in seats if seat.wanted.patience and seat.wanted.deadline is not None]
-    over = [seat for seat in timed if (seat.wanted.deadline or 0.0) <= now]
+    timed = [session for session in sessions if session.wanted.patience and session.wanted.deadline is not None]
+    over = [session for session in timed if (session.wanted.deadline or 0.0) <= now]
     if over or not works:
-        return min(over or timed, key=lambda seat: seat.wanted.deadline or 0.0)
-    return min(works, key=lambda seat: (works[seat], seat.last_turn))
+        return min(over or timed, key=lambda session: session.wanted.deadline or 0.0)
+    return min(works, key=lambda session: (works[session], session.last_turn))
