@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.methods.speculation import SpeculationCounts, SpeculativeMethod, speculate
 from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.stage.sparse import sparse_subset
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import Draws, Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
@@ -69,7 +69,7 @@ class KeyedByPosition(RejectionSampling):
 
 
 def text_of(
-    method: SpeculativeMethod, stage: Stage, params: SamplingParams, rule: Rule = rejection, prompt: Text = PROMPT
+    method: SpeculativeMethod, stage: LayerRange, params: SamplingParams, rule: Rule = rejection, prompt: Text = PROMPT
 ) -> Text:
     """The first `LENGTH` new tokens of a request."""
     stop, made = StopRule(params, frozenset(), None), rule(params, method, len(prompt))
@@ -77,7 +77,7 @@ def text_of(
     return tuple(token for token, _, _ in itertools.islice(steps, LENGTH))
 
 
-def law(stage: Stage, params: SamplingParams) -> np.ndarray:
+def law(stage: LayerRange, params: SamplingParams) -> np.ndarray:
     """`[VOCABULARY] * LENGTH` chances of all texts, by an ordinary pass for each."""
     sampler, chances = Sampler(params), np.ones(())
     for length in range(LENGTH):
@@ -86,7 +86,7 @@ def law(stage: Stage, params: SamplingParams) -> np.ndarray:
     return chances
 
 
-def _next(stage: Stage, sampler: Sampler, text: Text) -> np.ndarray:
+def _next(stage: LayerRange, sampler: Sampler, text: Text) -> np.ndarray:
     history = [*PROMPT, *text]
     stage.begin(len(history))
     logits = stage.logits(stage.run(0, stage.num_layers, history, 0))
@@ -170,8 +170,8 @@ def _add_axis(model: PreTrainedModel, layer: int) -> None:
     mlp.down_proj.weight[1, 0] = 4  # far enough for a head that tells states with it from those without
 
 
-def _begun(model: PreTrainedModel) -> Stage:
-    stage = Stage(model)
+def _begun(model: PreTrainedModel) -> LayerRange:
+    stage = LayerRange(model)
     stage.begin(1)
     return stage
 

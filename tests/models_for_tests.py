@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3")
 """Model types that `build_model` knows; mistral, gemma2 and gemma3_text have sliding windows."""
@@ -140,10 +140,10 @@ def _own_settings(family: str, num_layers: int, hidden_size: int) -> dict[str, o
     }.get(family, {})
 
 
-def load_stage(folder: Path, dtype: str = "float32", last: int | None = None) -> Stage:
+def load_stage(folder: Path, dtype: str = "float32", last: int | None = None) -> LayerRange:
     """The first `last` layers of a model folder (None: all of them) as a stage on the CPU."""
     info = describe(str(folder))
-    return Stage(load_layers(info, info.num_layers if last is None else last, getattr(torch, dtype), "cpu"))
+    return LayerRange(load_layers(info, info.num_layers if last is None else last, getattr(torch, dtype), "cpu"))
 
 
 @torch.inference_mode()

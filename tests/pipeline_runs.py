@@ -15,8 +15,8 @@ from ppd_runtime.layouts import CLIENT
 from ppd_runtime.methods.autoregressive import autoregressive
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.loading import load_layers
-from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead, ModelHead, OracleHead
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
@@ -41,7 +41,7 @@ def _layers(info: ModelInfo, last: int, dtype: torch.dtype, first: int = 0) -> P
     return load_layers(info, last, dtype, "cpu", first)
 
 
-class RecordingStage(Stage):
+class RecordingStage(LayerRange):
     """A stage that keeps the hidden states which decided a token, and the ranges of layers that were run."""
 
     decisive: list[Tensor]
@@ -68,7 +68,7 @@ class Decoded:
     winners: list[int] = field(default_factory=list)
     main: MainProcess | None = None
     subs: list[SubProcess | RunAheadSubProcess] = field(default_factory=list)
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[LayerRange] = field(default_factory=list)
     network: MachineNetwork | None = None
     first: FirstStage | None = None
 
@@ -176,7 +176,7 @@ class Bench:
         network, begin = MachineNetwork(seed, impatience), begin_message(prompt, params)
         sampler = Sampler(params, len(prompt))
         stages = [self.stage(last, first) for first, last in pairwise([0, *cuts, self.info.num_layers])]
-        rows_of = [RowStage(stage, MOST_HELD) for stage in stages]
+        rows_of = [TreeRange(stage, MOST_HELD) for stage in stages]
         size = len(stages)
         heads = [head or ModelHead(stage, sampler) for stage in stages]
         first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSubset
-from ppd_runtime.models.stage.stage import Stage
 
 
 class Held(NamedTuple):
@@ -24,12 +24,12 @@ class Held(NamedTuple):
     """Which wrote it; None: all of the model's layers."""
 
 
-class RememberedStage(Stage):
-    """Answers as `Stage` does, by passes of one text each that are run when they are asked for first."""
+class RememberedStage(LayerRange):
+    """Answers as `LayerRange` does, by passes of one text each that are run when they are asked for first."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._real = Stage(model)
+        self._real = LayerRange(model)
         self._rows: dict[tuple[int | LayerSubset, tuple[Held, ...]], Tensor] = {}
         self._of_bytes: dict[bytes, Tensor] = {}
         """The rows by their bytes."""
@@ -43,7 +43,7 @@ class RememberedStage(Stage):
         self._held: list[list[Held]] = []
 
     def behind(self, part: PreTrainedModel) -> "RememberedStage":
-        """As `Stage.behind`."""
+        """As `LayerRange.behind`."""
         if part not in self._behind:
             self._behind[part] = stage = RememberedStage(part)
             stage._of_bytes = self._of_bytes
@@ -59,7 +59,7 @@ class RememberedStage(Stage):
         return len(self._held[layer])
 
     def check_position(self, layer: int, position: int) -> None:
-        """As `Stage.check_position`."""
+        """As `LayerRange.check_position`."""
         assert self.length(layer) == position
 
     def truncate(self, length: int) -> None:
@@ -68,7 +68,7 @@ class RememberedStage(Stage):
             del held[length:]
 
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
-        """As `Stage.run`; states must be those of the text that these layers hold."""
+        """As `LayerRange.run`; states must be those of the text that these layers hold."""
         rows = []
         for item in self._items(inputs):
             self.check_position(first, position + len(rows))
@@ -80,7 +80,7 @@ class RememberedStage(Stage):
         return _states(rows)
 
     def run_tree(self, token_ids: Sequence[int], parents: Sequence[int], position: int) -> Tensor:
-        """As `Stage.run_tree`."""
+        """As `LayerRange.run_tree`."""
         for layer in range(self.num_layers):
             self.check_position(layer, position)
         before, texts, rows = tuple(self._held[0]), list[tuple[Held, ...]](), []
@@ -93,7 +93,7 @@ class RememberedStage(Stage):
         return _states(rows)
 
     def run_subset(self, subset: LayerSubset, token_ids: list[int], position: int) -> Tensor:
-        """As `Stage.run_subset`, a token a pass."""
+        """As `LayerRange.run_subset`, a token a pass."""
         same = subset._replace(decoder=None)  # another piece that runs the same layers
         self._subsets.setdefault(same, subset)
         rows = []
@@ -105,7 +105,7 @@ class RememberedStage(Stage):
         return _states(rows)
 
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
-        """As `Stage.keep_path`."""
+        """As `LayerRange.keep_path`."""
         for held in self._held:
             held[position:] = [held[position + node] for node in nodes]
 
@@ -122,11 +122,11 @@ class RememberedStage(Stage):
                 held.append(newest)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Stage.logits`."""
+        """As `LayerRange.logits`."""
         return self._logits(hidden[0, -1])
 
     def token_logits(self, hidden: Tensor) -> Tensor:
-        """As `Stage.token_logits`."""
+        """As `LayerRange.token_logits`."""
         return torch.stack([self._logits(hidden[0, i]) for i in range(hidden.shape[1])])
 
     def _logits(self, row: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
 from ppd_runtime.layouts import CLIENT, DECIDER
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.messages import Begin, Message, Missing, Peers, PromptStates, Rows, Token
 from ppd_runtime.pipeline.ports import Machine, WaitFor
@@ -85,9 +85,9 @@ class StagedRun:
         self.network.run(200_000, end=DECIDER)
         return self.told
 
-    def _stage(self, place: int) -> RowStage:
+    def _stage(self, place: int) -> TreeRange:
         first, last = self.borders[place]
-        return RowStage(self.bench.stage(last, first), MOST_HELD)
+        return TreeRange(self.bench.stage(last, first), MOST_HELD)
 
     def _last(self, begin: Begin) -> Machine:
         stage = self._stage(-1)

@@ -9,7 +9,7 @@ from benchmarks.gpu.scene import Rows, Scene, name_of
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
 from ppd_runtime.models.compiled.graphs import Recordings
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 _MANY_RECORDINGS, _PASSES_EACH = 70, 16
 """More than are kept, and as many passes of each as make room for others."""
@@ -43,7 +43,7 @@ def bits(scene: Scene) -> Rows:
             yield about | {"checked": ROWS_KEEP_THEIR_BITS.format(rows), "equal": _rows_alone(stage, rows)}
 
 
-def states_at(stage: Stage, positions: Sequence[int], capacity: int) -> list[Tensor]:
+def states_at(stage: LayerRange, positions: Sequence[int], capacity: int) -> list[Tensor]:
     """The states behind one token at each of these positions, in rising order, of one text."""
     stage.begin(capacity)
     found, length = list[Tensor](), 0
@@ -54,7 +54,7 @@ def states_at(stage: Stage, positions: Sequence[int], capacity: int) -> list[Ten
     return found
 
 
-def whole_at_cut(stage: Stage, cut: int) -> bool:
+def whole_at_cut(stage: LayerRange, cut: int) -> bool:
     """Whether layers up to a cut and those behind it give what all give in one call."""
     (whole,) = states_at(stage, [70], 80)
     stage.truncate(70)
@@ -62,16 +62,16 @@ def whole_at_cut(stage: Stage, cut: int) -> bool:
     return torch.equal(stage.run(cut, stage.num_layers, half, 70), whole)
 
 
-def _cuts(stage: Stage) -> range:
+def _cuts(stage: LayerRange) -> range:
     return range(1, stage.num_layers)
 
 
-def _recordings(stage: Stage) -> Recordings | None:
+def _recordings(stage: LayerRange) -> Recordings | None:
     passes = getattr(stage._compiled, "_passes", None)
     return passes._recordings if isinstance(passes, LaunchedPasses) else None
 
 
-def _launched(stage: Stage, positions: Sequence[int]) -> list[Tensor]:
+def _launched(stage: LayerRange, positions: Sequence[int]) -> list[Tensor]:
     """As `states_at`, each layer launched by itself."""
     passes = stage._compiled._passes  # type: ignore[union-attr]
     kept, passes._recordings = passes._recordings, None
@@ -81,7 +81,7 @@ def _launched(stage: Stage, positions: Sequence[int]) -> list[Tensor]:
         passes._recordings = kept
 
 
-def _rows_alone(stage: Stage, rows: int) -> bool:
+def _rows_alone(stage: LayerRange, rows: int) -> bool:
     """Whether a chain's tokens have the states that each has alone."""
     alone = states_at(stage, range(40, 40 + rows), 100)
     stage.truncate(40)

@@ -15,7 +15,7 @@ from ppd_runtime.checks import even_cuts
 from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, tensor_parallel_time, token_time
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 _SHARES_OF_RIGHT = 0.8
 """Of tokens that boundary 1 names, and of the rest, each later one: about the demo model's with k = 3."""
@@ -48,7 +48,7 @@ def _copy_bandwidth(scene: Scene) -> float:
     return float(next(row["GB/s"] for row in rows if row.get("bandwidth of") == "a copy"))
 
 
-def _pass_of(scene: Scene, stage: Stage, length: int) -> Row:
+def _pass_of(scene: Scene, stage: LayerRange, length: int) -> Row:
     stage.begin(length + 64)
     stage.run(0, stage.num_layers, [1] * length, 0)
 
@@ -63,7 +63,7 @@ def _pass_of(scene: Scene, stage: Stage, length: int) -> Row:
     return row | kernels_of(scene, one_token, stage.num_layers)
 
 
-def _embedding_bytes(stage: Stage) -> int:
+def _embedding_bytes(stage: LayerRange) -> int:
     """A token reads one row of it; tied to the head, it is read whole."""
     embedding = stage.model.model.embed_tokens.weight
     return 0 if embedding.data_ptr() == stage.model.lm_head.weight.data_ptr() else embedding.nbytes

@@ -14,8 +14,8 @@ from benchmarks.gpu.scene import Row, Rows, Scene, name_of
 from benchmarks.models import shape_config
 from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSubset, without
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
@@ -112,7 +112,7 @@ def kinds_tried(scene: Scene) -> Mapping[str, int]:
     return scene.choose(_KINDS, {what: _KINDS[what] for what in fewer})
 
 
-def _piece(stage: Stage, kind: int) -> LayerSubset | None:
+def _piece(stage: LayerRange, kind: int) -> LayerSubset | None:
     """Layers without what the kind leaves out; without attention all but the first, which says where a pass stands."""
     layers = dict(enumerate(stage.model.model.layers))
     if kind == PassKind.WITHOUT_MLP:
@@ -122,7 +122,7 @@ def _piece(stage: Stage, kind: int) -> LayerSubset | None:
     return None
 
 
-def _run_kind(stage: Stage, kind: int, piece: LayerSubset | None, position: int) -> None:
+def _run_kind(stage: LayerRange, kind: int, piece: LayerSubset | None, position: int) -> None:
     if piece:
         stage.run_subset(piece, [1], position)
     elif kind > PassKind.ONE:
@@ -132,7 +132,7 @@ def _run_kind(stage: Stage, kind: int, piece: LayerSubset | None, position: int)
     stage.truncate(position)
 
 
-def _no_copy(stage: Stage, run_pass: Callable[[], object]) -> Row:
+def _no_copy(stage: LayerRange, run_pass: Callable[[], object]) -> Row:
     """Whether a pass takes less memory meanwhile than one layer's keys of the text have."""
     keys = next(layer.rows[0] for layer in stage.cache.layers if layer.rows)
     run_pass()
@@ -180,7 +180,7 @@ def eager(scene: Scene) -> Rows:
         }
 
 
-def run_one(stage: Stage, position: int) -> None:
+def run_one(stage: LayerRange, position: int) -> None:
     """One token's pass behind so many, which is forgotten again."""
     stage.run(0, stage.num_layers, [1], position)
     stage.truncate(position)

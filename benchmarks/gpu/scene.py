@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.models import random_model, save_model, shape_config
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -48,16 +48,16 @@ class Scene:
         """A model of random weights, made on the device."""
         return random_model(shape_config("little" if self.pretend else shape), dtype, self.device)
 
-    def stage(self, shape: str, dtype: torch.dtype, *kinds: int) -> Stage:
+    def stage(self, shape: str, dtype: torch.dtype, *kinds: int) -> LayerRange:
         """The whole of such a model, with compiled code for these kinds of passes."""
         model = self.model(shape, dtype)
         if not kinds:
-            return Stage(model)
+            return LayerRange(model)
         from ppd_runtime.models.compiled.export import compile_layers
         from ppd_runtime.models.compiled.passes import CompiledLayers
 
         files = {kind: compile_layers(model.config, dtype, self.device, kind) for kind in kinds}
-        return Stage(model, CompiledLayers(model, files))
+        return LayerRange(model, CompiledLayers(model, files))
 
     def save_model(self, shape: str, folder: Path) -> None:
         """Such a model with the demo model's tokenizer, in bfloat16."""

@@ -23,7 +23,7 @@ from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -108,7 +108,7 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
             short = head_kind(len(spec.guess_tokens))
             whole = {kind: files for kind, files in spec.code.items() if kind in (PassKind.HEAD, *spec.pass_kinds)}
             stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole)
-            rows, sampler = RowStage(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
+            rows, sampler = TreeRange(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
             head = ModelHead(stage, sampler)
             if tokens := spec.guess_tokens:
                 code = {kind: files for kind, files in spec.code.items() if kind == short}
@@ -122,12 +122,12 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
     return layers * guess_head / one, layers * final_head / one, row
 
 
-def row_cost(stage: RowStage) -> float:
+def row_cost(stage: TreeRange) -> float:
     """What a further row adds to a pass, as a share of the first one's time."""
     return _timed_passes(stage)[2]
 
 
-def _timed_passes(stage: RowStage) -> tuple[torch.Tensor, float, float]:
+def _timed_passes(stage: TreeRange) -> tuple[torch.Tensor, float, float]:
     """A hidden state behind a prompt, the seconds of a pass over one row, and what a further row adds to it."""
     stage.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
     hidden = stage.run_prompt(_PROMPT, 0)[:, -1:]
@@ -135,7 +135,7 @@ def _timed_passes(stage: RowStage) -> tuple[torch.Tensor, float, float]:
     return hidden, one, (several / one - 1) / (MOST_CHOSEN_ROWS - 1)
 
 
-def _run_pass(stage: RowStage, size: int) -> None:
+def _run_pass(stage: TreeRange, size: int) -> None:
     """Run so many rows, each behind the one before, and forget them."""
     nodes = range(1, size + 1)
     stage.run_rows([0] * size, [list(range(1, node + 1)) for node in nodes])

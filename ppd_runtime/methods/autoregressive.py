@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
 
 def autoregressive(
-    stage: Stage, prompt_ids: Sequence[int], capacity: int, sampler: Sampler, stop: StopRule
+    stage: LayerRange, prompt_ids: Sequence[int], capacity: int, sampler: Sampler, stop: StopRule
 ) -> Iterator[tuple[int, str | None]]:
     """Yield each new token and, with the last one, why it is the last.
 

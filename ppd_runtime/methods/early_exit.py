@@ -20,7 +20,7 @@ from ppd_runtime.methods.speculation import Propose
 from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.parts import shipped_part
 from ppd_runtime.models.trained.probe import Probe, describe_probe, load_probe
 
@@ -35,7 +35,7 @@ class EarlyExitDrafting(ABC):
         probe: predicts from an exit state whether a draft will be accepted, in place of the draft's probability.
     """
 
-    def __init__(self, stage: Stage, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
+    def __init__(self, stage: LayerRange, exit_layer: int, stopping: Stopping, probe: Probe | None = None) -> None:
         self.stage, self.exit_layer, self._stopping, self._probe = stage, exit_layer, stopping, probe
         self.stop_drafting = StopDrafting(stopping)
         self._chains = self._make_chains(probe)
@@ -140,7 +140,7 @@ class EarlyExitSettings:
         adaptation = self.adaptation if self.adaptive else None
         return Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)
 
-    def prepare_probe(self, info: ModelInfo) -> tuple[int | None, Callable[[Stage], Probe | None]]:
+    def prepare_probe(self, info: ModelInfo) -> tuple[int | None, Callable[[LayerRange], Probe | None]]:
         """The exit layer that is asked for, by a probe or else here, and what loads the probe where the rule needs one.
 
         Raises:

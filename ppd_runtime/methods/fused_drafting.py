@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ppd_runtime.models.native.drafts import TIMES, ChainDrafting, DraftedChain, DraftRule
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSubset
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.tracing.spans import Kind
 
@@ -23,7 +23,7 @@ class GreedyChains:
     """
 
     def __init__(
-        self, stage: Stage, layers: int | LayerSubset, behind: Stage | None = None, probe: Probe | None = None
+        self, stage: LayerRange, layers: int | LayerSubset, behind: LayerRange | None = None, probe: Probe | None = None
     ) -> None:
         self._stage, self._behind = stage, behind
         self._drafting: ChainDrafting | None = stage.chain_drafting(layers, behind)

@@ -16,7 +16,7 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.compiling import code_for, wants_code
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -35,7 +35,7 @@ class OneProcessDecoding(TextGenerator):
         emulate: a slower device whose times to keep to.
     """
 
-    stage: Stage
+    stage: LayerRange
     _sampler: Sampler
     """Of the request that is running."""
 
@@ -43,7 +43,7 @@ class OneProcessDecoding(TextGenerator):
         super().__init__(info, load_tokenizer(info), generation_defaults(info, config.generation_config))
         self.config, self._emulate = config, emulate
 
-    def load_whole(self, pass_kinds: Sequence[int]) -> Stage:
+    def load_whole(self, pass_kinds: Sequence[int]) -> LayerRange:
         """The whole model; where passes are compiled, with code for these kinds of them, and `config` says whether."""
         info, config = self.info, self.config
         place = choose_device(config.device, info.weights)

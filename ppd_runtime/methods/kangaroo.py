@@ -16,7 +16,7 @@ from ppd_runtime.methods.early_exit import EarlyExitDrafting, EarlyExitSettings
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.stopping import Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.adapter import describe_adapter, load_adapter
 from ppd_runtime.models.trained.parts import shipped_part
 from ppd_runtime.models.trained.probe import Probe
@@ -38,7 +38,7 @@ class Kangaroo(EarlyExitDrafting):
 
     def __init__(
         self,
-        stage: Stage,
+        stage: LayerRange,
         adapter: PreTrainedModel,
         exit_layer: int,
         stopping: Stopping,
@@ -87,7 +87,7 @@ class KangarooSettings(EarlyExitSettings):
     adapter: str | Path | None = None
     """A folder of `ppd train adapter`, whose layer is the exit; None is the demo model's own, for that model."""
 
-    def prepare(self, info: ModelInfo) -> Callable[[Stage], Kangaroo]:
+    def prepare(self, info: ModelInfo) -> Callable[[LayerRange], Kangaroo]:
         """Implements `MethodSettings.prepare`."""
         stopping = self.rule
         folder = self.adapter or shipped_part(info, "adapter", "kangaroo", "ppd train adapter")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppd_runtime.methods.early_exit import EarlyExitDrafting, EarlyExitSettings, check_exit_layer
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 
 class LayerSkip(EarlyExitDrafting):
@@ -26,7 +26,7 @@ class LayerSkip(EarlyExitDrafting):
 class LayerSkipSettings(EarlyExitSettings):
     """LayerSkip: every draft of one length."""
 
-    def prepare(self, info: ModelInfo) -> Callable[[Stage], LayerSkip]:
+    def prepare(self, info: ModelInfo) -> Callable[[LayerRange], LayerSkip]:
         """Implements `MethodSettings.prepare`."""
         stopping = self.rule
         asked, load_probe = self.prepare_probe(info)

@@ -14,7 +14,7 @@ from ppd_runtime.methods.speculation import MethodSettings, SpeculationCounts, s
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.methods.verification import acceptance_rule
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import Speculation
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
         model: str | Path = "demo",
         *,
         acceptance: str = "shared-noise",
-        stage: Stage | None = None,
+        stage: LayerRange | None = None,
         **settings: Any,
     ) -> None:
         check_choice("acceptance", acceptance, ACCEPTANCE_RULES)

@@ -11,7 +11,7 @@ from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.verification import AcceptanceRule, Verdict, equal_to
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import Speculation
 from ppd_runtime.text import StopRule
@@ -80,7 +80,7 @@ class MethodSettings(Protocol):
         """The kinds of passes that the method runs; compiled ones have to be there before it is made."""
         ...
 
-    def prepare(self, info: ModelInfo) -> Callable[[Stage], SpeculativeMethod]:
+    def prepare(self, info: ModelInfo) -> Callable[[LayerRange], SpeculativeMethod]:
         """Check the settings against a model, before its weights are read; what makes the method from its stage.
 
         Raises:
@@ -109,7 +109,7 @@ class SpeculationCounts:
 
 def speculate(
     method: SpeculativeMethod,
-    stage: Stage,
+    stage: LayerRange,
     rule: AcceptanceRule,
     prompt_ids: Sequence[int],
     most_tokens: int,
@@ -156,7 +156,7 @@ def speculate(
 
 def _round(
     method: SpeculativeMethod,
-    stage: Stage,
+    stage: LayerRange,
     rule: AcceptanceRule,
     propose: Propose,
     history: Sequence[int],

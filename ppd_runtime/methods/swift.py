@@ -21,9 +21,9 @@ from ppd_runtime.methods.speculation import Propose
 from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet, share_run
 from ppd_runtime.models.stage.sparse import sparse_subset
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.layer_sets import read_layer_set
 
 _WIDTHS = ((0.5, SWIFT_WIDEST), (0.8, 5), (0.95, 3), (1.0, 1))
@@ -43,7 +43,7 @@ class Swift:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: LayerRange,
         layers: LayerSet | LayerSearch,
         stopping: Stopping,
         window: int = SWIFT_WINDOW,
@@ -177,7 +177,7 @@ class SwiftSettings:
     search_seed: int = SearchSettings.seed
     """The same seed and requests give the same search."""
 
-    def prepare(self, info: ModelInfo) -> Callable[[Stage], Swift]:
+    def prepare(self, info: ModelInfo) -> Callable[[LayerRange], Swift]:
         """Implements `MethodSettings.prepare`."""
         adaptation = self.adaptation if self.adaptive else None
         stopping = Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)

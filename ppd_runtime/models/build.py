@@ -16,7 +16,7 @@ from ppd_runtime.models.checkpoint.loading import (
 from ppd_runtime.models.checkpoint.quantised import check_packed
 from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 
 def load_stage(
@@ -28,7 +28,7 @@ def load_stage(
     emulate: EmulatedDevice | None = None,
     first: int = 0,
     head_tokens: Sequence[int] = (),
-) -> Stage:
+) -> LayerRange:
     """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
     check_gpu_memory(info, first, last, dtype, device)
     model = load_layers(info, last, dtype, device, first, head_tokens)
@@ -40,7 +40,7 @@ def load_stage(
         compiled = CompiledLayers(model, code, copies, first=first)
     if emulate:
         return EmulatedStage(model, compiled, emulate, first, info.longest_in_chunks)
-    return Stage(model, compiled, first, info.longest_in_chunks)
+    return LayerRange(model, compiled, first, info.longest_in_chunks)
 
 
 def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:

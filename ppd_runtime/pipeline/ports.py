@@ -77,8 +77,8 @@ def pop_consecutive(entries: dict[int, Tensor], position: int, end: int) -> list
     return run
 
 
-class StageLike(Protocol):
-    """What the machines need of a stage; `ppd_runtime.models.stage.stage.Stage` is the real one."""
+class LayerRangeLike(Protocol):
+    """What the machines need of a stage; `ppd_runtime.models.stage.layer_range.LayerRange` is the real one."""
 
     num_layers: int
     layers_at_once: int

@@ -16,7 +16,7 @@ from torch import Tensor
 from ppd_runtime.checks import check_cuts, check_depth, check_whole
 from ppd_runtime.config import SHARED
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -164,7 +164,7 @@ def exit_logits_of(head: Callable[[Tensor], Tensor]) -> ExitLogits:
     return lambda hidden, exit_layer: head(hidden[:, None])[:, 0].float()
 
 
-def exit_states(stage: Stage, token_ids: list[int], first: int, exit_layers: Sequence[int]) -> Iterator[Tensor]:
+def exit_states(stage: LayerRange, token_ids: list[int], first: int, exit_layers: Sequence[int]) -> Iterator[Tensor]:
     """Hidden states of `token_ids[first:]` behind each exit layer, in rising order: `[tokens, hidden_size]` each.
 
     `stage` still holds the entries of the tokens before them; newer ones are dropped. Layers that no exit needs do

@@ -12,7 +12,7 @@ from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
 from ppd_runtime.launch.stage_costs import row_cost
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.tune.match_rate_report import summarise
 from ppd_runtime.tune.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces, cpu_threads
 from ppd_runtime.tune.subject import Subject
@@ -58,7 +58,7 @@ def measured_parts(subject: Subject) -> Parts:
     )
     ordinary.stage.compile_for(PassKind.SEVERAL)
     with cpu_threads(ordinary.config.threads_per_worker):
-        further = row_cost(RowStage(ordinary.stage, MOST_CHOSEN_ROWS))
+        further = row_cost(TreeRange(ordinary.stage, MOST_CHOSEN_ROWS))
     return Parts(layers / ordinary.info.num_layers, heads, heads, row_cost=min(max(further, 0.0), 1.0))
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from ppd_runtime.models.stage.bit_probe import output_hashes
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.processor import processor
 
 _LONGEST, _MOST_HASHES = 1000, 64
@@ -42,7 +42,7 @@ NO_BITS = Bits("", {})
 """Of a worker that is a thread of its client's process: all of them are alike."""
 
 
-def bits_of(stage: Stage, with_head: bool = True) -> Bits:
+def bits_of(stage: LayerRange, with_head: bool = True) -> Bits:
     """Bits of a stage in this process; takes some milliseconds for a small model, and several passes through a layer of
     any model. `with_head`: whether its head is the model's, and not some of its rows."""
     machine = f"{socket.gethostname()}: {_device(stage.device)}, torch {torch.__version__}"

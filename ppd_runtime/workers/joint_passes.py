@@ -6,8 +6,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.ports import Computation
 from ppd_runtime.pipeline.staged.ports import Logits, Naming, RowsPass
@@ -20,7 +20,7 @@ _Kind = TypeVar("_Kind", bound=Computation)
 class JointPasses:
     """Gathers what is asked for, computes it, and says to whom each result belongs."""
 
-    def __init__(self, stage: Stage, rows: RowStage | None) -> None:
+    def __init__(self, stage: LayerRange, rows: TreeRange | None) -> None:
         self._stage, self._rows = stage, rows
         self._asked: list[tuple[Session, Computation]] = []
 
@@ -58,12 +58,12 @@ class JointPasses:
         layers = asked[0].layers
         if len(asked) == 1 or self._rows is None or any(one.layers != layers for one in asked):
             return [one.alone() for one in asked]
-        return self._rows.run_together([(cast(RowStage, one.stage), one.inputs, one.paths) for one in asked], layers)
+        return self._rows.run_together([(cast(TreeRange, one.stage), one.inputs, one.paths) for one in asked], layers)
 
     def _find_logits(self, asked: Sequence[Logits]) -> Sequence[Any]:
         if len(asked) == 1 or self._rows is None:
             return [one.alone() for one in asked]
-        return self._rows.logits_together([(cast(RowStage, one.stage), one.hidden) for one in asked])
+        return self._rows.logits_together([(cast(TreeRange, one.stage), one.hidden) for one in asked])
 
     def _name(self, asked: Sequence[Naming]) -> Iterator[Any]:
         heads = [one.head for one in asked if isinstance(one.head, ModelHead)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ppd_runtime.checks import foreign_token
 from ppd_runtime.layouts import CLIENT
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import (
     Begin,
     Candidate,
@@ -27,7 +27,7 @@ from ppd_runtime.workers.spec import WorkerSpec
 class MessageValidator:
     """Checks what messages to a worker with these layers hold."""
 
-    def __init__(self, stage: Stage, spec: WorkerSpec) -> None:
+    def __init__(self, stage: LayerRange, spec: WorkerSpec) -> None:
         self._stage, self._dtype, self._hidden_size = stage, spec.dtype, stage.model.config.hidden_size
         self._vocab_size, self._num_processes = spec.info.vocab_size, spec.layout.num_processes
         self._head_start = spec.layout.head_start(spec.info.num_layers)

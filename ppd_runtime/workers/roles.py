@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 
 from ppd_runtime.layouts import DECIDER, PaperLayout, StagedLayout
-from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, TrainedHead
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -30,7 +30,7 @@ class Role(ABC):
         stage: its layers.
     """
 
-    row_stage: RowStage | None = None
+    tree_range: TreeRange | None = None
     """The layers over rows of trees, where there are such passes."""
     rows = 1
     """Rows of a request in one pass, at the most."""
@@ -45,7 +45,7 @@ class Role(ABC):
     tells_hits = True
     """Whether a token says at once who was right."""
 
-    def __init__(self, spec: WorkerSpec, stage: Stage) -> None:
+    def __init__(self, spec: WorkerSpec, stage: LayerRange) -> None:
         self.spec, self.stage = spec, stage
         self.others = range(1, spec.layout.num_processes)
 
@@ -69,7 +69,7 @@ class Role(ABC):
 class PaperRole(Role):
     """The main process, or a sub-process."""
 
-    def __init__(self, spec: WorkerSpec, stage: Stage, layout: PaperLayout) -> None:
+    def __init__(self, spec: WorkerSpec, stage: LayerRange, layout: PaperLayout) -> None:
         super().__init__(spec, stage)
         self.layout = layout
         self.keeps_requests = spec.rank == DECIDER
@@ -97,17 +97,19 @@ class StagedRole(Role):
 
     tells_hits = False
 
-    def __init__(self, spec: WorkerSpec, stage: Stage, layout: StagedLayout) -> None:
+    def __init__(self, spec: WorkerSpec, stage: LayerRange, layout: StagedLayout) -> None:
         super().__init__(spec, stage)
         self.layout, self.rows = layout, layout.rows
         self.follows, self.resends_to_peers = spec.rank != DECIDER, spec.rank == DECIDER
-        self._rows = self.row_stage = RowStage(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
+        self._rows = self.tree_range = TreeRange(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
         self._calibration = GuessRecord()
         if self._rows.joins_requests or spec.emulate is not None:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
     def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
-        return LastStage(self._rows.another(), self.spec.info.num_layers, self.others, session.send, session.begin, policy)
+        return LastStage(
+            self._rows.another(), self.spec.info.num_layers, self.others, session.send, session.begin, policy
+        )
 
     def helper(self, session: Session, head: AnyHead) -> Helper:
         layout, rank, stages, stage = self.layout, self.spec.rank, self.layout.num_processes, self._rows.another()
@@ -137,7 +139,7 @@ class StagedRole(Role):
             session.machine.stage.begin(0)  # gives its memory free
 
 
-def role_of(spec: WorkerSpec, stage: Stage) -> Role:
+def role_of(spec: WorkerSpec, stage: LayerRange) -> Role:
     """The part in its layout of a worker with these layers."""
     if isinstance(spec.layout, StagedLayout):
         return StagedRole(spec, stage, spec.layout)

@@ -84,7 +84,7 @@ class Worker:
         self._refusals = Refusals(spec, MessageValidator(self.stage, spec))
         self._tokenizer = load_tokenizer(spec.info) if spec.rank == DECIDER else None
         self._policy = spec.new_policy()
-        self._joint = JointPasses(self.stage, self._role.row_stage)
+        self._joint = JointPasses(self.stage, self._role.tree_range)
         self._requests = OpenRequests()
         self._sessions: dict[int, Session] = {}
         """Of the requests that are under way, the oldest first."""

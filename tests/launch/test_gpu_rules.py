@@ -28,7 +28,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
@@ -193,11 +193,11 @@ def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPat
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
-        Stage(model)
+        LayerRange(model)
         assert torch.backends.cuda.cudnn_sdp_enabled()
         monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: torch.device("cuda", 1)))
         with two_gpus():
-            Stage(model)
+            LayerRange(model)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

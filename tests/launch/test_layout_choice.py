@@ -14,7 +14,7 @@ from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.launch.layout_choice import StageCosts, balanced_cuts, choose_layout, chosen_rows
 from ppd_runtime.layouts import StagedLayout
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.staged.chances import Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling_params import SamplingParams
@@ -67,7 +67,7 @@ def test_a_further_row_has_to_promise_what_it_costs(model_folder):
     bench = Bench.of(model_folder("llama"))
     begin = begin_message([1, 2, 3], SamplingParams(max_new_tokens=8))
     for row_cost, tokens in ((0.0, [5, 6, 7]), (0.25, [5, 6]), (0.95, [5])):
-        stage = RowStage(bench.stage(2), 8)
+        stage = TreeRange(bench.stage(2), 8)
         first = FirstStage(stage, None, 2, 3, 4, MachineNetwork(None).send, begin, row_cost=row_cost)
         first._begin_attempt()
         first._successors[0] = Successors({1: [(5, 0.6), (6, 0.3), (7, 0.1)]})

@@ -37,7 +37,7 @@ from ppd_runtime.methods.speculation import SpeculativeMethod
 from ppd_runtime.methods.stopping import Adaptation, Stopping
 from ppd_runtime.methods.swift import Swift
 from ppd_runtime.methods.verification import RejectionSampling
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.adapter import new_adapter
 from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.request_error import RequestError
@@ -63,7 +63,7 @@ class Parts:
     model: PreTrainedModel
     adapter: PreTrainedModel
     probe: Probe
-    stage: Stage
+    stage: LayerRange
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +80,13 @@ def stopping(rule: str, threshold: float = 0.5) -> Stopping:
     return Stopping(rule, 5, threshold, STEEP)
 
 
-def swift(stage: Stage, rule: Stopping, bayes_interval: int = 0, widest: int = 10) -> Swift:
+def swift(stage: LayerRange, rule: Stopping, bayes_interval: int = 0, widest: int = 10) -> Swift:
     """One that begins to search behind the first token."""
     settings = SearchSettings(skip_ratio=0.2, steps=6, bayes_interval=bayes_interval, seed=1)
     return Swift(stage, LayerSearch(NUM_LAYERS, settings), rule, window=1, widest=widest)
 
 
-METHODS: dict[str, Callable[[Stage, Parts], SpeculativeMethod]] = {
+METHODS: dict[str, Callable[[LayerRange, Parts], SpeculativeMethod]] = {
     "layerskip": lambda stage, _: LayerSkip(stage, EXIT_LAYER, stopping("constant")),
     "adaspeed, product": lambda stage, _: LayerSkip(stage, EXIT_LAYER, stopping("product", 0.2)),
     "adaspeed, confidence": lambda stage, _: LayerSkip(stage, EXIT_LAYER, stopping("confidence")),
@@ -114,14 +114,14 @@ def test_joint_law_of_five_tokens(parts: Parts, name: str, number: int) -> None:
     """With all that adapts: the threshold after each draft, the widths of trees, the search before each."""
     stage, make = parts.stage, METHODS[name]
     found = counts(text_of(make(stage, parts), stage, asked(seed)) for seed in range(number))
-    assert follows(found, law(Stage(parts.model), asked()))
+    assert follows(found, law(LayerRange(parts.model), asked()))
 
 
 @pytest.mark.parametrize("number", samples(400))
 def test_joint_law_of_what_filters_keep(parts: Parts, number: int) -> None:
     stage, make = parts.stage, METHODS["adaspeed, product"]
     found = counts(text_of(make(stage, parts), stage, asked(seed, **FILTERED)) for seed in range(number))
-    assert follows(found, law(Stage(parts.model), asked(**FILTERED)))
+    assert follows(found, law(LayerRange(parts.model), asked(**FILTERED)))
 
 
 @pytest.mark.nightly
@@ -129,18 +129,18 @@ def test_joint_law_of_what_filters_keep(parts: Parts, number: int) -> None:
 @pytest.mark.parametrize("name", [*METHODS, "swift, Bayesian"])
 def test_joint_law_without_a_memory(parts: Parts, name: str) -> None:
     """Every pass is run, by the stage that users have."""
-    stage = Stage(parts.model)
+    stage = LayerRange(parts.model)
     make = METHODS.get(name, lambda stage, _: swift(stage, stopping("product", 0.2), bayes_interval=2, widest=1))
     found = counts(text_of(make(stage, parts), stage, asked(seed)) for seed in range(3000))
     assert follows(found, law(stage, asked()))
 
 
 @pytest.fixture(scope="module")
-def memoryless() -> Stage:
+def memoryless() -> LayerRange:
     return RememberedStage(memoryless_model((0.3, 0.3, 0.4), (0.59, 0.01, 0.4)))
 
 
-def trial(stage: Stage, rule: Rule, number: int) -> np.ndarray:
+def trial(stage: LayerRange, rule: Rule, number: int) -> np.ndarray:
     """AdaSPEED whose threshold moves by 0.11 with each draft's acceptance."""
     adaptation = Adaptation(target_rate=0.22, step=0.11, rate_memory=0, threshold_memory=0)
     settings = AdaSpeedSettings(stopping="confidence", num_speculations=5, threshold=0.55, adaptation=adaptation)
@@ -149,23 +149,23 @@ def trial(stage: Stage, rule: Rule, number: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("number", samples(6000))
-def test_a_threshold_that_moves_leaves_the_law(memoryless: Stage, number: int) -> None:
+def test_a_threshold_that_moves_leaves_the_law(memoryless: LayerRange, number: int) -> None:
     chances = law(memoryless, asked())
     assert chances[0, 1, 2, 0, 2] == pytest.approx(0.3 * 0.3 * 0.4 * 0.3 * 0.4, rel=1e-4)
     assert follows(trial(memoryless, rejection, number), chances)
 
 
-def test_numbers_that_a_thrown_away_draft_knew_are_found(memoryless: Stage) -> None:
+def test_numbers_that_a_thrown_away_draft_knew_are_found(memoryless: LayerRange) -> None:
     """The test above can fail."""
     assert not follows(trial(memoryless, KeyedByPosition, 6000), law(memoryless, asked()))
 
 
 @pytest.fixture(scope="module")
-def for_swift() -> Stage:
+def for_swift() -> LayerRange:
     return RememberedStage(memoryless_for_swift((0.2, 0.6, 0.2), (0.01, 0.98, 0.01), (0.98, 0.01, 0.01)))
 
 
-def second_texts(stage: Stage, rule: Rule, number: int) -> np.ndarray:
+def second_texts(stage: LayerRange, rule: Rule, number: int) -> np.ndarray:
     """What SWIFT says when it is asked for the same again, with the same seed, and has gone on searching."""
     found = []
     for seed in range(number):
@@ -176,11 +176,11 @@ def second_texts(stage: Stage, rule: Rule, number: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("number", samples(600))
-def test_joint_law_of_a_second_request(for_swift: Stage, number: int) -> None:
+def test_joint_law_of_a_second_request(for_swift: LayerRange, number: int) -> None:
     assert follows(second_texts(for_swift, rejection, number), law(for_swift, asked()))
 
 
-def test_numbers_that_steered_the_search_before_are_found(for_swift: Stage) -> None:
+def test_numbers_that_steered_the_search_before_are_found(for_swift: LayerRange) -> None:
     assert not follows(second_texts(for_swift, same_numbers, 600), law(for_swift, asked()))
 
 
@@ -196,11 +196,11 @@ def continued_texts(parts: Parts, rule: Rule, number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("number", samples(400))
 def test_joint_law_of_a_text_that_is_continued(parts: Parts, number: int) -> None:
-    assert follows(continued_texts(parts, rejection, number), law(Stage(parts.model), asked()))
+    assert follows(continued_texts(parts, rejection, number), law(LayerRange(parts.model), asked()))
 
 
 def test_numbers_that_made_the_prompt_are_found(parts: Parts) -> None:
-    assert not follows(continued_texts(parts, same_numbers, 400), law(Stage(parts.model), asked()))
+    assert not follows(continued_texts(parts, same_numbers, 400), law(LayerRange(parts.model), asked()))
 
 
 def test_once_the_search_is_over_requests_repeat(parts: Parts) -> None:

@@ -16,9 +16,9 @@ from ppd_runtime.methods.stopping import Stopping
 from ppd_runtime.methods.swift import Swift
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet, share_run
 from ppd_runtime.models.stage.sparse import sparse_subset
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
 
 NUM_LAYERS = 5
@@ -27,7 +27,7 @@ TEXT = list(range(40, 40 + 4 * SLIDING_WINDOW))
 ModelFolder = Callable[..., Path]
 
 
-def begun(stage: Stage, text: list[int] = TEXT) -> Stage:
+def begun(stage: LayerRange, text: list[int] = TEXT) -> LayerRange:
     stage.begin(2 * len(text))
     stage.run(0, stage.num_layers, text, 0)
     return stage
@@ -43,7 +43,7 @@ def test_a_sparse_pass_is_the_models_with_zeroed_projections(model_folder: Model
             model.model.layers[i].self_attn.o_proj.weight.zero_()
         for i in LEFT_OUT.mlp:
             model.model.layers[i].mlp.down_proj.weight.zero_()
-    zeroed = Stage(model)
+    zeroed = LayerRange(model)
     zeroed.begin(2 * len(TEXT))
     zeroed.import_entries(stage.export_entries(0, len(TEXT), NUM_LAYERS).unbind())
     piece = sparse_subset(stage, LEFT_OUT)

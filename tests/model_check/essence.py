@@ -162,7 +162,7 @@ class Essence:
 
     def _of_worker(self, worker: Worker, name: str) -> object:
         if name == "stage":
-            return None if worker._role.row_stage or not worker._sessions else self._of(worker.stage)
+            return None if worker._role.tree_range or not worker._sessions else self._of(worker.stage)
         if name == "_role":
             return self._of(worker._role._calibration) if isinstance(worker._role, StagedRole) else None
         if name == "_turns":

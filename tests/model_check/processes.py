@@ -276,7 +276,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
         return (MainStage if rank == DECIDER else ToyStage)(scenario.model, last)
 
     process = Process(serve)
-    with patch.object(worker, "load_stage", load_stage), patch.object(roles, "RowStage", lambda stage, *_: stage):
+    with patch.object(worker, "load_stage", load_stage), patch.object(roles, "TreeRange", lambda stage, *_: stage):
         process.begin()
     return process
 

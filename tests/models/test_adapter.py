@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.adapter import describe_adapter, load_adapter, new_adapter
 from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun, AdapterTraining
 
@@ -52,7 +52,7 @@ def attention_alone(model: PreTrainedModel, exit_layer: int, hidden: Tensor) -> 
 def test_a_new_adapter_is_the_next_layers_attention(family: str, exit_layer: int) -> None:
     """Run token by token over its own cache, behind any kind of layer; the text is longer than the windows."""
     model = build_model(family)
-    stage = Stage(new_adapter(model, exit_layer))
+    stage = LayerRange(new_adapter(model, exit_layer))
     assert (stage.num_layers, stage.cache.layers[0].sliding_window in (None, SLIDING_WINDOW)) == (1, True)
     stage.begin(17)
     hidden = states()
@@ -64,7 +64,7 @@ def test_a_new_adapter_is_the_next_layers_attention(family: str, exit_layer: int
 
 
 def test_dropped_entries_leave_no_trace(model_folder: ModelFolder) -> None:
-    stage, hidden = Stage(new_adapter(load_stage(model_folder("mistral")).model, 2)), states()
+    stage, hidden = LayerRange(new_adapter(load_stage(model_folder("mistral")).model, 2)), states()
     stage.begin(20)
     stage.run(0, 1, hidden[:, :10], 0)
     expected = stage.run(0, 1, hidden[:, 10:12], 10)
@@ -131,7 +131,7 @@ def test_trained_saved_and_loaded(model_folder: ModelFolder, tmp_path: Path, dty
     card = json.loads((tmp_path / "adapter" / "adapter.json").read_text())
     assert (known.exit_layer, card["model_fingerprint"]) == (1, model_fingerprint(describe(str(folder))))
     assert card["training"]["held_out"]["num_tokens"] == comparison.num_tokens
-    stage = Stage(load_adapter(known, load_stage(folder, dtype).model))
+    stage = LayerRange(load_adapter(known, load_stage(folder, dtype).model))
     assert {parameter.dtype for parameter in stage.model.parameters()} == {getattr(torch, dtype)}
     stage.begin(17)
     hidden = states(dtype=getattr(torch, dtype))

@@ -11,7 +11,7 @@ from torch import Tensor
 from two_gpus import TwoGpus, on_gpu, two_gpus
 
 from ppd_runtime.models.compiled.graphs import Recordings
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.transport.collective import groups
 from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, PairStore
 
@@ -93,7 +93,7 @@ def test_a_link_does_not_wait_for_another_ones_tensor(gpus: TwoGpus) -> None:
 def test_a_pass_does_not_wait_for_a_tensor_that_is_under_way(gpus: TwoGpus) -> None:
     """One of another link, or of a peer that is gone. Waiting for the whole device would: the stand-in says so."""
     overdue = connect(CollectiveBackend("cuda:1", "")).receive(NUM_BYTES)
-    Stage._wait_for_device(SimpleNamespace(_on_cuda=True, device=torch.device("cuda:1")))
+    LayerRange._wait_for_device(SimpleNamespace(_on_cuda=True, device=torch.device("cuda:1")))
     with pytest.raises(RuntimeError, match="would wait for a transfer"):
         torch.cuda.synchronize("cuda:1")
     assert not overdue.is_here(0)

@@ -18,7 +18,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
 from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import Shutdown
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers import roles, worker
@@ -320,12 +320,12 @@ def test_a_worker_loads_and_serves_with_its_device_current(
         loading.append(gpus.current_device())
         return load_stage(*(argument if argument != "cuda:1" else "cpu" for argument in arguments))
 
-    def rows(*arguments: object) -> RowStage:
+    def rows(*arguments: object) -> TreeRange:
         loading.append(gpus.current_device())
-        return RowStage(*arguments)
+        return TreeRange(*arguments)
 
     monkeypatch.setattr(worker, "load_stage", load)
-    monkeypatch.setattr(roles, "RowStage", rows)
+    monkeypatch.setattr(roles, "TreeRange", rows)
     made = Worker(WorkerSpec(DECIDER, layout, info, torch.float32, "cuda:1", 1))
     assert loading == [1] * (1 + len(layout.cuts))
     assert gpus.current_device() == 0

@@ -10,7 +10,7 @@ from models_for_tests import build_model
 from benchmarks.emulated import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def model():
 
 
 def test_bits_are_the_plain_stages(model):
-    plain, emulated = Stage(model), EmulatedStage(model, None, EmulatedDevice(layer_ms=1.0, head_ms=1.0))
+    plain, emulated = LayerRange(model), EmulatedStage(model, None, EmulatedDevice(layer_ms=1.0, head_ms=1.0))
     for stage in (plain, emulated):
         stage.begin(8)
     for inputs, position in (([5, 9, 200], 0), ([31], 3)):

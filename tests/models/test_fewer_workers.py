@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import MISS, Candidate, HeadStart
 
@@ -20,14 +20,14 @@ TOKENS = (5, 9, 200)
 ModelFolder = Callable[..., Path]
 
 
-def begun(stage: Stage, length: int) -> Stage:
+def begun(stage: LayerRange, length: int) -> LayerRange:
     """With a prompt of `length` tokens behind it, and room for the siblings and one token more."""
     stage.begin(length + len(TOKENS))
     stage.run(0, stage.num_layers, list(range(40, 40 + length)), 0)
     return stage
 
 
-def one_by_one(stage: Stage, position: int) -> Tensor:
+def one_by_one(stage: LayerRange, position: int) -> Tensor:
     states = []
     for token in TOKENS:
         states.append(stage.run(0, stage.num_layers, [token], position))

@@ -16,7 +16,7 @@ from ppd_runtime.models.native.linear import QuantisedLinear, with_floats
 from ppd_runtime.models.native.packing import as_floats
 from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
 from ppd_runtime.models.stage.bit_probe import output_hashes
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 PROMPTS = ("a fox", "word1 word2 word3")
 SAMPLINGS = ({}, {"temperature": 0.9, "seed": 5})
@@ -95,7 +95,7 @@ def test_a_shortlist_has_rows_of_the_packed_head(model_folder):
 def test_workers_with_other_weights_have_other_bits(model_folder):
     folder = str(model_folder("llama"))
     hashes = {
-        weights: output_hashes(Stage(load_layers(describe(folder, weights), 4, torch.float32, "cpu")))
+        weights: output_hashes(LayerRange(load_layers(describe(folder, weights), 4, torch.float32, "cpu")))
         for weights in (None, "int8", "int4")
     }
     layer = [found["a layer over 3 tokens"] for found in hashes.values()]

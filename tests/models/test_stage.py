@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 
 PROMPT = [40, 7, 291, 65, 133]
 NEW_TOKENS = 12
@@ -48,14 +48,14 @@ in_turn = pytest.mark.parametrize(
 """By day each family in one of the dtypes: where others below gate every pair."""
 
 
-def run_in_pieces(stage: Stage, bounds: Sequence[int], inputs: list[int], position: int) -> Tensor:
+def run_in_pieces(stage: LayerRange, bounds: Sequence[int], inputs: list[int], position: int) -> Tensor:
     hidden: list[int] | Tensor = inputs
     for first, last in itertools.pairwise(bounds):
         hidden = stage.run(first, last, hidden, position)
     return hidden
 
 
-def forced(stage: Stage, tokens: Sequence[int], bounds: Sequence[int]) -> list[Tensor]:
+def forced(stage: LayerRange, tokens: Sequence[int], bounds: Sequence[int]) -> list[Tensor]:
     """Hidden states of the prompt's pass and of one pass for each of `tokens` but the last."""
     stage.begin(LENGTH)
     states = [run_in_pieces(stage, bounds, PROMPT, 0)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from models_for_tests import SLIDING_WINDOW, load_stage
 from torch import Tensor
 
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.trees import chain_of, tree_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
@@ -21,7 +21,7 @@ TOKENS = tuple(range(100, 100 + len(PARENTS)))
 ModelFolder = Callable[..., Path]
 
 
-def begun(stage: Stage, length: int, room: int = len(TOKENS)) -> Stage:
+def begun(stage: LayerRange, length: int, room: int = len(TOKENS)) -> LayerRange:
     """With a prompt of `length` tokens behind it, and room for a tree and a token more."""
     stage.begin(length + room + 1)
     stage.run(0, stage.num_layers, list(range(40, 40 + length)), 0)
@@ -32,7 +32,7 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
     return [*path_to(parents[node], parents), node] if node >= 0 else []
 
 
-def one_by_one(stage: Stage, tokens: Sequence[int], position: int) -> Tensor:
+def one_by_one(stage: LayerRange, tokens: Sequence[int], position: int) -> Tensor:
     """As ordinary decoding runs them."""
     return torch.cat([stage.run(0, stage.num_layers, [t], position + i) for i, t in enumerate(tokens)], dim=1)
 
@@ -100,7 +100,7 @@ def test_threads_share_trees_but_on_gpus(place: str, shared: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def stages(model_folder: ModelFolder) -> dict[str, Stage]:
+def stages(model_folder: ModelFolder) -> dict[str, LayerRange]:
     return {family: load_stage(model_folder(family)) for family in ("mistral", "gemma2")}
 
 
@@ -111,7 +111,7 @@ def stages(model_folder: ModelFolder) -> dict[str, Stage]:
     leaf=st.integers(0, 13),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_any_tree(stages: dict[str, Stage], family: str, choices: list[int], length: int, leaf: int) -> None:
+def test_any_tree(stages: dict[str, LayerRange], family: str, choices: list[int], length: int, leaf: int) -> None:
     """Several roots, chains, bushes: one of its nodes, seen and kept."""
     parents = [min(choice, i - 1) for i, choice in enumerate(choices)]
     tokens = [7 * i + 3 for i in range(len(parents))]

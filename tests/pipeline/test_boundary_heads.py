@@ -15,8 +15,8 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
-from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler
 from ppd_runtime.models.trained.heads import describe_heads, load_head
 from ppd_runtime.models.trained.shortlist import shortlist
@@ -91,7 +91,7 @@ def test_a_shortlists_head_has_its_rows_alone(model_folder, tied):
     assert short.lm_head.weight.untyped_storage().nbytes() == 4 * 4 * whole.config.hidden_size
     assert _bytes(short) == _bytes(whole) - 4 * (info.vocab_size - 4) * whole.config.hidden_size
     hidden = torch.randn(1, 2, whole.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    of_all, of_some = (Stage(model, None, 2).token_logits(hidden) for model in (whole, short))
+    of_all, of_some = (LayerRange(model, None, 2).token_logits(hidden) for model in (whole, short))
     torch.testing.assert_close(of_some, of_all[:, list(tokens)])
 
 
@@ -173,7 +173,7 @@ def test_states_leave_before_the_head_is_asked(folder):
             sent.append(type(message).__name__)
 
     head = Watched(stage, Sampler(params))
-    machine = FirstStage(RowStage(stage, 8), head, 2, 2, 1, send, begin, repetitions=False).serve()
+    machine = FirstStage(TreeRange(stage, 8), head, 2, 2, 1, send, begin, repetitions=False).serve()
     for reply in (None, None, Token(DECIDER, begin.request, 3, 5, MISS), None, None, None):
         next_wait(machine, reply)
     assert sent[:4] == ["PromptStates", "head", "Rows", "head"]

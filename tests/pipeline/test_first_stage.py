@@ -8,7 +8,7 @@ import pytest
 from pipeline_runs import Bench, begin_message
 
 from ppd_runtime.layouts import DECIDER
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
 from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.staged.chances import GuessRecord
@@ -35,7 +35,7 @@ class Driven:
         self.passes: list[Rows] = []
         begin = begin_message(prompt, SamplingParams(max_new_tokens=30))
         head = SimpleNamespace(guesses=lambda hidden, texts, k: [named for _ in texts])
-        stage, rows = RowStage(bench.stage(2), 128), ROWS
+        stage, rows = TreeRange(bench.stage(2), 128), ROWS
         settings = {"repetitions": repetitions, **settings}
         self.first = FirstStage(stage, head, 2, len(named), rows, self._note, begin, **settings)
         self._machine = self.first.serve()

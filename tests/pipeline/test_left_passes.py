@@ -9,8 +9,8 @@ from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench, begin_message
 
 from ppd_runtime.layouts import DECIDER
-from ppd_runtime.models.stage import row_stage
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage import tree_range
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
 from ppd_runtime.pipeline.ports import Machine, WaitFor
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def looks_behind_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little time they take here."""
-    monkeypatch.setattr(row_stage, "_BETWEEN_LOOKS_S", 0.0)
+    monkeypatch.setattr(tree_range, "_BETWEEN_LOOKS_S", 0.0)
 
 
 def next_pass(machine: Machine, reply: Any = None) -> Any:
@@ -40,7 +40,7 @@ def next_pass(machine: Machine, reply: Any = None) -> Any:
 def test_a_pass_is_left_once_its_rows_are_dropped(model_folder):
     bench, sent = Bench.of(model_folder("llama", num_layers=4)), list[Message]()
     prompt = bench.prompt_ids(PROMPTS[3])
-    stage = RowStage(bench.stage(3), MOST_HELD)
+    stage = TreeRange(bench.stage(3), MOST_HELD)
     head = ModelHead(stage._stage, Sampler(GREEDY, len(prompt)))
     begin = begin_message(prompt, GREEDY)
     first = FirstStage(stage, head, 2, 2, 2, lambda _, message: sent.append(message), begin)
@@ -65,7 +65,7 @@ def test_a_pass_is_left_once_its_rows_are_dropped(model_folder):
 def test_rows_that_may_still_come_true_go_on(model_folder):
     bench = Bench.of(model_folder("llama", num_layers=4))
     prompt = bench.prompt_ids(PROMPTS[3])
-    stage = RowStage(bench.stage(3), MOST_HELD)
+    stage = TreeRange(bench.stage(3), MOST_HELD)
     begin = begin_message(prompt, GREEDY)
     head = ModelHead(stage._stage, Sampler(GREEDY, len(prompt)))
     first = FirstStage(stage, head, 2, 2, 2, lambda *_: None, begin, repetitions=False)

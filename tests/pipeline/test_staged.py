@@ -19,8 +19,8 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.generate import print_stream
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
-from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import PromptStates, Rows
 from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
@@ -102,8 +102,8 @@ def occupied(tensor):
 
 def test_a_stage_without_the_layers_before_it_gives_the_same_bits(model_folder):
     info = describe(str(model_folder("gemma2")))
-    whole = Stage(load_layers(info, info.num_layers, torch.float32, "cpu"))
-    part = Stage(load_layers(info, info.num_layers, torch.float32, "cpu", 2), None, 2)
+    whole = LayerRange(load_layers(info, info.num_layers, torch.float32, "cpu"))
+    part = LayerRange(load_layers(info, info.num_layers, torch.float32, "cpu", 2), None, 2)
     for stage in (whole, part):
         stage.begin(8)
     states = whole.run(0, 2, [1, 2, 3], 0)
@@ -268,7 +268,7 @@ def test_heads_are_given_texts_that_nobody_has_copied(model_folder):
     """Of a long text each copy takes longer than all else that a stage does for a row besides its layers."""
     bench, given = Bench.of(model_folder("llama")), []
     begin = begin_message([5, 9, 5, 9, 5], SamplingParams(max_new_tokens=8))
-    stage = FirstStage(RowStage(bench.stage(2), 8), None, 2, 1, 4, lambda addresses, message: None, begin)
+    stage = FirstStage(TreeRange(bench.stage(2), 8), None, 2, 1, 4, lambda addresses, message: None, begin)
     stage.head = SimpleNamespace(guesses=lambda hidden, texts, k: given.extend(texts) or [[(9, 0.5)] for _ in texts])
     machine = stage.serve()
     while next_wait(machine, None).patience == 0:
@@ -281,7 +281,7 @@ def test_repetitions_are_looked_for_behind_the_prompts_states(model_folder):
     """Nobody waits for that: with a long prompt it takes milliseconds."""
     bench, sent = Bench.of(model_folder("llama")), []
     begin = begin_message([5, 9, 5, 9, 5], SamplingParams(max_new_tokens=8))
-    stage = FirstStage(RowStage(bench.stage(2), 8), None, 2, 1, 4, MachineNetwork(None).send, begin)
+    stage = FirstStage(TreeRange(bench.stage(2), 8), None, 2, 1, 4, MachineNetwork(None).send, begin)
     stage.send = lambda addresses, message: sent.append((type(message), stage._repetitions.guess([5, 9])))
     stage.head = SimpleNamespace(guesses=lambda hidden, texts, k: [[(9, 0.5)] for _ in texts])
     machine = stage.serve()
@@ -299,7 +299,7 @@ def test_the_last_stage_decides_before_it_looks_for_messages(model_folder):
     before = bench.stage(2)
     before.begin(8)
     states = before.run(0, 2, [5, 9, 5], 0)
-    last = LastStage(RowStage(bench.stage(first=2), 8), 4, (1,), lambda addresses, message: None, begin)
+    last = LastStage(TreeRange(bench.stage(first=2), 8), 4, (1,), lambda addresses, message: None, begin)
     machine = last.decode(Sampler(begin.params), bench._stop(begin.params))
     wanted = next_wait(machine, None)
     while wanted.patience == 0:

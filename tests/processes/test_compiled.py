@@ -31,10 +31,10 @@ from ppd_runtime.models.native.layers import NativeCode
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.stage.sparse import sparse_subset
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.adapter import new_adapter
 
 PROMPT = [40, 7, 291, 65, 133]
@@ -59,11 +59,11 @@ def compiled_layers(model: PreTrainedModel) -> CompiledLayers:
     return CompiledLayers(model, {1: compile_layers(model.config, model.dtype, model.device)})
 
 
-def compiled_twin(stage: Stage) -> Stage:
-    return Stage(stage.model, compiled_layers(stage.model))
+def compiled_twin(stage: LayerRange) -> LayerRange:
+    return LayerRange(stage.model, compiled_layers(stage.model))
 
 
-def forced(stage: Stage, bounds: Sequence[int], prompt: Sequence[int] = PROMPT) -> list[Tensor]:
+def forced(stage: LayerRange, bounds: Sequence[int], prompt: Sequence[int] = PROMPT) -> list[Tensor]:
     """Hidden states of the prompt's pass and of one pass for each later token, past a step of the attended rows."""
     stage.begin(LENGTH)
     states = []
@@ -108,7 +108,7 @@ def test_compiled_siblings_are_what_the_librarys_tokens_are(model_folder: ModelF
     """With a window that rolls, on both sides of a step of the attended rows."""
     stage, tokens = load_eager(model_folder("mistral")), (5, 9, 200)
     code = {3: compile_layers(stage.model.config, stage.model.dtype, stage.model.device, 3)}
-    twin = Stage(stage.model, CompiledLayers(stage.model, code))
+    twin = LayerRange(stage.model, CompiledLayers(stage.model, code))
     for position in (3, ATTENDED_ROWS - 1, ATTENDED_ROWS + 5):
         for each in (stage, twin):
             each.begin(position + 3)
@@ -141,7 +141,7 @@ def test_a_compiled_chain_is_what_the_library_makes_of_it(
     stage = load_eager(model_folder(family))
     device, dtype = stage.model.device, stage.model.dtype
     files = {tokens: compile_layers(stage.model.config, dtype, device, tokens) for tokens in passes}
-    twin = Stage(stage.model, CompiledLayers(stage.model, files))
+    twin = LayerRange(stage.model, CompiledLayers(stage.model, files))
     for position, length in ((3, 4), (3, 7), (ATTENDED_ROWS - 1, 3), (ATTENDED_ROWS + 5, 6)):
         states = []
         for each, cuts in ((stage, (0, 4)), (twin, (0, 4)), (twin, (0, 1, 4))):
@@ -163,7 +163,7 @@ def test_a_chains_bits_are_those_of_its_tokens_alone(family: str, model_folder: 
     """So one pass over drafts says what ordinary decoding would, to the last bit; windows roll here, too."""
     model = load_eager(model_folder(family)).model
     files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, PassKind.SEVERAL)}
-    stage = Stage(model, CompiledLayers(model, files))
+    stage = LayerRange(model, CompiledLayers(model, files))
     for position in (3, ATTENDED_ROWS - 2, ATTENDED_ROWS + 5):
         stage.begin(position + 9)
         stage.run(0, 4, list(range(40, 40 + position)), 0)
@@ -181,7 +181,7 @@ def test_compiled_trees_and_sparse_layers_are_the_librarys(model_folder: ModelFo
     stage = load_eager(model_folder("mistral"))
     model = stage.model
     files = {kind: compile_layers(model.config, model.dtype, model.device, kind) for kind in (1, PassKind.SEVERAL)}
-    twin = Stage(model, CompiledLayers(model, files))
+    twin = LayerRange(model, CompiledLayers(model, files))
     twin.compile_for(PassKind.WITHOUT_ATTENTION)
     left_out = LayerSet((1, 2), (2,))  # layers without MLP are compiled below: an adapter is one
     for position in (3, ATTENDED_ROWS - 1, ATTENDED_ROWS + 5):
@@ -209,7 +209,7 @@ def test_a_compiled_adapter_is_the_librarys(model_folder: ModelFolder, kept: Pat
     """Over one state and over several, behind a prompt."""
     stage = load_eager(model_folder("gemma2"))
     adapter = new_adapter(stage.model, 2).requires_grad_(False)
-    both = [Stage(adapter), Stage(adapter, CompiledLayers.of_part(adapter))]
+    both = [LayerRange(adapter), LayerRange(adapter, CompiledLayers.of_part(adapter))]
     prompt, *later = torch.randn(1, 16, stage.model.config.hidden_size, generator=torch.manual_seed(0)).split(
         (9, 1, 3, 1, 2), dim=1
     )
@@ -278,7 +278,7 @@ def test_a_prompts_last_chunk_has_the_librarys_bits(
     for stage in stages:
         stage.begin(LENGTH)
         states.append(stage.run(0, 4, prompt, 0))
-    rows = RowStage(stages[0], 8)
+    rows = TreeRange(stages[0], 8)
     rows.begin(LENGTH)
     parts = [
         rows.run_prompt(prompt[chunk.start : chunk.stop], chunk.start) for chunk in rows.prompt_chunks(len(prompt))
@@ -411,7 +411,7 @@ def test_tensors_of_our_own_change_no_bit(
     found = []
     for of_layers in (["ours"] * 4, ["pytorchs"] * 4, ["ours", "pytorchs"] * 2):
         code = {tokens: [files[whose, tokens] for whose in of_layers] for tokens in (1, 3)}
-        stage = Stage(model, CompiledLayers(model, code, loaded=loaded))
+        stage = LayerRange(model, CompiledLayers(model, code, loaded=loaded))
         found.append(forced(stage, [0, 4]))
         stage.truncate(LENGTH - 3)
         found[-1].append(stage.run_candidates((5, 9, 200), LENGTH - 3))
@@ -468,7 +468,7 @@ def test_code_that_calls_python_is_launched_from_there(
     monkeypatch.setattr(compiled, "calls_python", lambda path: True)
     launched = compiled_layers(stage.model)
     assert isinstance(launched._passes, LaunchedPasses)
-    assert all_equal(forced(Stage(stage.model, launched), [0, 2, 4]), expected)
+    assert all_equal(forced(LayerRange(stage.model, launched), [0, 2, 4]), expected)
 
 
 @needs_compiler

@@ -34,8 +34,8 @@ from ppd_runtime.models.native.drafts import DraftRule
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.trained.adapter import new_adapter
 from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.sampling import Sampler
@@ -56,28 +56,28 @@ STOPPINGS = [
 ]
 
 
-def compiled_stage(folder: Path) -> Stage:
+def compiled_stage(folder: Path) -> LayerRange:
     model = load_stage(folder).model
-    return Stage(model, CompiledLayers(model, files_of(folder)))
+    return LayerRange(model, CompiledLayers(model, files_of(folder)))
 
 
 def files_of(folder: Path) -> dict[int, tuple[Path, ...]]:
     return compile_ahead(describe(str(folder)), torch.float32, "cpu", (1, PassKind.SEVERAL))
 
 
-def layerskip(stage: Stage, stopping: Stopping) -> LayerSkip:
+def layerskip(stage: LayerRange, stopping: Stopping) -> LayerSkip:
     return LayerSkip(stage, 2, stopping)
 
 
-def kangaroo(stage: Stage, stopping: Stopping) -> Kangaroo:
+def kangaroo(stage: LayerRange, stopping: Stopping) -> Kangaroo:
     return Kangaroo(stage, adapter_of(stage.model), 1, stopping)
 
 
-def probed(stage: Stage, stopping: Stopping) -> LayerSkip:
+def probed(stage: LayerRange, stopping: Stopping) -> LayerSkip:
     return LayerSkip(stage, 2, replace(stopping, rule="probe"), probe_of(stage))
 
 
-def probe_of(stage: Stage) -> Probe:
+def probe_of(stage: LayerRange) -> Probe:
     """One that says of half the states that their drafts will stay, and is not sure of most."""
     probe = Probe(stage.model.config.hidden_size).requires_grad_(False)
     probe.direction += torch.linspace(-2, 2, len(probe.direction))
@@ -85,7 +85,7 @@ def probe_of(stage: Stage) -> Probe:
     return probe
 
 
-def swift(stage: Stage, stopping: Stopping) -> Swift:
+def swift(stage: LayerRange, stopping: Stopping) -> Swift:
     stage.compile_for(*SwiftSettings.pass_kinds)
     return Swift(stage, LayerSet((1,), (2,)), stopping, widest=1)
 
@@ -94,11 +94,11 @@ def adapter_of(model: PreTrainedModel) -> PreTrainedModel:
     return new_adapter(model, 1).requires_grad_(False)
 
 
-def greedy(stage: Stage) -> Propose:
+def greedy(stage: LayerRange) -> Propose:
     return Propose(acceptance_rule("shared-noise", Sampler(SamplingParams())), stage.recorder)
 
 
-def one_by_one(stage: Stage) -> Propose:
+def one_by_one(stage: LayerRange) -> Propose:
     propose = greedy(stage)
     propose.takes_highest_logit = False
     return propose
@@ -267,7 +267,7 @@ def test_choices_are_the_first_highest_logits(model_folder: ModelFolder, what: s
             model = load_stage(folder).model
             with torch.no_grad():
                 possible = spoil(model.lm_head.weight, what)
-            method = layerskip(Stage(model, CompiledLayers(model, files_of(folder))), stopping)
+            method = layerskip(LayerRange(model, CompiledLayers(model, files_of(folder))), stopping)
             method.begin(40)
             method.read(PROMPT)
             draft = method.draft([*PROMPT, 9], 4, propose(method.stage))

@@ -17,8 +17,8 @@ from ppd_runtime.models.compiled.export import compile_layers
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
-from ppd_runtime.models.stage.row_stage import RowStage
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.tree_range import TreeRange
 
 pytestmark = needs_compiler
 MOST_NODES = 24
@@ -67,10 +67,10 @@ def counted_layers(
     return layers
 
 
-def row_stage(model: PreTrainedModel, first: int = 0, moves: bool = False) -> tuple[RowStage, CountedLayers]:
+def tree_range(model: PreTrainedModel, first: int = 0, moves: bool = False) -> tuple[TreeRange, CountedLayers]:
     layers = counted_layers(model, first=first)
     layers.__class__ = MovedLayers if moves else CountedLayers
-    rows = RowStage(Stage(model, layers, first), MOST_NODES)
+    rows = TreeRange(LayerRange(model, layers, first), MOST_NODES)
     layers.passes.clear()
     return rows, layers
 
@@ -78,13 +78,13 @@ def row_stage(model: PreTrainedModel, first: int = 0, moves: bool = False) -> tu
 Passes = Generator[tuple[list[int], list[list[int]]], Tensor, dict[int, Tensor]]
 
 
-def followed(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> dict[int, Tensor]:
+def followed(rows: TreeRange, prompt: int, sizes: Sequence[int], seed: int) -> dict[int, Tensor]:
     """The states of each node of a tree that grows and loses branches at random, the same for any `sizes` of passes."""
     (states,) = followed_together(rows, [(rows, following(rows, prompt, sizes, seed))])
     return states
 
 
-def followed_together(rows: RowStage, texts: Sequence[tuple[RowStage, Passes]]) -> list[dict[int, Tensor]]:
+def followed_together(rows: TreeRange, texts: Sequence[tuple[TreeRange, Passes]]) -> list[dict[int, Tensor]]:
     """The same of several texts, whose rows run together as long as they have any."""
     found: dict[int, dict[int, Tensor]] = {}
     asked = {i: next(passes) for i, (_, passes) in enumerate(texts)}
@@ -99,7 +99,7 @@ def followed_together(rows: RowStage, texts: Sequence[tuple[RowStage, Passes]]) 
     return [found[i] for i in range(len(texts))]
 
 
-def following(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> Passes:
+def following(rows: TreeRange, prompt: int, sizes: Sequence[int], seed: int) -> Passes:
     """Yields what the next pass is over, and is sent the states behind it."""
     rng, sizes_left = random.Random(seed), list(sizes)
     rows.begin(prompt + 60)
@@ -137,7 +137,7 @@ def following(rows: RowStage, prompt: int, sizes: Sequence[int], seed: int) -> P
 def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> None:
     """Over random trees, in rows that change places or not; windows roll, and steps of the attended rows are passed."""
     model = load_stage(model_folder(family)).model
-    (rows, layers), (in_place, _) = (row_stage(model, moves=moves) for moves in (False, True))
+    (rows, layers), (in_place, _) = (tree_range(model, moves=moves) for moves in (False, True))
     in_place.most_together = 1
     for seed, prompt in enumerate((3, ATTENDED_ROWS - 4, ATTENDED_ROWS - 1, 2 * ATTENDED_ROWS + 7)):
         alone = followed(in_place, prompt, [1], seed)
@@ -155,7 +155,7 @@ def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> No
 @pytest.mark.parametrize("family", ["llama", "mistral", pytest.param("qwen3", marks=nightly)])
 def test_rows_of_several_requests(family: str, model_folder: ModelFolder) -> None:
     """Each has the bits that it has alone, whosever rows are beside its own."""
-    rows, layers = row_stage(load_stage(model_folder(family)).model)
+    rows, layers = tree_range(load_stage(model_folder(family)).model)
     prompts = (3, 2 * ATTENDED_ROWS + 7, ATTENDED_ROWS - 4, 70)
     rows.most_together, found = 1, rows.most_together
     alone = [followed(rows, prompt, [1], seed) for seed, prompt in enumerate(prompts)]
@@ -178,7 +178,7 @@ def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> N
     model = load_stage(model_folder(family)).model
     layers = counted_layers(model)
     layers.add(PassKind.HEAD)
-    stage = Stage(model, layers)
+    stage = LayerRange(model, layers)
     for position in (3, ATTENDED_ROWS - 2):
         for parents in ([-1, -1, -1], [-1, 0, 0, 1, 2, 1, -1, 6], [-1, *(node * 7 // 10 for node in range(39))]):
             stage.begin(position + len(parents))
@@ -204,7 +204,7 @@ def test_what_is_kept_of_a_tree_has_its_bits_wherever_it_lies(family: str, model
     for kind in (CountedLayers, MovedLayers):
         layers = counted_layers(model)
         layers.__class__ = kind
-        stage, states = Stage(model, layers), []
+        stage, states = LayerRange(model, layers), []
         stage.begin(100)
         stage.run(0, 4, list(range(40, 90)), 0)
         for length, tokens in ((50, [9, 8, 7, 6, 5]), (52, [4, 3, 2, 1, 9])):
@@ -222,7 +222,7 @@ def test_what_is_kept_of_a_tree_has_its_bits_wherever_it_lies(family: str, model
 
 
 def test_siblings_share_a_pass(model_folder: ModelFolder) -> None:
-    rows, layers = row_stage(load_stage(model_folder("llama")).model)
+    rows, layers = tree_range(load_stage(model_folder("llama")).model)
     rows.begin(40)
     rows.run_prompt([1, 2, 3], 0)
     rows.run_rows([5, 6, 7], [[0], [1], [2]])
@@ -246,7 +246,7 @@ def test_where_company_changes_bits_each_row_runs_alone(model_folder: ModelFolde
 
     layers = counted_layers(model)
     layers.__class__ = Dependent
-    rows = RowStage(Stage(model, layers), MOST_NODES)
+    rows = TreeRange(LayerRange(model, layers), MOST_NODES)
     assert rows.most_together == 1
     layers.passes.clear()
     rows.begin(40)
@@ -257,17 +257,17 @@ def test_where_company_changes_bits_each_row_runs_alone(model_folder: ModelFolde
 
 def test_stages_without_the_first_layers_and_without_the_code(model_folder: ModelFolder) -> None:
     model = load_stage(model_folder("llama")).model
-    assert row_stage(model, first=2)[0].most_together == 8
-    one_token = Stage(model, counted_layers(model, (1,)))
-    for stage in (Stage(model), one_token):
-        assert RowStage(stage, MOST_NODES).most_together == 1
+    assert tree_range(model, first=2)[0].most_together == 8
+    one_token = LayerRange(model, counted_layers(model, (1,)))
+    for stage in (LayerRange(model), one_token):
+        assert TreeRange(stage, MOST_NODES).most_together == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_pass_leaves_the_states_that_it_is_given(model_folder: ModelFolder, compiled: bool) -> None:
     """They are a message's, of which another pass may run the rest."""
     stage = load_stage(model_folder("llama"))
-    rows = row_stage(stage.model)[0] if compiled else RowStage(stage, 16)
+    rows = tree_range(stage.model)[0] if compiled else TreeRange(stage, 16)
     rows.begin(20)
     rows.run_prompt([40, 41, 42], 0)
     states = torch.randn(1, 5, stage.model.config.hidden_size, generator=torch.manual_seed(0))

@@ -12,7 +12,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiling import compile_ahead
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -27,12 +27,12 @@ def folder_of(model_folder: ModelFolder) -> str:
     return str(model_folder("llama", hidden_size=256, dtype="bfloat16"))
 
 
-def compiled_stage(folder: str, device: str) -> Stage:
+def compiled_stage(folder: str, device: str) -> LayerRange:
     info = describe(folder)
     return load_stage(info, 4, torch.bfloat16, device, compile_ahead(info, torch.bfloat16, device))
 
 
-def states(stage: Stage, capacity: int) -> list[torch.Tensor]:
+def states(stage: LayerRange, capacity: int) -> list[torch.Tensor]:
     stage.begin(capacity)
     stage.run(0, 4, [7] * 60, 0)
     return [stage.run(0, 4, [9], position) for position in range(60, 70)]

@@ -9,7 +9,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.models.compiled.export import compile_layers
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.row_stage import RowStage
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.tune.prompt_files import read_prompts
 
 pytestmark = needs_compiler
@@ -22,7 +22,7 @@ def test_bfloat16_rows_run_one_by_one(model_folder):
     files = {kind: compile_layers(whole.model.config, whole.model.dtype, whole.device, kind) for kind in kinds}
     stage = type(whole)(whole.model, CompiledLayers(whole.model, files))
     assert stage.compiles_chains(8), "they could"
-    rows = RowStage(stage, 24)
+    rows = TreeRange(stage, 24)
     assert (rows.most_together, rows.joins_requests) == (1, False)
 
 

@@ -57,7 +57,7 @@ def test_a_client_that_goes_away_frees_its_slots_within_a_token(spacious: PPDRun
         (last,) = [session.machine for worker in workers for session in worker._past.values() if worker.spec.rank == 0]
         assert isinstance(last, LastStage)
         assert len(last.history) < len(PROMPT) + MOST / 2
-        assert all(worker._role.row_stage._cache.capacity < MOST for worker in workers)
+        assert all(worker._role.tree_range._cache.capacity < MOST for worker in workers)
 
 
 def test_boundaries_are_counted_and_the_layout_is_told(folder: Path) -> None:

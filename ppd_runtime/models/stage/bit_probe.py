@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.library_probe import shallow_copy
 from ppd_runtime.models.stage.slicing import some_layers
-from ppd_runtime.models.stage.stage import Stage
 
 _PROMPTS = (3, 40, sum(PROMPT_CHUNKS[:2]) + PROMPT_CHUNKS[-1])
 """The longest has three chunks, the last as short as a whole one can be: kernels may depend on the number of rows."""
@@ -33,7 +33,7 @@ _BESIDE_BFLOAT16 = 1 + 2.0**-12
 """Times a number that is in bfloat16, one that is not, and is in float32."""
 
 
-def output_hashes(stage: Stage, with_head: bool = True) -> dict[str, str]:
+def output_hashes(stage: LayerRange, with_head: bool = True) -> dict[str, str]:
     """SHA-256 of a layer's outputs for prompts, for single tokens behind them and for a chain, and of the head's.
 
     By what was run, in the words that people are told. It takes the memory of the layer's largest weight and of its

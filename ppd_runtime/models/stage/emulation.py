@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.checks import check_number
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSubset
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree
 
 _SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
@@ -46,7 +46,7 @@ def emulation_note(device: EmulatedDevice | None) -> str:
     return "" if device is None else f"EMULATED devices of {device.layer_ms:g} ms a layer"
 
 
-class EmulatedStage(Stage):
+class EmulatedStage(LayerRange):
     """A stage whose passes take at least as long as on the emulated device."""
 
     def __init__(
@@ -63,7 +63,7 @@ class EmulatedStage(Stage):
         self._row_cost = device.row_cost
         _wake_in_time()
 
-    def chain_drafting(self, layers: int | LayerSubset, behind: Stage | None = None) -> None:
+    def chain_drafting(self, layers: int | LayerSubset, behind: LayerRange | None = None) -> None:
         """Always None: a chain in one call would take this machine's time, not the device's."""
 
     def _run(

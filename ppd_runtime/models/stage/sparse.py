@@ -1,10 +1,10 @@
 """A stage's layers with sub-layers left out, as SWIFT drafts with them."""
 
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet, LayerSubset, without
-from ppd_runtime.models.stage.stage import Stage
 
 
-def sparse_subset(stage: Stage, left_out: LayerSet) -> LayerSubset:
+def sparse_subset(stage: LayerRange, left_out: LayerSet) -> LayerSubset:
     """A stage's model without some sub-layers, over the stage's own caches; at least one attention must stay.
 
     Of a layer without attention and MLP nothing is left: it is not run.

@@ -1,7 +1,7 @@
 """Kangaroo's adapter: a norm, one attention, a norm, then the target's own head, after a shallow exit of the target.
 
-It is a model of the library with one layer, so that a `Stage` runs it, with a key/value cache of its own:
-`stage = Stage(load_adapter(adapter, model))`, `stage.begin(capacity)`, then for the states after the exit layer
+It is a model of the library with one layer, so that a `LayerRange` runs it, with a key/value cache of its own:
+`stage = LayerRange(load_adapter(adapter, model))`, `stage.begin(capacity)`, then for the states after the exit layer
 `stage.logits(stage.run(0, 1, states, position))`.
 """
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadNetwork
 from ppd_runtime.sampling import Ranking, Sampler
 from ppd_runtime.tracing.recorder import Recorder
@@ -68,7 +68,7 @@ class ShortlistSampler:
 class ModelHead:
     """The model's own final norm and head, as the paper's untrained rows use them, ranked with the shared noise."""
 
-    def __init__(self, stage: Stage, sampler: Sampler | ShortlistSampler) -> None:
+    def __init__(self, stage: LayerRange, sampler: Sampler | ShortlistSampler) -> None:
         self._stage, self._sampler = stage, sampler
 
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:

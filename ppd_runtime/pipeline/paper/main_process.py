@@ -28,7 +28,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Token,
 )
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import Awaited, LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler
@@ -60,7 +60,7 @@ class MainProcess:
 
     def __init__(
         self,
-        stage: StageLike,
+        stage: LayerRangeLike,
         exit_layer: int,
         subs: Sequence[int],
         send: Send,

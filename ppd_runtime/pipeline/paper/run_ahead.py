@@ -24,7 +24,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, StageLike, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import Awaited, LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
 
 _MOST_OWED = 8  # entries go out so many at a time, or once the main process needs them
 _ASK_AGAIN = 8  # tokens later it says again what it lacks
@@ -39,7 +39,7 @@ class RunAheadSubProcess:
     that was started from another text.
     """
 
-    def __init__(self, stage: StageLike, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
+    def __init__(self, stage: LayerRangeLike, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
         self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
         self.chain = [*begin.prompt_ids, *begin.delivered]
         """The prompt, the tokens that are certain, and the candidates behind them."""

@@ -25,7 +25,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
-from ppd_runtime.pipeline.ports import Machine, Send, StageLike, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
 
 _ASK_AGAIN = 8  # tokens later, where the answer may have been lost
 
@@ -40,7 +40,7 @@ class SubProcess:
 
     def __init__(
         self,
-        stage: StageLike,
+        stage: LayerRangeLike,
         exit_head: ExitHead,
         rank: int,
         subs: Sequence[int],

@@ -16,7 +16,7 @@ from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
-from ppd_runtime.pipeline.staged.ports import RowStageLike
+from ppd_runtime.pipeline.staged.ports import TreeRangeLike
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
 
 _LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
@@ -46,7 +46,7 @@ class FirstStage(FollowerStage):
 
     def __init__(
         self,
-        stage: RowStageLike,
+        stage: TreeRangeLike,
         head: BoundaryHead,
         num_stages: int,
         k: int,

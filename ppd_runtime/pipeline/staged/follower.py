@@ -25,7 +25,7 @@ from ppd_runtime.pipeline.ports import Awaited, Computation, Machine, Send, Wait
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import Guess
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
-from ppd_runtime.pipeline.staged.ports import Naming, RowStageLike
+from ppd_runtime.pipeline.staged.ports import Naming, TreeRangeLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
 _ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost
@@ -44,7 +44,7 @@ class FollowerStage(ABC):
 
     def __init__(
         self,
-        stage: RowStageLike,
+        stage: TreeRangeLike,
         head: BoundaryHead,
         rank: int,
         num_stages: int,

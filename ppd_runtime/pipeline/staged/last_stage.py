@@ -27,7 +27,7 @@ from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
-from ppd_runtime.pipeline.staged.ports import Logits, RowStageLike
+from ppd_runtime.pipeline.staged.ports import Logits, TreeRangeLike
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
 from ppd_runtime.request_error import RequestError
@@ -55,7 +55,7 @@ class LastStage:
 
     def __init__(
         self,
-        stage: RowStageLike,
+        stage: TreeRangeLike,
         num_layers: int,
         others: Sequence[int],
         send: Send,

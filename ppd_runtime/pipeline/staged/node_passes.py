@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.pipeline.ports import Awaited
-from ppd_runtime.pipeline.staged.ports import RowsPass, RowStageLike
+from ppd_runtime.pipeline.staged.ports import RowsPass, TreeRangeLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 
 Look = Callable[[], Generator[Awaited, Any, bool]]
@@ -14,7 +14,7 @@ Look = Callable[[], Generator[Awaited, Any, bool]]
 
 
 def run_nodes(
-    stage: RowStageLike, tree: NodeTree, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, look: Look | None
+    stage: TreeRangeLike, tree: NodeTree, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, look: Look | None
 ) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
     """Run nodes as one pass: those that may still come true, and their states `[1, nodes, hidden_size]`.
 

@@ -11,8 +11,8 @@ from ppd_runtime.pipeline.ports import Computation
 from ppd_runtime.pipeline.staged.chances import Guess
 
 
-class RowStageLike(Protocol):
-    """A stage's layers over the rows of a pass; `ppd_runtime.models.stage.row_stage.RowStage` is the real one."""
+class TreeRangeLike(Protocol):
+    """A stage's layers over the rows of a pass; `ppd_runtime.models.stage.tree_range.TreeRange` is the real one."""
 
     num_layers: int
     """Of the stage alone."""
@@ -54,9 +54,9 @@ class RowStageLike(Protocol):
 
 @dataclass(slots=True)
 class RowsPass(Computation):
-    """The states behind a pass, or a part of its layers; see `RowStageLike.run_rows`."""
+    """The states behind a pass, or a part of its layers; see `TreeRangeLike.run_rows`."""
 
-    stage: RowStageLike
+    stage: TreeRangeLike
     inputs: Sequence[int] | Tensor
     paths: Sequence[Sequence[int]]
     layers: range
@@ -70,7 +70,7 @@ class RowsPass(Computation):
 class Logits(Computation):
     """The final norm and head over a token's state."""
 
-    stage: RowStageLike
+    stage: TreeRangeLike
     hidden: Tensor
 
     def alone(self) -> Tensor:

@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from ppd_runtime.pipeline.messages import PromptStates
-from ppd_runtime.pipeline.staged.ports import RowStageLike
+from ppd_runtime.pipeline.staged.ports import TreeRangeLike
 
 
 class ArrivingPrompt:
     """The chunks of a prompt of so many tokens that come from the stage before and run here, in their order."""
 
-    def __init__(self, stage: RowStageLike, tokens: int) -> None:
+    def __init__(self, stage: TreeRangeLike, tokens: int) -> None:
         self._stage = stage
         self._chunks = stage.prompt_chunks(tokens)[::-1]  # those that have not run, the next one last
         self._waiting: dict[int, Tensor] = {}  # by position

@@ -11,7 +11,7 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.methods.registry import SELF_SPECULATIVE, open_method
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
-from ppd_runtime.models.stage.stage import Stage
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ class Methods:
         self._closing = contextlib.ExitStack()
         self._methods: dict[str, ComparedMethod] = {}
         self._pipeline: PPDRuntime | None = None
-        self._stage: Stage | None = None
+        self._stage: LayerRange | None = None
 
     def __enter__(self) -> "Methods":
         with contextlib.ExitStack() as opening:

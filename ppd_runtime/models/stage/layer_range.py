@@ -26,7 +26,7 @@ from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
 
-class Stage:
+class LayerRange:
     """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
 
     Hidden states are `[1, tokens, hidden_size]`; positions count from 0; layer ranges are half-open and count from 0.
@@ -87,18 +87,18 @@ class Stage:
         """Whether there is compiled code for a pass over so many tokens, one behind the other."""
         return self._compiled is not None and self._compiled.runs_tree(tokens)
 
-    def behind(self, part: PreTrainedModel) -> "Stage":
+    def behind(self, part: PreTrainedModel) -> "LayerRange":
         """A stage for a model of one layer behind this one, compiled if this one is, that notes its times here."""
         code = self._compiled and self._compiled.of_part(part)
-        stage = Stage(part, code, longest_in_chunks=self._longest_in_chunks)
+        stage = LayerRange(part, code, longest_in_chunks=self._longest_in_chunks)
         stage.recorder = self.recorder
         return stage
 
-    def over(self, model: PreTrainedModel) -> "Stage":
+    def over(self, model: PreTrainedModel) -> "LayerRange":
         """A stage for a model of this one's first layer with other weights, run by the same code."""
-        return Stage(model, self._compiled and self._compiled.over(model))
+        return LayerRange(model, self._compiled and self._compiled.over(model))
 
-    def chain_drafting(self, layers: "int | LayerSubset", behind: "Stage | None" = None) -> Any:
+    def chain_drafting(self, layers: "int | LayerSubset", behind: "LayerRange | None" = None) -> Any:
         """What drafts greedy chains in one call, through the first so many layers or a piece, perhaps through a stage
         `behind` them, and a head, and verifies them where it can; None where passes are not compiled so.
         """
@@ -285,7 +285,7 @@ class Stage:
             return self.head(hidden).view(*tokens, -1).float()
 
     def _run_rows(self, parts: Iterable[Part], first: int, last: int) -> Tensor:
-        rows = [Stage._run(self, first, last, inputs, position, tree=tree) for inputs, position, tree in parts]
+        rows = [LayerRange._run(self, first, last, inputs, position, tree=tree) for inputs, position, tree in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _run(

@@ -11,9 +11,9 @@ from torch import Tensor
 from ppd_runtime.models.stage.arena import ArenaCache, RowArena
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import num_tokens
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
 from ppd_runtime.models.stage.slots import NodeSlots
-from ppd_runtime.models.stage.stage import Stage
 from ppd_runtime.models.stage.trees import Part, PlacedTree, tree_of
 
 _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
@@ -25,7 +25,7 @@ _PROMPT = 3  # tokens of that text that are run
 _BETWEEN_LOOKS_S = 0.002
 
 
-class RowStage:
+class TreeRange:
     """A stage's layers for one request after the other; nodes are known by numbers. Others have `another` each.
 
     Rows run together where that leaves their bits alone: in code of our own, whose sums run in an order that does not
@@ -41,7 +41,7 @@ class RowStage:
         room: tokens of all requests at a time; None: not known.
     """
 
-    def __init__(self, stage: Stage, most_nodes: int, kept_tokens: int = 0, room: int | None = None) -> None:
+    def __init__(self, stage: LayerRange, most_nodes: int, kept_tokens: int = 0, room: int | None = None) -> None:
         self._stage, self._most_nodes, self._kept = stage, most_nodes, KeptPrefixes(kept_tokens)
         self.num_layers = stage.num_layers - stage.first_layer
         self.layer_passes = 0
@@ -62,7 +62,7 @@ class RowStage:
         """Whether rows of several requests run together."""
         return self._arena is not None
 
-    def another(self) -> "RowStage":
+    def another(self) -> "TreeRange":
         """These layers over a new cache, for another request at the same time."""
         other = copy.copy(self)
         other.layer_passes = self._stage.layer_passes
@@ -151,7 +151,7 @@ class RowStage:
         states = hidden.split([len(paths) for _, _, paths in in_order], dim=1)
         return [states[order.index(place)] for place in range(len(asked))]
 
-    def logits_together(self, asked: Sequence[tuple["RowStage", Tensor]]) -> list[Tensor]:
+    def logits_together(self, asked: Sequence[tuple["TreeRange", Tensor]]) -> list[Tensor]:
         """`logits` of states `[1, 1, hidden_size]` of several requests, at once where that leaves their bits alone."""
         hidden = [states for _, states in asked]
         if len(hidden) > 1 and self._joins_heads:
@@ -273,13 +273,13 @@ class RowStage:
         return states.to(self._stage.device, self._stage.model.dtype)
 
 
-Asked = tuple[RowStage, Sequence[int] | Tensor, Sequence[Sequence[int]]]
-"""A request's stage, and what it would run: see `RowStage.run_rows`."""
+Asked = tuple[TreeRange, Sequence[int] | Tensor, Sequence[Sequence[int]]]
+"""A request's stage, and what it would run: see `TreeRange.run_rows`."""
 
 
 def _cut(
     asked: Sequence[Asked], most: int
-) -> Iterator[list[tuple[RowStage, list[int] | Tensor, Sequence[Sequence[int]]]]]:
+) -> Iterator[list[tuple[TreeRange, list[int] | Tensor, Sequence[Sequence[int]]]]]:
     """Split the rows into parts of at most `most` rows, in their order."""
     part, room = [], most
     for stage, inputs, paths in asked:
