@@ -46,6 +46,7 @@ _SAMPLING = options.sampling(
 )
 def chat(
     model: Annotated[str, typer.Argument(help=summary(RuntimeConfig, "model"))] = "smollm2",
+    named: Annotated[str | None, typer.Option("--model", hidden=True)] = None,
     method: options.ChosenMethod = options.PPD,
     exit_layer: options.ExitLayer = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
@@ -63,6 +64,7 @@ def chat(
     own = own_settings(method, exit_layer, layout, drafting, swift)
     with one_line_errors(chat):
         SamplingParams(**sampling)
+        model = named or model  # as all other commands have it
         with quick_imports():
             from ppd_runtime.methods.registry import open_method
 

@@ -1,6 +1,7 @@
 """What a user may give as a prompt, brought to the one form that decoding takes: a list of token ids."""
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -19,6 +20,8 @@ Prompts: TypeAlias = list[str] | list[list[int]]
 
 logger = logging.getLogger(__name__)
 _GIVE = "give a text or a list of token ids"
+_HALF = re.compile("[\ud800-\udfff]")
+_SHOWN = 20  # characters before it
 
 
 def token_ids_of(
@@ -51,8 +54,9 @@ def encoded(
     Raises:
         ValueError: for half a character, and for a token that the model lacks.
     """
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"prompt={text!r:.200}: holds half a character (a lone surrogate), leave it out")
+    if half := _HALF.search(text):
+        near = text[max(0, half.start() - _SHOWN) : half.end()]
+        raise ValueError(f"prompt={near!r}: holds half a character (a lone surrogate), leave it out")
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
     check_known(token_ids, tokenizer, vocab_size)
     beginning = tokenizer.bos_token_id

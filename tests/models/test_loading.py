@@ -119,7 +119,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         without("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"),
         "lack model.layers.1.mlp.down_proj.weight (2 tensors",
     ),
-    "fewer layers than the config says": (configure(num_hidden_layers=NUM_LAYERS + 1), "lack model.layers.3"),
+    "fewer layers than the config says": (
+        configure(num_hidden_layers=10**6),
+        f"1000000 layers, its files {NUM_LAYERS}",
+    ),
+    "a weight of whole numbers": (
+        with_tensor("model.norm.weight", torch.ones(32, dtype=torch.int16)),
+        "stores model.norm.weight as I16",
+    ),
+    "an end token as a text": (write("generation_config.json", '{"eos_token_id": "<eos>"}'), "eos_token_id='<eos>'"),
+    "one end token is a text": (configure(eos_token_id=[0, "<eos>"]), "eos_token_id"),
     "a tensor of the wrong shape": (with_tensor("model.norm.weight", torch.ones(5)), "model.norm.weight"),
     "another width than the config's": (configure(hidden_size=64, head_dim=16), "weight"),
     "another vocabulary than the config's": (configure(vocab_size=VOCAB_SIZE + 1), "weight"),
@@ -319,6 +328,12 @@ def test_the_tokenizer_is_the_folders(model_folder: ModelFolder) -> None:
 def test_tensors_that_nobody_needs_do_no_harm(copy: Path, name: str) -> None:
     with_tensor(name, torch.ones(3))(copy)
     load_everything(str(copy))
+
+
+def test_layers_that_the_config_leaves_out_are_told(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configure(num_hidden_layers=NUM_LAYERS - 1)(copy)
+    assert load_everything(str(copy)).num_layers == NUM_LAYERS - 1
+    assert f"config.json has {NUM_LAYERS - 1} layers, its files {NUM_LAYERS}: those behind are not read" in caplog.text
 
 
 def test_tensors_of_other_layers_are_not_needed(copy: Path) -> None:

@@ -113,10 +113,12 @@ def skeleton_of(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | 
 def eos_token_ids_of(folder: Path, config: PretrainedConfig) -> frozenset[int]:
     path = folder / GENERATION
     generation = read_json(path) if path.exists() else {}
-    ids = generation.get("eos_token_id", config.eos_token_id)
-    if ids is None:
-        return frozenset()
-    return frozenset(ids) if isinstance(ids, list) else frozenset([ids])
+    given = generation.get("eos_token_id", config.eos_token_id)
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(token) is not int for token in ids):
+        named = GENERATION if "eos_token_id" in generation else "config.json"
+        raise ValueError(f"model {str(folder)!r}: {named}: eos_token_id={given!r:.100}: give token ids; mend the file")
+    return frozenset(ids)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """What has to be known of a model before any of its weights is read."""
 
+import contextlib
+import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppd_runtime.checks import check_choice
@@ -24,6 +28,11 @@ from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import check_sub_layers
+
+logger = logging.getLogger(__name__)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_WHOLE_NUMBERS = {"BOOL", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))}
+"""What safetensors call formats of numbers that are no floats."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,19 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     name, folder = (model, kept_folder(str(file or model))) if file or is_gguf(model) else find_model(model)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)
+    has_floats = needs_weights and not (file or is_gguf(model) or card_of(folder))
+    layers, whole_numbers = _look_into_files(folder) if has_floats else (0, None)
+    if 0 < layers < config.num_hidden_layers:  # before so many are built
+        raise ValueError(
+            f"model {model!r}: config.json has {config.num_hidden_layers} layers, its files {layers}; {AGAIN}"
+        )
+    if layers > (read := config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)):
+        logger.warning("%s: config.json has %d layers, its files %d: those behind are not read", model, read, layers)
     found = architecture_of(model, config)
     if needs_weights:
         _check_weights(model, name, folder)
+    if whole_numbers:
+        raise ValueError(f"model {model!r}: {whole_numbers}, which is no format of floats; {AGAIN}")
     if weights:
         check_quantisable(model, weights, found.skeleton)
     return ModelInfo(
@@ -95,6 +114,19 @@ def _check_weights(model: str, name: str, folder: Path) -> None:
         way_out = AGAIN if Path(model) == folder else fetched_with(name)
         found = f"{folder} lacks {missing[0]} ({len(missing)} of {len(files)} files of weights)"
         raise ValueError(f"model {model!r}: {found}; {way_out}")
+
+
+def _look_into_files(folder: Path) -> tuple[int, str | None]:
+    """How many layers the files of weights hold, and a weight that is stored as whole numbers, where there is one."""
+    layers, found = 0, None
+    for path in weight_files(folder):
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:  # reading it says more
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                if number := _LAYER.search(name):
+                    layers = max(layers, 1 + int(number[1]))
+                if name.endswith(".weight") and (stored := file.get_slice(name).get_dtype()) in _WHOLE_NUMBERS:
+                    found = found or f"{path.name} stores {name} as {stored}"
+    return layers, found
 
 
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
