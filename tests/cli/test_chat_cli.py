@@ -49,7 +49,7 @@ def test_a_pipe_has_a_message_a_line(model_folder: Callable[..., Path], template
 
 
 def test_what_cannot_be_done_ends_a_pipe_with_one_line(model_folder: Callable[..., Path], template: Path) -> None:
-    start = (model_folder("llama"), "--method", "autoregressive", "--chat-template", template)
+    start = ("--model", model_folder("llama"), "--method", "autoregressive", "--chat-template", template)
     for typed, reason in (
         ("/set temperature hot\nword1\n", "ppd: temperature='hot': give a number 0 or more\n"),
         ("/foo\n", "ppd: /foo: no such command; /help lists them, and // begins a message with a slash\n"),

@@ -121,7 +121,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "fewer layers than the config says": (
         configure(num_hidden_layers=10**6),
-        f"1000000 layers, its files {NUM_LAYERS}",
+        f"1000000 layers, its files {NUM_LAYERS};",
     ),
     "a weight of whole numbers": (
         with_tensor("model.norm.weight", torch.ones(32, dtype=torch.int16)),
