@@ -20,7 +20,7 @@ from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.native.quantising import quantise
 
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
-_ORDINARY, _CONTROL = 1, 3
+_ORDINARY, _CONTROL, _UNUSED = 1, 3, 5
 """Kinds of tokens; OpenVINO opens no file without one that controls."""
 _FILE_TYPES = {"bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
 
@@ -84,7 +84,7 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, model)
+    _add_tokenizer(writer, model, config.vocab_size)
     tensors = _tensors(model)
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -137,8 +137,11 @@ def _in_format(tensor: Tensor, weights: str) -> tuple[np.ndarray, str]:
     return blocks.reshape(len(blocks), -1), _TYPES[weights]
 
 
-def _add_tokenizer(writer: Any, model: Path) -> None:
-    """That of a BPE tokenizer.json, without which OpenVINO opens no file; no engine makes tokens of texts here."""
+def _add_tokenizer(writer: Any, model: Path, vocab_size: int) -> None:
+    """Add the tokenizer of a BPE tokenizer.json, and unused tokens up to `vocab_size`, which llama.cpp counts.
+
+    OpenVINO opens no file without a tokenizer; no engine makes tokens of texts here.
+    """
     path = model / "tokenizer.json"
     described = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": {}}
     bpe = described["model"]
@@ -150,8 +153,10 @@ def _add_tokenizer(writer: Any, model: Path) -> None:
     kinds = (_ORDINARY, _CONTROL)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
-    writer.add_token_types([kinds[token in special] for token in sorted(vocabulary.values())])
+    unused = range(len(vocabulary), vocab_size)
+    of_tokens = [kinds[token in special] for token in sorted(vocabulary.values())]
+    writer.add_token_list([*sorted(vocabulary, key=vocabulary.__getitem__), *(f"<unused{token}>" for token in unused)])
+    writer.add_token_types([*of_tokens, *(_UNUSED for _ in unused)])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
