@@ -8,7 +8,7 @@ ROOMS := $(sort $(dir $(wildcard tests/*/test_*.py)))
 TESTS := tests/processes tests/families $(filter-out tests/processes/ tests/families/,$(ROOMS))  # the long files first, short ones fill up
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
-.PHONY: demo test check unit processes bench docs figures clean nightly nightly-tests nightly-faults nightly-endings \
+.PHONY: demo test smoke check unit processes bench docs figures clean nightly nightly-tests nightly-faults nightly-endings \
   nightly-endurance nightly-model-check nightly-fuzz nightly-peers
 
 demo: .venv/demo.stamp
@@ -16,6 +16,12 @@ demo: .venv/demo.stamp
 
 test: check .venv/test.stamp
 	$(PYTEST) $(TESTS)
+
+smoke: .venv/test.stamp  # a minute: the wire, both layouts, a method, the guide
+	$(PYTEST) tests/pipeline/test_messages.py tests/pipeline/test_pipeline.py tests/project/test_guide.py \
+	  "tests/processes/test_processes.py::test_tokens_are_ordinary_decodings" \
+	  "tests/processes/test_stages.py::test_texts_are_ordinary_decodings" \
+	  "tests/methods/test_self_speculative.py::test_the_first_layers_run_once_for_a_token"
 
 check: .venv/test.stamp
 	$(BIN)/ruff check .
