@@ -36,9 +36,6 @@ _MOST_NOISE = 32  # positions whose noise is kept: drafts and their verification
 _DOUBT = 1e-3  # of all probability: by so much less a sum in single precision may be wrong
 _LEAST_SURE = 1e-30  # of the highest probability: lower ones may be lost where they are divided by a sum
 
-Ranking = Callable[[Tensor, int, float], list[list[tuple[int, float]]] | None]
-"""From scores `[rows, n]`, k and a scale: of each row the k highest, with the softmax of scaled scores; or None."""
-
 
 class Stream(IntEnum):
     """What random numbers are for: each use has numbers of its own."""
@@ -191,17 +188,12 @@ class Sampler:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
         return best(self.noisy_scores(logits, history), k)
 
-    def guesses(
-        self, logits: Tensor, histories: Sequence[Sequence[int]], k: int, ranking: Ranking | None = None
-    ) -> list[list[tuple[int, float]]]:
+    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
         """Like `rank`, behind each of several texts; each token with its chance (see `chances`).
 
-        `logits` are `[texts, vocab_size]`: what is asked of PyTorch for all of them at once, it is asked for once. A
-        `ranking` takes less time than PyTorch, where it knows how.
+        `logits` are `[texts, vocab_size]`: what is asked of PyTorch for all of them at once, it is asked for once.
         """
         scores = logits if self.plain else self._noisy_rows(logits, histories)
-        if ranking and (found := ranking(scores, k, self._scale)) is not None:
-            return found
         named = best_of_each(scores, k)
         chances = self.chances(scores).gather(1, torch.tensor(named, device=scores.device)).tolist()
         numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # where scores are none, 0

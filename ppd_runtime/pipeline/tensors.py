@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.stage.fresh_tensors import fresh_tensors
 from ppd_runtime.pipeline.fields import WireError, pack_numbers
 
 Frame = bytes | memoryview | ctypes.Array[ctypes.c_ubyte]
@@ -25,7 +24,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_DIMENSIONS = 6
 _MOST_BYTES = 2**31
 _MOST_SHAPES = 1024  # kept
-_MOST_COPIED_TWICE = 2**16  # bytes, which takes less time than to ask PyTorch for a tensor over them
 
 
 class Outgoing(NamedTuple):
@@ -57,11 +55,7 @@ class Arriving(NamedTuple):
             raise WireError("a tensor whose bytes do not fit its shape")
         if isinstance(frame, Tensor):
             return frame.view(self.dtype).view(self.shape)
-        if self.num_bytes > _MOST_COPIED_TWICE:
-            return torch.frombuffer(bytearray(frame), dtype=self.dtype).view(self.shape)
-        tensor, place = fresh_tensors(self.shape, self.dtype).take()
-        ctypes.memmove(place, bytes(frame), self.num_bytes)
-        return tensor
+        return torch.frombuffer(bytearray(frame), dtype=self.dtype).view(self.shape)
 
 
 def on_the_host(tensor: Tensor) -> Tensor:

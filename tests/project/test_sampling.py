@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 
 from ppd_runtime.highest import NO_TOKEN
 from ppd_runtime.methods.verification import SharedNoise, acceptance_rule
+from ppd_runtime.pipeline.staged.chances import GuessRecord, in_millionths
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler, gumbel_noise
 from ppd_runtime.sampling_params import SamplingParams
@@ -544,3 +545,13 @@ def test_noise_is_standard_gumbel() -> None:
     uniform = np.exp(-np.exp(-noise))
     counts = torch.from_numpy(np.histogram(uniform, bins=50, range=(0, 1))[0])
     assert chi_squared_p_value(counts, torch.full((50,), 1 / 50)) > 1e-3
+
+
+def test_scores_that_are_no_numbers_give_guesses_without_a_chance() -> None:
+    """A stage goes on with them: a broken model's tokens are ordinary decoding's, too."""
+    logits = torch.full((2, 40), math.nan)
+    for row in Sampler(SamplingParams()).guesses(logits, [[1], [2]], 3):
+        assert len({token for token, _ in row}) == 3
+        assert {chance for _, chance in row} == {0.0}
+        assert in_millionths(row) == (0, 0, 0)
+        assert GuessRecord().chance(1, 0, row[0][1]) == 0

@@ -39,7 +39,6 @@ from ppd_runtime.models.native.products import (
     in_half_the_memory,
     same_numbers,
 )
-from ppd_runtime.models.native.ranking import likeliest
 from ppd_runtime.models.pass_kinds import PassKind, head_rows
 from ppd_runtime.models.stage.caches import PreallocatedLayer
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset
@@ -100,7 +99,6 @@ class CompiledLayers:
         self._sharing: bool | None = None
         self._files: dict[int, Sequence[Path]] = {}
         self._layers: dict[int, list[Any]] = {}
-        self.ranking = likeliest if isinstance(self._passes, NativePasses) else None
         """Ranks scores in one call, where passes are made so."""
         self.head: CompiledHead | None = None
         """The final norm and the head, where they are compiled."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from ppd_runtime.files.checksummed import find, keep
 from ppd_runtime.models.native.library import load
 from ppd_runtime.models.stage.caches import PreallocatedLayer, whole_rows
-from ppd_runtime.models.stage.fresh_tensors import fresh_tensors
 from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -33,7 +32,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ppd_delete_cache": (None, [_P]),
     "ppd_pass": (ctypes.c_int, [_P, _P, _N, _P, _N, _N, _P, _N, _N, _P, _N]),
     "ppd_draft": (ctypes.c_int, [_P]),
-    "ppd_likeliest": (None, [_P, _N, _N, _N, ctypes.c_double, _P, _P]),
 }
 
 
@@ -228,7 +226,7 @@ class LayerProgram:
         hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
         if math.prod(shape) != tokens * shape[-1]:
             raise ValueError(f"what is behind {tokens} tokens has another shape than {tuple(shape)}")
-        result, at_result = fresh_tensors(tuple(shape), torch.float32).take()
+        result = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
         failed = self._pass(
             *self.memory,
             hidden.data_ptr(),
@@ -237,7 +235,7 @@ class LayerProgram:
             trees.buffer_info()[0],
             len(trees) // _NUMBERS_OF_A_TREE,
             attended,
-            at_result,
+            result.data_ptr(),
             shape[-1],
         )
         if failed:

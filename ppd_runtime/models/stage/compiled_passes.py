@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.stage.caches import PreallocatedLayer
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset
 from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
-from ppd_runtime.sampling import Ranking
 
 
 class Head(Protocol):
@@ -27,10 +26,6 @@ class CompiledPasses(Protocol):
     @property
     def head(self) -> Head | None:
         """The final norm and the head, where they are compiled."""
-
-    @property
-    def ranking(self) -> Ranking | None:
-        """Ranks scores in one call, where passes are made so."""
 
     def add(self, *passes: int) -> None:
         """Have code for these kinds of passes too."""

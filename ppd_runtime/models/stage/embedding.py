@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.fresh_tensors import joined
 from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.slicing import layer_range
 
@@ -34,7 +33,7 @@ class Embedding:
         """`[1, tokens, hidden_size]`."""
         if self._one and len(token_ids) <= _MOST_JOINED and min(token_ids) >= 0:
             rows = [self._one(token) for token in token_ids]
-            return rows[0] if len(rows) == 1 else joined(rows)
+            return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         with torch.inference_mode():
             ids = torch.tensor([token_ids], device=self._device)
             return self._looked_up(ids) if self._only_looks_up else self._entered(ids)

@@ -65,7 +65,6 @@ class LayerRange:
         self._rotary = None if rotary is None else RotaryTable(rotary, most_positions(model.config))
         self._positions = torch.arange(0, device=model.device)[None]
         self._compiled_head = compiled.head if compiled else None
-        self.ranking = compiled.ranking if compiled else None
         """Ranks scores faster than PyTorch does; None where no code for it is loaded."""
         self.head = self._compiled_head or FinalHead(model)
         self._embed = Embedding(model)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadNetwork
-from ppd_runtime.sampling import Ranking, Sampler
+from ppd_runtime.sampling import Sampler
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -53,16 +53,14 @@ class ShortlistSampler:
         (guesses,) = self.guesses(logits[None], [history], k)
         return [token for token, _ in guesses]
 
-    def guesses(
-        self, logits: Tensor, histories: Sequence[Sequence[int]], k: int, ranking: Ranking | None = None
-    ) -> list[list[tuple[int, float]]]:
+    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
         """Like `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
         if self._sampler.plain:
-            found = self._sampler.guesses(logits, histories, k, ranking)
+            found = self._sampler.guesses(logits, histories, k)
             return [[(self._tokens[place], chance) for place, chance in row] for row in found]
         whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
         whole[:, torch.tensor(self._tokens, device=logits.device)] = logits  # penalties and noise go by their numbers
-        return self._sampler.guesses(whole, histories, k, ranking)
+        return self._sampler.guesses(whole, histories, k)
 
 
 class ModelHead:
@@ -81,7 +79,7 @@ class ModelHead:
 
     def ranked(self, logits: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The guesses that logits `[texts, vocab_size]` are for."""
-        return self._sampler.guesses(logits, texts, k, self._stage.ranking)
+        return self._sampler.guesses(logits, texts, k)
 
 
 class TrainedHead:
@@ -92,7 +90,6 @@ class TrainedHead:
         sampler: the request's.
         recorder: notes the time of its passes.
         final: the network's norm and head as the stage runs them, which may be compiled.
-        ranking: as `Sampler.guesses` has it.
     """
 
     def __init__(
@@ -101,10 +98,9 @@ class TrainedHead:
         sampler: Sampler | ShortlistSampler,
         recorder: Recorder | None = None,
         final: Callable[[Tensor], Tensor] | None = None,
-        ranking: Ranking | None = None,
     ) -> None:
         self._network, self._sampler, self._recorder = network, sampler, recorder or Recorder()
-        self._final, self._ranking = final or network.final, ranking
+        self._final = final or network.final
         self._device = next(network.parameters()).device
 
     @torch.inference_mode()
@@ -118,7 +114,7 @@ class TrainedHead:
     @torch.inference_mode()
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The `candidates`, each with the head's probability for it."""
-        return self._sampler.guesses(self._logits(hidden), texts, k, self._ranking)
+        return self._sampler.guesses(self._logits(hidden), texts, k)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """`[tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
