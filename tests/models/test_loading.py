@@ -337,10 +337,9 @@ def test_layers_that_the_config_leaves_out_are_told(copy: Path, caplog: pytest.L
 
 
 def test_tensors_of_other_layers_are_not_needed(copy: Path) -> None:
-    """A sub-process can be given a folder that lacks what it does not load."""
-    tensors = load_file(copy / WEIGHTS)
+    """A sub-process' host can have a folder that lacks what it does not load."""
+    info, tensors = describe(str(copy)), load_file(copy / WEIGHTS)
     without(*(name for name in tensors if name.startswith("model.layers.2.")))(copy)
-    info = describe(str(copy))
     model = load_layers(info, 2, torch.float32, "cpu")
     assert model.config.num_hidden_layers == len(model.model.layers) == 2
     assert all(torch.equal(p, tensors[name]) for name, p in model.named_parameters())

@@ -80,12 +80,11 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     config = checked_config(model, folder)
     has_floats = needs_weights and not (file or is_gguf(model) or card_of(folder))
     layers, whole_numbers = _look_into_files(folder) if has_floats else (0, None)
-    if 0 < layers < config.num_hidden_layers:  # before so many are built
-        raise ValueError(
-            f"model {model!r}: config.json has {config.num_hidden_layers} layers, its files {layers}; {AGAIN}"
-        )
-    if layers > (read := config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)):
-        logger.warning("%s: config.json has %d layers, its files %d: those behind are not read", model, read, layers)
+    said = getattr(config, "num_hidden_layers", 0)
+    if 0 < layers < said:  # before so many are built
+        raise ValueError(f"model {model!r}: config.json has {said} layers, its files {layers}; {AGAIN}")
+    if layers > said + (getattr(config, "num_nextn_predict_layers", None) or 0) and said:
+        logger.warning("%s: config.json has %d layers, its files %d: those behind are not read", model, said, layers)
     found = architecture_of(model, config)
     if needs_weights:
         _check_weights(model, name, folder)
