@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 PPD = ("ppd_runtime.cli.main", "serve")
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 PROMPT = "import os\n"
 
 
