@@ -17,9 +17,9 @@ _HEAD = """# Families
 Written by `PYTHONPATH=tests python -m families docs/families.md`, with transformers {version}.
 
 The tests make a small random model of each supported family and of each special configuration. Ordinary decoding
-gives the tokens of transformers' `generate`; layouts and methods give ordinary decoding's, greedy and sampled, in
-float32. `make test` tries a layout and a method for each, `make nightly` all of them, with more prompts, and layouts in
-bfloat16.
+gives the tokens of transformers' `generate`. Layouts and methods give ordinary decoding's tokens, greedy and sampled,
+in float32. `make test` tries one layout and one method for each model. `make nightly` tries all layouts and methods,
+with more prompts, and layouts in bfloat16.
 [exactness.md](exactness.md) says how windows and rotary tables are found.
 """
 _NEXT = """
