@@ -25,11 +25,11 @@ class Ending:
         self._cancelled = True
 
     def reason(self) -> str | None:
-        """Why it is to end now; None: it is to go on."""
+        """Why to end now; None: go on."""
         if self._cancelled:
             return CANCELLED
         return TIMEOUT if time.monotonic() >= self._deadline else None
 
     def seconds_left(self) -> float:
-        """Until its time is up; 0 where it is to end now, infinity where nothing hurries."""
+        """Seconds until its time is up; 0 if it is to end now, infinity without a limit."""
         return 0.0 if self._cancelled else max(self._deadline - time.monotonic(), 0.0)

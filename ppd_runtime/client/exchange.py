@@ -10,14 +10,13 @@ from ppd_runtime.launch.base import Workers
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import Failed, Message
 
-_SLICE_S = 0.02  # so long a call listens before it lets others send
+_SLICE_S = 0.02  # how long a call listens before others may send
 
 
 class MessageExchange:
-    """Sockets bear one thread at a time. So of the calls that wait for a message one listens for all of them.
+    """Sockets allow one thread at a time. So one of the calls that wait for a message listens for all of them.
 
-    A call that hears its own message leaves, and another listens from then on. A call that is alone always listens
-    itself.
+    A call that hears its own message leaves, and another listens from then on. A lone call always listens itself.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -30,7 +29,7 @@ class MessageExchange:
         self._waiting: dict[int, threading.Condition] = {}
         """The requests whose calls wait while another listens."""
         self.heard_at = 0.0
-        """When the main process has said anything, by the monotonic clock."""
+        """When the main process last spoke, by the monotonic clock."""
 
     def open(self, request: int) -> None:
         """From now on there is a place for the request's messages."""
@@ -48,18 +47,18 @@ class MessageExchange:
             self._endpoint.send(address, message)
 
     def check(self) -> None:
-        """Have the supervisor look after the workers; what has arrived is heard before it tells of a loss."""
+        """Have the supervisor check the workers; messages that arrived are read before it reports a loss."""
         with self._alone():
             self.supervisor.check(self._hear)
 
     def unwell(self) -> list[str]:
-        """Who is needed and does not serve, by name, as `check` finds it."""
+        """Names of needed workers that do not serve, after a `check`."""
         with self._alone():
             self.supervisor.check(self._hear)
             return self.supervisor.unwell()
 
     def receive(self, request: int, timeout: float) -> Message | None:
-        """The request's next message, or None after so many seconds."""
+        """The request's next message, or None after `timeout`."""
         deadline = time.monotonic() + timeout
         with self._lock:
             inbox = self._inboxes[request]
@@ -79,7 +78,7 @@ class MessageExchange:
         self._waiting.pop(request, None)
 
     def _listen(self, seconds: float) -> bool:
-        """Take a message for whomever it is; the lock is not held meanwhile."""
+        """Receive one message for any request; the lock is free meanwhile."""
         before, self._user = self._user, threading.get_ident()
         self._lock.release()
         try:
@@ -93,7 +92,7 @@ class MessageExchange:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Use the endpoint, or wait until who listens has done so for a slice."""
+        """Use the endpoint; a call that listens first ends its slice."""
         with self._lock:
             self._wanting += 1
             try:
@@ -109,11 +108,11 @@ class MessageExchange:
                 self._release(before)
 
     def _is_mine(self) -> bool:
-        """Whether this thread may use the endpoint: where it is dropped, a call may end in the middle of another."""
+        """Whether this thread may use the endpoint: a dropped call may end in the middle of another."""
         return self._user in (None, threading.get_ident())
 
     def _release(self, user: int | None) -> None:
-        """Let who wants to send do so, or else another call listen."""
+        """Let a waiting sender go on, or else another call listen."""
         self._user = user
         if self._wanting:
             self._free.notify()
@@ -127,7 +126,7 @@ class MessageExchange:
                 self._put(message)
 
     def _put(self, message: Message) -> None:
-        """Into its request's inbox; of workers' last words note is taken at once."""
+        """Put it into its request's inbox; note workers' last words at once."""
         if isinstance(message, Failed):
             self.supervisor.note_words(message.sender, message.error)
             return

@@ -31,19 +31,19 @@ from ppd_runtime.tracing.spans import ProcessSpans
 
 logger = logging.getLogger(__name__)
 _CHECK_EVERY_S = 0.25
-_ASK_AGAIN_S = 1.0  # after a silence, which each time may be twice as long …
+_ASK_AGAIN_S = 1.0  # after a silence, which doubles each time …
 _LONGEST_PATIENCE_S = 8.0  # … but no longer
 _GAP_S = 0.1  # between two questions about lost tokens
-_SILENCE_DEADLINE_S = 120.0  # of a main process, and twice as long for each that takes its place: the same work waits
+_SILENCE_DEADLINE_S = 120.0  # a main process'; doubled for each successor: the same work waits
 _REPORT_DEADLINE_S = 2.0
-_MOST_PIECES = 256  # of spans that were not asked for
-_MOST_REFUSALS = 4  # of what can be sent once more, since the newest token
-_END_DEADLINE_S = 3.0  # behind a timeout or a cancel, for a main process that does not answer
+_MOST_PIECES = 256  # spans that were not fetched
+_MOST_REFUSALS = 4  # that a resend may repair, since the newest token
+_END_DEADLINE_S = 3.0  # after a timeout or a cancel, for a main process that does not answer
 
 
 @dataclass
 class RequestReports:
-    """What the workers have told about a request, by rank: at its end, and meanwhile where somebody watches it."""
+    """What the workers have told about a request, by rank: at its end, and meanwhile if it is watched."""
 
     finished: Finished | None = None
     of_workers: dict[int, Report] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def _readable(pieces: Mapping[int, Sequence[Spans]], name_of: Callable[[int], st
 
 
 class RequestClient:
-    """A request to the main process, which is asked again where it falls silent or is replaced."""
+    """A request to the main process, which is asked again if it falls silent or is replaced."""
 
     def __init__(self, exchange: MessageExchange, begin: Begin, ending: Ending | None = None) -> None:
         self._exchange, self._supervisor, self._begin = exchange, exchange.supervisor, begin
@@ -116,11 +116,11 @@ class RequestClient:
         self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
 
     def tokens(self) -> Iterator[Token]:
-        """Each new token as it comes; fewer where the request's `Ending` says so.
+        """Each new token as it comes; fewer if the request's `Ending` says so.
 
         Raises:
-            RequestError: where the request has failed, or a worker refuses what it waits for; the workers go on.
-            RuntimeError: where the main process is lost and has been replaced too often.
+            RequestError: if the request has failed, or a worker refuses what it waits for; the workers go on.
+            RuntimeError: if the main process is lost and has been replaced too often.
         """
         self._exchange.open(self._begin.request)
         self._exchange.check()
@@ -155,7 +155,7 @@ class RequestClient:
             pass
 
     def close(self) -> None:
-        """The request is no longer listened to."""
+        """Stop listening to the request."""
         self._exchange.close(self._begin.request)
 
     def hear_all(self) -> None:
@@ -177,14 +177,14 @@ class RequestClient:
         return [rank for rank in self._supervisor.expected() if rank not in heard]
 
     def _is_next(self, message: Token) -> bool:
-        """Whether it is the first token that has not come yet; where it is a later one, one was lost on the way."""
+        """Whether it is the first token that has not come yet; if it is a later one, one was lost on the way."""
         wanted = len(self._begin.prompt_ids) + len(self._delivered)
         if message.position > wanted:
             self._ask_for_lost()
         return message.position == wanted
 
     def _finish(self, message: Finished) -> None:
-        """Where it was cancelled, what has come by now is all: a new main process may know nothing of the request."""
+        """After a cancel, what has come by now is all: a new main process may know nothing of the request."""
         if self._cancelled and message.num_tokens != len(self._delivered):
             message = self._cut_short()
         if message.num_tokens != len(self._delivered):
@@ -195,7 +195,7 @@ class RequestClient:
             raise RequestError(message.error)
 
     def _weigh(self, message: Refused | Unreadable) -> None:
-        """What was lost so may be sent once more, and heal; where that is in vain, the request has failed."""
+        """A resend may repair what was refused; if that is in vain, the request has failed."""
         self._refusals += 1
         final = isinstance(message, Refused) and message.final
         if self._cancelled or not (final or self._refusals >= _MOST_REFUSALS):
@@ -215,7 +215,7 @@ class RequestClient:
         return Finished.cut_short(self._begin.request, len(self._delivered), time.monotonic() - self._began)
 
     def _end_early(self) -> None:
-        """Tell the main process, once, where the request is to end; what it has sent until then still counts."""
+        """Tell the main process, once, if the request is to end; what it has sent until then still counts."""
         if not self._cancelled and self._ending.reason():
             self._cancelled, self._patience = True, _ASK_AGAIN_S
             self._end_at = time.monotonic() + _END_DEADLINE_S
@@ -240,7 +240,7 @@ class RequestClient:
         return self._exchange.receive(self._begin.request, timeout)
 
     def _check(self, now: float) -> None:
-        """Look after the workers, and ask again where there is a new main process or a long silence."""
+        """Check the workers, and ask again after a new main process or a long silence."""
         self._check_at = now + _CHECK_EVERY_S
         self._exchange.check()
         if not self._supervisor.is_serving(DECIDER):

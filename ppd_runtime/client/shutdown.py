@@ -16,15 +16,15 @@ _LOOK_EVERY_S = 1.0
 class ShutdownGuard:
     """Closes workers once, in the process that started them.
 
-    A thread that closes waits for the steps that calls are in, which hear of it within a fraction of a second; and what
-    a signal handler asks for in the middle of a step, the last of them does at its end.
+    A thread that closes waits for the steps of calls, which hear of it within a fraction of a second. If a signal
+    handler closes in the middle of a step, the last step closes at its end.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers, self._owner = workers, os.getpid()
         self._idle = threading.Condition(threading.RLock())
         self._inside: list[int] = []
-        """The threads that are in a step; one closes, too."""
+        """The threads in a step, and one that closes."""
         self._asked = self._done = False
 
     @contextmanager
@@ -58,7 +58,7 @@ class ShutdownGuard:
             yield item
 
     def close(self) -> None:
-        """Close the workers; a second call does nothing, and neither does one in a fork, whose they are not."""
+        """Close the workers; a second call does nothing, nor does one in a fork, which does not own them."""
         if os.getpid() != self._owner:
             return
         self._asked = True

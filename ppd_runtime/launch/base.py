@@ -12,7 +12,7 @@ from ppd_runtime.transport import Endpoint
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """What a request came to, for metrics of a cluster; by rank where it is a worker's."""
+    """A request's counts, for metrics of a cluster; workers' counts are by rank."""
 
     tokens: int
     hits: Mapping[int, int]
@@ -51,17 +51,17 @@ class Introductions:
         self._locations: dict[int, str] = {}
 
     def introduce(self, rank: int, location: str) -> None:
-        """A worker, or one that takes its place, serves at a location from now on."""
+        """A worker, or its successor, serves at a location from now on."""
         self._endpoint.introduce(rank, location)
         self._locations.pop(rank, None)
         self._endpoint.send(rank, Peers(CLIENT, 0, list(self._locations), list(self._locations.values())))
-        for other in sorted(self._locations, reverse=True):  # the last, rank 0, may have all begin again
+        for other in sorted(self._locations, reverse=True):  # rank 0, the last, may have all begin again
             self._endpoint.send(other, Peers(CLIENT, 0, [rank], [location]))
         self._locations[rank] = location
 
 
 def dismiss(supervisor: Supervisor, endpoint: Endpoint) -> None:
-    """Tell everybody who serves to end, and leave their network."""
+    """Tell all serving workers to end, and leave their network."""
     for rank in supervisor.serving():
         endpoint.send(rank, Shutdown(CLIENT, 0))
     endpoint.close()

@@ -1,13 +1,13 @@
-"""Whether all workers of a runtime compute the same bits: one that does not may not serve."""
+"""Checks that all workers of a runtime compute the same bits: others may not serve."""
 
 from ppd_runtime.layouts import DECIDER, Layout
 from ppd_runtime.workers.bits import Bits
 
 
 class BitHandshake:
-    """Holds each start of each worker to the bits of the first one that decided tokens.
+    """Compares each started worker's bits with those of the first deciding process.
 
-    Until that is there, to those of the others, so it is held to theirs itself.
+    Until that process is there, all are compared with each other.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -15,7 +15,7 @@ class BitHandshake:
         self._known: dict[int, Bits] = {}
 
     def check(self, rank: int, bits: Bits) -> None:
-        """Take in a worker that is ready; RuntimeError, naming both machines, where another's bits are not its own."""
+        """Add a worker that is ready; RuntimeError, naming both machines, if another's bits differ."""
         for other in [DECIDER] if DECIDER in self._known else list(self._known):
             if names := bits.different(self._known[other]):
                 whom = "its first start" if other == rank else self._layout.named(other)

@@ -19,16 +19,16 @@ from ppd_runtime.models.native.quantising import FORMAT_OF
 from ppd_runtime.workers.spec import WorkerSpec
 
 MOST_REQUESTS = 16
-"""At once by default: with so many, passes are full of certain tokens."""
-_USUAL_TOKENS = 1024  # of a request; room for so many is what one more request wants
-_SHARE = 0.5  # of the free memory: the rest is for passes, kept prefixes and other programs
+"""Most at once by default: passes are then full of certain tokens."""
+_USUAL_TOKENS = 1024  # the room that one more request needs
+_SHARE = 0.5  # share of free memory: the rest is for passes, kept prefixes, other programs
 _FEWEST, _MOST = 2048, 2**20  # tokens
 
 
 def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
-    """Tokens of all requests that stages have room for, by half of the memory that their weights leave free.
+    """Tokens of all requests that stages have room for, in half of the memory that their weights leave free.
 
-    What lies on one device shares its memory. None, for any number, where the stages are not here or are none.
+    Stages on one device share its memory. None (no limit) if there are no stages, or none on this host.
     """
     main = specs[DECIDER]
     if not main.layout.cuts or not are_here or (main.device.startswith("cuda") and not torch.cuda.is_available()):
@@ -44,12 +44,12 @@ def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
 
 
 def requests_for(tokens: int | None) -> int:
-    """Requests at once, where there is room for so many tokens of theirs; None: for any number."""
+    """Requests at once, if there is room for `tokens` tokens; None: no limit."""
     return MOST_REQUESTS if tokens is None else max(1, min(MOST_REQUESTS, tokens // _USUAL_TOKENS))
 
 
 def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token's key and value in a layer's cache; where layers differ, in a usual layer."""
+    """Bytes of one token's key and value in a layer's cache; if layers differ, in a usual layer."""
     if rank := getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
         return int((rank + config.qk_rope_head_dim) * dtype.itemsize)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,9 +1,9 @@
-"""Another Python for a module of ours: it imports what this program imports, and nothing from the current folder.
+"""A child Python for a module of ours: it imports what this program imports, and nothing from the current folder.
 
-`python -m` and `python -c` look for each module in the current folder first: there a `random.py`, of a downloaded model
-for instance, would be run. So another Python begins with this very file, `python child_python.py MODULE ARGUMENTS…`. It
-takes over the program's import path without the folders that Python itself puts first for a program, has this package
-from where the program has it, and calls the module's `main`.
+`python -m` and `python -c` look for each module in the current folder first: they would run a `random.py` there, such
+as a downloaded model's. So a child begins with this very file, `python child_python.py MODULE ARGUMENTS…`. It takes
+over the program's import path without the folders that Python itself puts first for a program, loads this package from
+where the program has it, and calls the module's `main`.
 """
 
 import importlib.util
@@ -14,24 +14,24 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 _TOLD = "PPD_IMPORT_PATH"
-"""The variable that tells the other Python where to look; it is gone before a module of ours is imported."""
+"""The variable that tells the child where to look; it is removed before a module of ours is imported."""
 PACKAGE = Path(__file__).parents[1]
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """What runs a module's `main`, which finds `sys.argv` as with `python -m`; it needs `child_environment`."""
+    """The command for a module's `main`, with `sys.argv` as under `python -m`; it needs `child_environment`."""
     flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
     return [sys.executable, *(flag for flag, is_set in flags.items() if is_set), __file__, module, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """This program's variables, and what another Python is told."""
+    """This program's variables, and what the child is told."""
     told = {"path": [entry for entry in sys.path if isinstance(entry, str)], "here": sorted(folders_here())}
     return os.environ | {_TOLD: json.dumps(told)}
 
 
 def folders_here() -> set[str]:
-    """Whence only the program itself imports: the folder of its script, and the current one, now and when it began."""
+    """Folders from which only the program imports: its script's, and the current one, now and when it began."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     return {_BEGAN_IN, _folder(""), *([str(Path(_folder(script)).parent)] if script else [])}
 
@@ -40,8 +40,8 @@ def kept_path(path: Sequence[str], here: Collection[str], own: Collection[str] =
     """An import path without the folders `here`.
 
     Args:
-        own: another Python's own path, from PYTHONPATH and what is installed. One of the folders that is in it, too,
-            keeps its last place.
+        own: the child's own path, from PYTHONPATH and what is installed. One of the folders that is in it keeps its
+            last place.
     """
     folders, installed = list(map(_folder, path)), set(map(_folder, own))
     return [

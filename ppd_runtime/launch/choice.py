@@ -1,4 +1,4 @@
-"""Which launcher "auto" comes to, and which Ray a runtime joins."""
+"""Which launcher "auto" means, and which Ray a runtime joins."""
 
 import os
 import socket
@@ -9,17 +9,17 @@ from ppd_runtime.config import RuntimeConfig
 
 _CONNECT_DEADLINE_S = 5.0
 _A_JOBS = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID")
-"""Variables that Ray gives the program of a submitted job, and what its workers start."""
+"""Variables that Ray sets for a submitted job, and for what its workers start."""
 
 
 def choose_launcher(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> str:
     """What starts a runtime's workers: "threads", "processes" or "ray".
 
-    Threads where the transport is local; else the launcher that the settings name. "auto" is Ray where there is one to
-    join: this program is connected to it already, `ray_address` or the variable RAY_ADDRESS tells where it is, or the
-    program is a job of Ray's. It is Ray, too, where a setting asks for what only Ray can do: workers on several hosts
-    (a `bind_interface` that others reach), a `placement`, or `gpus_per_worker`. Else it is plain processes of this
-    host, which start in half the time and leave the program's Ray alone.
+    Threads if the transport is local; else the launcher that the settings name. "auto" is Ray if there is one to join:
+    this program is connected to it already, `ray_address` or the variable RAY_ADDRESS tells where it is, or the program
+    is a Ray job. It is also Ray if a setting asks for what only Ray can do: workers on several hosts (a
+    `bind_interface` that others reach), a `placement`, or `gpus_per_worker`. Else it is plain processes of this host,
+    which start in half the time and leave the program's Ray alone.
     """
     if config.in_threads:
         return "threads"
@@ -31,7 +31,7 @@ def choose_launcher(config: RuntimeConfig, environment: Mapping[str, str] = os.e
 
 
 def ray_is_initialized() -> bool:
-    """Whether this program is connected to a Ray; where it has not imported Ray, it is not."""
+    """Whether this program is connected to Ray; if it has not imported Ray, it is not."""
     is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
     return is_initialized is not None and bool(is_initialized())
 
@@ -51,7 +51,7 @@ def address_to_join(config: RuntimeConfig, environment: Mapping[str, str] = os.e
 
 
 def check_ray_address(address: str, source: str = "ray_address") -> None:
-    """Raise ValueError where nothing answers at a Ray address, which is host:port or "auto".
+    """Raise ValueError if nothing answers at a Ray address, which is host:port or "auto".
 
     Args:
         source: the setting or variable that has it.

@@ -18,10 +18,10 @@ def own_cores() -> list[int]:
 def assign_cores(
     num_workers: int, threads: int, taken: Collection[int] = (), device: str = "cpu"
 ) -> list[tuple[int, ...]]:
-    """CPU cores for each worker, `threads` of its own; empty tuples where there are too few for all.
+    """CPU cores for each worker, `threads` of its own; empty tuples if there are too few for all.
 
-    Those that are `taken` are given where there are too few others. Workers of GPUs are given none: the threads of
-    CUDA, NCCL and ZeroMQ would share them with one that looks for messages.
+    Cores that are `taken` are given last. Workers on GPUs get none: the threads of CUDA, NCCL and ZeroMQ would share
+    them with one that polls for messages.
     """
     if device.startswith("cuda"):
         return [()] * num_workers
@@ -34,7 +34,7 @@ def assign_cores(
 
 @contextlib.contextmanager
 def on_cores(cores: Collection[int]) -> Iterator[None]:
-    """Keep this thread on some CPU cores while the block lasts; none: where it is."""
+    """Keep this thread on some CPU cores during the block; none: leave it."""
     if not (cores and hasattr(os, "sched_setaffinity")):
         yield
         return
@@ -47,11 +47,11 @@ def on_cores(cores: Collection[int]) -> Iterator[None]:
 
 
 class CoreShare:
-    """What one runtime's workers use of this host's CPU cores, until it is released or dropped.
+    """One runtime's share of this host's CPU cores, until it is released or dropped.
 
     Args:
-        num_workers: processes; each has `threads` cores to itself where there are enough. Those that other runtimes of
-            this program have are given last.
+        num_workers: processes; each has `threads` cores to itself if there are enough. The cores of this program's
+            other runtimes are given last.
         threads: CPU threads of a worker.
         pinned: whether the workers stay on cores at all.
     """
@@ -59,7 +59,7 @@ class CoreShare:
     def __init__(self, num_workers: int, threads: int, pinned: bool) -> None:
         self._num_workers, self._threads, self._running = num_workers, threads, False
         self.cores: list[tuple[int, ...]] = [()] * num_workers
-        """Each worker's own, empty: wherever the system likes."""
+        """Each worker's own; empty: wherever the system likes."""
         with _LOCK:
             taken = {core for other in _SHARES for cores in other.cores for core in cores}
             if pinned:
@@ -67,7 +67,7 @@ class CoreShare:
             _SHARES.add(self)
 
     def crowding(self) -> str | None:
-        """A sentence for people where there are fewer cores than these workers and those that run already use."""
+        """A message if there are fewer cores than these workers and those that run already use."""
         with _LOCK:
             others = [other for other in _SHARES if other._running and other is not self]
         used = sum(share._num_workers * share._threads for share in (self, *others))
@@ -82,7 +82,7 @@ class CoreShare:
         self._running = True
 
     def release(self) -> None:
-        """They are gone; a second call does nothing."""
+        """Give the cores back; may be called twice."""
         with _LOCK:
             _SHARES.discard(self)
 

@@ -1,4 +1,4 @@
-"""The program's side of the fork server: worker processes, started in a moment and looked after as its children are."""
+"""The program's side of the fork server: worker processes, started in a moment and watched like its children."""
 
 import contextlib
 import json
@@ -19,20 +19,20 @@ from ppd_runtime.workers import entry
 from ppd_runtime.workers.fork_server import LONGEST_MESSAGE, NAME
 
 _ASKS_NOBODY_FOR_GPUS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Else a library that asks PyTorch for GPUs while it is imported would start CUDA, which forks cannot use then."""
+"""Else a library that asks PyTorch for GPUs at import would start CUDA, which forks could not use."""
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 """Variables that Ray sets in a program that uses it. Plain workers use no Ray."""
 _LOOK_EVERY_S = 0.02
 _PATIENCE_S = 0.5
-"""For the exit code of a worker that has ended: its server may be stopped, or gone."""
+"""Wait for an ended worker's exit code: its server may be stopped, or gone."""
 UNKNOWN_EXIT_CODE = 256
-"""Of a worker whose fork server did not say how it ended."""
+"""For a worker whose fork server told no exit code."""
 
 
 def can_fork() -> bool:
-    """Whether this is a Linux that gives descriptors of processes, which gVisor and old container runtimes refuse.
+    """Whether this is a Linux that gives pidfds, which gVisor and old container runtimes refuse.
 
-    On other systems libraries may not survive a fork. Where workers are not forked, each imports for itself.
+    On other systems libraries may not survive a fork. A worker that is not forked imports for itself.
     """
     try:
         descriptor = os.pidfd_open(os.getpid())
@@ -48,7 +48,7 @@ def can_fork() -> bool:
 
 
 def can_read(descriptor: int, seconds: float) -> bool:
-    """Whether there is something to read, or the end, within so long."""
+    """Whether data or the end of file comes within `seconds`."""
     waiting = select.poll()
     waiting.register(descriptor, select.POLLIN)
     return bool(waiting.poll(seconds * 1000))
@@ -76,7 +76,7 @@ class ForkServer:
         self._living: dict[int, ForkedProcess] = {}
 
     def fork(self, name: str, streams: Sequence[int]) -> "ForkedProcess":
-        """Ask for a worker with these standard streams, without waiting for it; where the server is gone, it has
+        """Ask for a worker with these standard streams, without waiting for it; if the server is gone, it has
         failed."""
         process = ForkedProcess(self)
         with self._lock, contextlib.suppress(ConnectionError):
@@ -92,14 +92,14 @@ class ForkServer:
             self._note_end()
 
     def said(self) -> str:
-        """What it has said of errors, until it is closed."""
+        """What it wrote to stderr, until it is closed."""
         if self._errors.closed:
             return ""
         self._errors.seek(0)
         return self._errors.read()
 
     def close(self) -> None:
-        """Give it back; the last of those who hold it ends it. Its forks are told by their own streams."""
+        """Release it; the last holder ends it. Its forks are told by their own streams."""
         with _opening:
             self.holders -= 1
             if self.holders:
@@ -114,10 +114,10 @@ class ForkServer:
         self._errors.close()
 
     def _receive(self) -> tuple[bytes, Sequence[int]]:
-        """What the server says next; nothing where it has ended. Raises BlockingIOError where it is silent."""
+        """What the server says next; empty if it has ended. Raises BlockingIOError if it is silent."""
         try:
             return socket.recv_fds(self._control, LONGEST_MESSAGE, 1)[:2]
-        except ConnectionError:  # said once, before what it sent last
+        except ConnectionError:  # raised once, before its last words
             return self._receive()
 
     def _note(self, answer: dict[str, int], descriptors: Sequence[int]) -> None:
@@ -139,9 +139,9 @@ _opening = threading.Lock()
 
 
 def open_fork_server() -> ForkServer:
-    """The one that serves this program's runtimes, or a new one; who has it closes it.
+    """The one that serves this program's runtimes, or a new one; each holder closes it.
 
-    Its forks inherit what it has inherited, so it serves as long as this program would hand down the same.
+    Forks inherit what the server inherited, so it serves while this program would hand down the same.
     """
     with _opening:
         server = _open.get(inherited := _inherited())
@@ -159,17 +159,17 @@ def _inherited() -> object:
 
 
 class ForkedProcess:
-    """A worker that the fork server has made, or will; it has what is used of `subprocess.Popen`."""
+    """A present or future fork of the fork server, with the used part of `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
         self._descriptor: int | None = None
         self.pid = server.process.pid
-        """Until it is there, the server's: what holds that one up holds up both."""
+        """Until it exists, the server's: what stops that one stops both."""
         self.returncode: int | None = None
 
     def appear(self, pid: int, descriptor: int) -> None:
-        """It is there, with a descriptor that stays its own."""
+        """It exists, with a descriptor that stays its own."""
         self.pid, self._descriptor = pid, descriptor
         if self.returncode is not None:  # it is no longer wanted
             self.kill()
@@ -195,7 +195,7 @@ class ForkedProcess:
         return code
 
     def kill(self) -> None:
-        """End it now, or as soon as it is there."""
+        """End it now, or as soon as it exists."""
         if self._descriptor is None:
             self.returncode = -signal.SIGKILL
             return
@@ -203,13 +203,13 @@ class ForkedProcess:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def server_said(self) -> str:
-        """What its server has said of errors: of a worker that never was there."""
+        """Its server's stderr, for a worker that never existed."""
         return self._server.said()
 
     def adopted_exit_code(self) -> int | None:
-        """Take what is left of it where it has ended and its server is gone, and this program is who gets orphans.
+        """Reap it if it has ended, its server is gone and this program inherits orphans.
 
-        That is process 1 of a container, and who has asked for orphans. Nobody else would collect it.
+        Process 1 of a container does, and a child subreaper. Nobody else would reap it.
         """
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # somebody else's, or a Linux before 5.4
@@ -218,7 +218,7 @@ class ForkedProcess:
         return None
 
     def _last_heard(self) -> int:
-        """The exit code of what has ended, as soon as its server says it, or where that is gone, if anybody does."""
+        """The ended process' exit code: from its server, or by reaping it if that is gone."""
         deadline = time.monotonic() + _PATIENCE_S
         while self.returncode is None and self._server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)

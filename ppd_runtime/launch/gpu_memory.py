@@ -19,7 +19,7 @@ class FoundGpu:
     """The GPU of a worker that has not loaded anything yet."""
 
     number: str
-    """Of its host's, as it counts them."""
+    """Its number on its host."""
     free: int
     """Bytes."""
     host: str = ""
@@ -39,14 +39,14 @@ def check_gpus(specs: Sequence[WorkerSpec], config: RuntimeConfig) -> None:
 
 
 def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], config: RuntimeConfig) -> None:
-    """Raise ValueError where the workers of one GPU need more memory together than is free there.
+    """Raise ValueError if the workers of one GPU together need more memory than is free there.
 
-    Counted are weights, boundaries' heads among them, and the keys and values of as many tokens as the settings have
-    stages keep. What is chosen by the free memory, and what CUDA takes in each process, are not.
+    It counts weights, with boundaries' heads, and keys and values of as many tokens as the settings have stages keep.
+    It does not count what is sized by the free memory, or what CUDA takes in each process.
 
     Args:
         specs: the workers, by their ranks.
-        gpus: where those that have a GPU have found it, by rank.
+        gpus: the GPUs that workers have found, by rank.
         config: the runtime's settings.
     """
     of_gpus = defaultdict[tuple[str, str], list[int]](list)

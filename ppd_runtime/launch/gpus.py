@@ -1,4 +1,4 @@
-"""This host's GPUs: which of them workers get that are no actors of Ray's, and what is free there."""
+"""This host's GPUs: which of them workers outside Ray get, and their free memory."""
 
 import math
 
@@ -11,10 +11,10 @@ def free_bytes(device: str) -> int:
 
 
 def assign_gpus(num_workers: int, num_gpus: int, gpus_per_worker: float | None) -> list[str]:
-    """A GPU for each worker, such as cuda:0. They share what there is, but where `gpus_per_worker` says how many may.
+    """A GPU for each worker, such as cuda:0. Workers share all GPUs, unless `gpus_per_worker` says how many may.
 
     Raises:
-        ValueError: where these are too few.
+        ValueError: if there are too few.
     """
     share = 1 if gpus_per_worker is None else gpus_per_worker
     needed = math.ceil(num_workers / math.floor(1 / share)) if share <= 1 else num_workers * int(share)

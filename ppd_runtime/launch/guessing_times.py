@@ -28,13 +28,13 @@ class GuessingTimes:
     """`SpeculationPolicy.way_seconds` of earlier runs with the same model, layout and machine.
 
     Args:
-        specs: of all workers, with their code and layout; a text of another kind may have other times, so they only say
-            what to begin with.
+        specs: of all workers, with code and layout. Another kind of text may have other times, so these are only a
+            start.
     """
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
         self._about, self._growth = None, Growth()
-        # of a model or a device that cannot be read workers say so
+        # workers report a model or a device that cannot be read
         with contextlib.suppress(ValueError, OSError, RuntimeError, AssertionError):
             if _are_kept(specs):
                 self._about, self._growth = _about(specs), Growth(specs[DECIDER].heavy_length)
@@ -42,7 +42,7 @@ class GuessingTimes:
         self._noted_at = time.monotonic()
 
     def known(self) -> tuple[float, ...]:
-        """What is known; empty where nothing is."""
+        """Known times; empty if there are none."""
         try:
             return noted(_KIND, self._about) if self._about else ()
         except ValueError as error:  # there is no folder for it
@@ -50,7 +50,7 @@ class GuessingTimes:
             return ()
 
     def learn(self, seconds: tuple[float, ...], length: float) -> None:
-        """A request has ended, and this is known by now of tokens behind so many others; now and then it is written."""
+        """A request has ended, with these `seconds` after `length` tokens; now and then they are written."""
         self._seconds = tuple(self._growth.moved(one, length, 0) for one in seconds) or self._seconds
         if time.monotonic() - self._noted_at > _EVERY_S:
             self.write()

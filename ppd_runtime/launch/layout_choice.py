@@ -1,7 +1,7 @@
-"""What the staged layout chooses where nothing is given, as functions of measured times: cuts, rows and candidates.
+"""The staged layout's defaults of cuts, rows and candidates, as functions of measured times.
 
-Measured numbers are rounded before anything is chosen by them, and cuts stay even but for a clear gain: what one
-measurement has by chance should not decide.
+Measured numbers are rounded first, and cuts stay even unless the gain is clear: noise of one measurement should not
+decide.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from ppd_runtime.layouts import StagedLayout
 
 MOST_CHOSEN_ROWS = 8
 _MOST_K = 5  # a further candidate is right in one token of a hundred
-_DEAR = 0.5  # what a row may cost for there to be a second one
-_CLEAR_GAIN = 0.95  # of the longest stage's time, for cuts that are not even
-_HEADS, _ROWS = 4, 20  # parts of a layer, and of a pass, to which times are rounded
+_DEAR = 0.5  # most that a row may cost for a second one
+_CLEAR_GAIN = 0.95  # share of the longest stage's time, for uneven cuts
+_HEADS, _ROWS = 4, 20  # times are rounded to these parts of a layer, and of a pass
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one device takes."""
+    """Costs of one device."""
 
     guess_head: float
-    """To name candidates at a boundary, in passes of one layer over one token."""
+    """Naming candidates at a boundary, in passes of one layer over one token."""
     head: float
-    """To choose a token behind the last layer, in the same."""
+    """Choosing a token after the last layer, in the same."""
     row: float
     """What a further row of a pass adds, as a share of the first one's time."""
 
@@ -38,7 +38,7 @@ class StageCosts:
 
 
 def balanced_cuts(num_layers: int, stages: int, costs: StageCosts) -> tuple[int, ...]:
-    """The cuts with which the longest stage, its head included, takes least; the even ones but for a clear gain."""
+    """The cuts with which the longest stage, its head included, takes least; even cuts unless the gain is clear."""
     heads = [costs.guess_head] * (stages - 1) + [costs.head]
 
     def longest(cuts: Sequence[int]) -> float:
@@ -53,7 +53,7 @@ def balanced_cuts(num_layers: int, stages: int, costs: StageCosts) -> tuple[int,
 
 
 def chosen_rows(costs: StageCosts) -> int:
-    """The most rows that together take at most twice one row's time; 1 where each further row costs more than half of
+    """The most rows that together take at most twice one row's time; 1 if each further row costs more than half of
     one."""
     if costs.row > _DEAR:
         return 1
@@ -74,7 +74,7 @@ def choose_layout(
     k: int | None = None,
     most_k: int | None = None,
 ) -> StagedLayout:
-    """What is given, and the rest by `costs`; without them even cuts, and rows of one.
+    """The given values, the rest by `costs`; without costs, even cuts and one row.
 
     `most_k` is how many candidates there can be.
     """

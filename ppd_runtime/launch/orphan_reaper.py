@@ -1,9 +1,9 @@
-"""Removes what a program leaves behind that ends without warning: `python orphan_reaper.py FOLDER PID`.
+"""Removes what a program that ends without warning leaves: `python orphan_reaper.py FOLDER PID`.
 
-It waits until the program has ended, or lets go of the other end of its standard input, or writes there; a fork of the
-program may hold that end for longer than the program runs. Then workers and processes of Ray that still use the folder
-have a moment to end by themselves, are ended otherwise, and the folder is removed. It is a script that imports nothing
-of ours, so that it is small: it runs as long as the program does.
+It waits until the program has ended, or closes the other end of this script's standard input, or writes there; a fork
+of the program may hold that end longer than the program runs. Then workers and Ray processes that still use the folder
+have a moment to end by themselves, are killed otherwise, and the folder is removed. The script imports nothing of ours
+to be small: it runs as long as the program does.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ GRACE_S = 5.0
 def users_of(folder: str) -> set[int]:
     """Workers and processes of Ray that have a file in the folder open, on systems with a /proc.
 
-    Children of the program's own may have inherited such a file: they are none of these.
+    The program's own children may have inherited such a file: they do not count.
     """
     users = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
@@ -50,7 +50,7 @@ def clear(folder: str, grace_s: float = GRACE_S) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    """Wait until a process ends, or lets go of standard input or writes there."""
+    """Wait until a process ends, or closes standard input or writes there."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     if hasattr(os, "pidfd_open"):

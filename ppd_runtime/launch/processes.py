@@ -32,13 +32,13 @@ _STOP_DEADLINE_S = 5.0
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 Start = Callable[[str, Sequence[int]], Process]
-"""Starts a process of a name, with its three standard streams."""
+"""Starts a process by name, with its three standard streams."""
 
 
 class ProcessWorkers:
-    """Every worker a process in a session of its own, forked from one that has imported what they all need.
+    """Each worker is a process in its own session, forked from one that has imported what they all need.
 
-    A worker ends with its owner, however that ends: it holds the other end of the worker's standard input.
+    A worker ends with its owner, however that ends: the owner holds the other end of its standard input.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ProcessWorkers:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
+        with contextlib.ExitStack() as last:  # an interrupt skips none of the later steps
             last.callback(self._folder.remove)
             for server in self._servers:
                 last.callback(server.close)
@@ -97,7 +97,7 @@ class ProcessWorkers:
 
 
 class ProcessHandle:
-    """A worker process: its order goes to its standard input, what it answers comes from its standard output."""
+    """A worker process: it reads its order from standard input and answers on standard output."""
 
     cancelled = False
 
@@ -111,15 +111,15 @@ class ProcessHandle:
         from_it, answers = os.pipe()
         self._orders, self._stdout = os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb", buffering=0)
         with os.fdopen(orders), os.fdopen(answers, "w"), path.open("w") as errors:
-            self._errors = path.open(errors="replace")  # can be read though it is removed
+            self._errors = path.open(errors="replace")  # readable even once removed
             self.process = start(name, (orders, answers, errors.fileno()))
         os.set_blocking(from_it, False)
         self._tell(order.encode() + b"\n")
 
     def is_ready(self) -> bool:
-        """Whether it has said so; raises RuntimeError with what it said, or its last words, where it failed.
+        """Whether it says that it is ready; raises RuntimeError with its words if it failed.
 
-        It cannot answer before it has read its order, so one that somebody has stopped counts as failed, too.
+        It cannot answer before it has read its order, so a process that is stopped counts as failed, too.
         """
         if not self._read() and b"\n" not in self._answers:
             raise RuntimeError(self._last_words())
@@ -160,12 +160,12 @@ class ProcessHandle:
         return None
 
     def wait(self, seconds: float) -> None:
-        """Give it so long to end by itself."""
+        """Wait until it ends, or `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 
     def kill(self) -> None:
-        """End it and collect what is left of it."""
+        """End it and reap it."""
         self.process.kill()
         self.process.wait()
         for stream in (self._orders, self._stdout, self._errors):
@@ -173,7 +173,7 @@ class ProcessHandle:
                 stream.close()
 
     def _tell(self, line: bytes) -> None:
-        """Write to its standard input, which stays open; where it has ended, its answer will say so."""
+        """Write to its standard input, which stays open; if it has ended, its answer will say so."""
         with contextlib.suppress(BrokenPipeError):
             self._orders.write(line)
             self._orders.flush()
@@ -213,7 +213,7 @@ def start_alone(name: str, streams: Sequence[int]) -> "subprocess.Popen[bytes]":
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped a process, where the system has a /proc."""
+    """Whether somebody has stopped a process, if the system has a /proc."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False

@@ -1,4 +1,4 @@
-"""The folder of the sockets between workers, and what removes it where its owner could not."""
+"""The folder of the sockets between workers, and what removes it if its owner cannot."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import orphan_reaper
 
-_KEEPER_S = 0.3  # that it takes where no process is left to end
+_KEEPER_S = 0.3  # that it takes if no process is left to end
 _USUAL = "/tmp"
 _LONGEST_NAME = len("worker-1000")
 
@@ -30,7 +30,7 @@ class SocketFolder:
         longest_name: bytes of a socket's path below the folder; the system allows some hundred for all of it.
 
     Raises:
-        ValueError: where there is no such folder.
+        ValueError: if there is no such folder.
     """
 
     def __init__(self, longest_name: int = _LONGEST_NAME) -> None:
@@ -74,7 +74,7 @@ def _places() -> Iterator[str]:
 
 
 def _folder_in(place: str, longest_name: int) -> str:
-    """A new one; raises OSError where it cannot be made, or a socket there."""
+    """A new folder; raises OSError if it or a socket there cannot be made."""
     folder = Path(tempfile.mkdtemp(prefix="ppd-", dir=Path(place).resolve()))
     trial = folder / ("x" * longest_name)
     try:

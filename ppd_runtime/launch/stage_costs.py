@@ -1,4 +1,4 @@
-"""What a stage's passes and heads take here: measured once for a model's shapes before it is cut, then kept."""
+"""Costs of a stage's passes and heads here: measured once for a model's shapes before it is cut, then kept."""
 
 import gc
 import logging
@@ -30,7 +30,7 @@ from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
-_LAYERS = 2  # are run, so that what a call takes does not count with one layer
+_LAYERS = 2  # layers run, so that one does not bear a call's overhead
 _GUESSES = 1  # rank of the first stage
 _PROMPT = [0, 1, 2, 3]
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_SECONDS = 3, 25, 0.1
@@ -39,10 +39,10 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_SECONDS = 3, 25, 0.1
 def with_layout(
     specs: list[WorkerSpec], given: StagedLayout, config: RuntimeConfig, progress: Progress
 ) -> list[WorkerSpec]:
-    """The stages with the cuts, rows and k that are given, and the others by what is measured here.
+    """The stages with the given cuts, rows and k; those not given are chosen by measurement here.
 
-    The stages' devices are taken to be alike, and like this process'. Where it has none of their kind, or nothing can
-    be measured or kept, cuts are even, passes have one row, and rows that are given are taken to cost nothing.
+    The stages' devices are assumed to be alike, and like this process'. If it has none of their kind, or cannot measure
+    or store, cuts are even, passes have one row, and given rows are assumed to cost nothing.
     """
     main, stages = specs[DECIDER], given.num_processes
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
@@ -59,19 +59,19 @@ def with_layout(
 
 
 def _emulated_costs(device: EmulatedDevice) -> StageCosts:
-    """It says itself what it takes, but of heads at boundaries, which run as they are."""
+    """It states its own costs, except of boundary heads, which run as they are."""
     head = device.head_ms / device.layer_ms if device.layer_ms else 0.0
     return StageCosts.rounded(0.0, head, device.row_cost)
 
 
 def _kept_costs(spec: WorkerSpec, progress: Progress) -> StageCosts | None:
-    """What is known of stages like this one, which guesses, measured now where nothing is; None where it cannot be."""
+    """Costs of guessing stages like this one, measured now if they are unknown; None if that fails."""
     if spec.device.startswith("cuda") and not torch.cuda.is_available():
         return None
     try:
         numbers = kept_finding("stages", _about(spec), ["guess_head", "head", "row"], lambda: _measured(spec, progress))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = with_way_out(error) if isinstance(error, OSError) else error  # of a folder that cannot be written
+        reason = with_way_out(error) if isinstance(error, OSError) else error  # a folder that cannot be written
         logger.warning("stages: even cuts, and passes of one row: %s", reason)
         return None
     finally:
@@ -99,7 +99,7 @@ def _about(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float]:
-    """`StageCosts`, not rounded yet: of the shortest rounds, for whatever else runs here only ever adds time."""
+    """`StageCosts`, not rounded yet, from the shortest rounds: whatever else runs here only adds time."""
     progress("measuring what a stage takes")
     layers, threads = min(_LAYERS, spec.info.num_layers), torch.get_num_threads()
     torch.set_num_threads(spec.threads)
@@ -128,7 +128,7 @@ def row_cost(stage: TreeRange) -> float:
 
 
 def _timed_passes(stage: TreeRange) -> tuple[torch.Tensor, float, float]:
-    """A hidden state behind a prompt, the seconds of a pass over one row, and what a further row adds to it."""
+    """A hidden state after a prompt, the seconds of a pass over one row, and what a further row adds to it."""
     stage.begin(len(_PROMPT) + MOST_CHOSEN_ROWS)
     hidden = stage.run_prompt(_PROMPT, 0)[:, -1:]
     one, several = (_shortest(partial(_run_pass, stage, size)) for size in (1, MOST_CHOSEN_ROWS))
@@ -136,7 +136,7 @@ def _timed_passes(stage: TreeRange) -> tuple[torch.Tensor, float, float]:
 
 
 def _run_pass(stage: TreeRange, size: int) -> None:
-    """Run so many rows, each behind the one before, and forget them."""
+    """Run `size` rows, each after the one before, and forget them."""
     nodes = range(1, size + 1)
     stage.run_rows([0] * size, [list(range(1, node + 1)) for node in nodes])
     for node in nodes:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_ray(config: RuntimeConfig) -> None:
-    """Raise ValueError where no Ray answers at the address that was given, or this program is connected to another."""
+    """Raise ValueError if no Ray answers at the given address, or this program is connected to another."""
     source, address = address_to_join(config)
     if not ray_is_initialized():
         if address is not None:
@@ -38,7 +38,7 @@ def check_ray(config: RuntimeConfig) -> None:
 
 
 def transport_here(transport: str, specs: Sequence[WorkerSpec]) -> str:
-    """What is used for a setting where every worker is on this host and knows its device."""
+    """The transport for a setting if every worker is on this host and knows its device."""
     devices = {spec.device for spec in specs}
     return choose_transport(transport, specs[DECIDER].device.startswith("cuda"), len(devices) == len(specs))
 
@@ -57,13 +57,13 @@ def start_workers(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str,
 
 
 def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progress: Progress) -> list[WorkerSpec]:
-    """Make code and weights ready, and choose what stages are to be chosen by measurement.
+    """Prepare code and weights, and choose by measurement what stages leave open.
 
-    Where this process sees no device of the workers' kind, or cannot compile for workers on other hosts, there is no
-    code yet: a worker compiles it. Workers that do not fit on this host's GPUs are refused first or, where that depends
-    on how stages are cut, as soon as it is known.
+    If this process sees no device of the workers' kind, or cannot compile for workers on other hosts, there is no code
+    yet: a worker compiles it. Workers that do not fit on this host's GPUs are refused first or, if that depends on the
+    cuts, as soon as these are known.
     """
-    gpus_are_known = launcher != "ray"  # whose actors learn theirs when they are there
+    gpus_are_known = launcher != "ray"  # Ray's actors learn theirs when they run
     layout = specs[DECIDER].layout
     cuts_matter = isinstance(layout, StagedLayout) and len({spec.device for spec in specs}) > 1
     if gpus_are_known and not cuts_matter:

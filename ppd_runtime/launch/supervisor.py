@@ -1,4 +1,4 @@
-"""Keeps workers alive: one that ends or no longer answers is replaced, a number of times in a row at the most."""
+"""Keeps workers alive: replaces one that ends or no longer answers, a limited number of times in a row."""
 
 import logging
 import time
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = 300.0
 PING_EVERY_S = 1.0
 ANSWER_DEADLINE_S = 15.0
-"""A worker that has not answered for so long counts as lost."""
+"""A worker that is silent for this long counts as lost."""
 LAST_LOOK_S = 0.5
-"""Before it does: where this process has been stopped, or the whole machine, the answer comes only now."""
+"""A last wait: if this process, or the whole machine, was stopped, the answer comes only now."""
 CLOSED = "the runtime is closed: make a new one"
 _LOOK_EVERY_S = 0.02
 _LONGEST_PAUSE_S = 30.0
@@ -29,26 +29,26 @@ class WorkerHandle(Protocol):
     """One start of one worker: a process, an actor or a thread."""
 
     location: str
-    """Where its peers reach it, once it is ready; empty where its rank says that."""
+    """Where its peers reach it, once it is ready; empty if its rank says that."""
     bits: Bits
-    """Those that it computes, once it is ready."""
+    """Its bits, once it is ready."""
     cancelled: bool
-    """Whether it was taken back before it ran at all, which says nothing against the worker."""
+    """Whether it was cancelled before it ran at all, which says nothing against the worker."""
 
     def is_ready(self) -> bool:
-        """Whether it has loaded its layers; raises RuntimeError with its own words where it never will."""
+        """Whether it has loaded its layers; raises RuntimeError with its own words if it never will."""
 
     def welcome(self) -> None:
-        """Have it serve, once it is ready: before, it answers none of its peers."""
+        """Let it serve, once it is ready: before, it answers none of its peers."""
 
     def end_reason(self) -> str | None:
-        """Why it ended or counts as ended, in its own words where it has any; None while it serves."""
+        """Why it ended or counts as ended, in its own words if it has any; None while it serves."""
 
     def wait(self, seconds: float) -> None:
-        """Give it so long to end by itself."""
+        """Wait until it ends, or `seconds`."""
 
     def kill(self) -> None:
-        """End it now, however it is."""
+        """End it now, in any state."""
 
 
 @dataclass
@@ -57,18 +57,18 @@ class _Post:
 
     handle: WorkerHandle | None
     deadline: float = 0.0
-    """To start, by the monotonic clock."""
+    """Start deadline (monotonic)."""
     serving: bool = False
     spawn_at: float = 0.0
-    """When to start the next one, where there is none."""
+    """When to start the next one, if there is none."""
     losses: int = 0
     """Losses in a row."""
     excused: bool = False
-    """Whether a start that was cancelled has gone uncounted since the last loss that counts."""
+    """Whether a cancelled start has gone uncounted since the last loss that counts."""
     starts: int = 0
-    """How many have come to serve."""
+    """Starts that came to serve."""
     silent: bool = False
-    """Whether others have waited for a message that it did not send."""
+    """Whether others have waited in vain for its message."""
 
 
 class Supervisor:
@@ -77,7 +77,7 @@ class Supervisor:
     Args:
         layout: who the workers are, and who is needed.
         spawn: starts a worker of a rank, without waiting for it.
-        most_restarts: restarts of a worker in a row, without a sign of success between them.
+        most_restarts: most restarts of a worker in a row, without success between them.
         introduce: is told the rank and the location of each worker that has come to serve.
     """
 
@@ -118,10 +118,10 @@ class Supervisor:
     def check(self, hear: Callable[[], None] = lambda: None) -> None:
         """Look at every worker once and replace those that are lost; a loss is logged.
 
-        `hear` is called before a loss is told of: what the lost worker said last may have come, see `note_words`.
+        `hear` is called before a loss is reported: the lost worker's last words may have come, see `note_words`.
 
         Raises:
-            RuntimeError: where one is lost that is needed, and has been replaced too often, or all have been dismissed.
+            RuntimeError: if a needed one is lost and has been replaced too often, or all have been dismissed.
         """
         if self._dismissed or not self._posts.keys() >= self._layout.needed:
             raise RuntimeError(self._failure)  # every call of several is told why
@@ -138,8 +138,8 @@ class Supervisor:
     def replace(self, rank: int, reason: str) -> None:
         """End a worker, and start a new one at the next `check` unless it has been restarted too often.
 
-        A start that was cancelled counts with the loss before, once: the successor of a worker that went with its host
-        may have been sent to that host before its loss was known.
+        One cancelled start after a loss is not counted: the successor of a worker that went with its host may have been
+        sent to that host before its loss was known.
         """
         post = self._posts[rank]
         post.excused = post.handle is not None and post.handle.cancelled and not post.excused
@@ -161,11 +161,11 @@ class Supervisor:
         logger.warning("%s is lost%s, decoding goes on without it: %s", self.name_of(rank), again, reason)
 
     def note_words(self, rank: int, words: str) -> None:
-        """Keep what a worker said of its own end; it is the reason that people are told."""
+        """Keep a worker's own words on its end; they are the reason that users see."""
         self._words[rank] = words
 
     def note_success(self, rank: int) -> None:
-        """A worker has been of use (the main process: all that are needed): its losses in a row count from 0 again."""
+        """A worker (for the main process: all that are needed) was useful: its losses count from 0 again."""
         for useful in self._layout.needed if rank == DECIDER else (rank,):
             if post := self._posts.get(useful):
                 post.losses, post.silent = 0, False
@@ -193,7 +193,7 @@ class Supervisor:
         return [rank for rank, post in self._posts.items() if post.serving]
 
     def unwell(self) -> list[str]:
-        """Who is needed and does not serve, or has ended unnoticed, by name. May be called in any thread."""
+        """Names of needed workers that do not serve or have ended unnoticed. May be called in any thread."""
         return [self.name_of(rank) for rank in sorted(self._layout.needed) if not self._is_well(self._posts.get(rank))]
 
     @staticmethod
@@ -202,7 +202,7 @@ class Supervisor:
         return post is not None and post.serving and handle is not None and handle.end_reason() is None
 
     def name_of(self, rank: int) -> str:
-        """What messages to people call a worker."""
+        """A worker's name in messages."""
         return self._layout.named(rank)
 
     def dismiss(self) -> None:
@@ -210,7 +210,7 @@ class Supervisor:
         self._dismissed, self._failure = True, CLOSED
 
     def stop(self, seconds: float) -> None:
-        """Give those that serve, and have been told to end, so long to do so; then end everybody."""
+        """Give serving workers, which were told to end, this long to do so; then kill all."""
         deadline = time.monotonic() + seconds
         try:
             for post in self._posts.values():
@@ -228,7 +228,7 @@ class Supervisor:
         post.deadline = time.monotonic() + START_DEADLINE_S
 
     def _spawn_again(self, rank: int, post: _Post) -> str | None:
-        """Start a worker once more; the reason where the system or the model's files refuse."""
+        """Restart a worker; returns the reason if the system or the model's files refuse."""
         try:
             self._spawn_worker(rank, post)
         except (OSError, MemoryError, ValueError) as error:

@@ -20,7 +20,7 @@ _STOP_DEADLINE_S = 10.0
 
 
 class LocalWorkers:
-    """Every worker a thread of this process: no Ray, no sockets; for notebooks and tests."""
+    """Workers as threads of this process: no Ray, no sockets; for notebooks and tests."""
 
     def __init__(self, specs: Sequence[WorkerSpec], most_restarts: int, progress: Progress) -> None:
         self._threads_before = torch.get_num_threads()
@@ -77,7 +77,7 @@ class ThreadHandle:
         return None if self._thread.is_alive() else "its thread has ended"
 
     def wait(self, seconds: float) -> None:
-        """Give it so long to end."""
+        """Wait up to `seconds`."""
         self._thread.join(seconds)
 
     def kill(self) -> None:

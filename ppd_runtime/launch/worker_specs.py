@@ -23,14 +23,14 @@ from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.workers.spec import WorkerSpec
 
 USUAL_SHORTLIST = 8192
-"""Tokens that are guessed among where the head is large and nothing is given."""
+"""The default number of tokens to guess among, if the head is large."""
 _MANY_TOKENS = 2 * USUAL_SHORTLIST
 Heads = dict[int, HeadInfo] | OracleHead
-"""Trained heads by their layers; none: the shared one."""
+"""Trained heads by their layer; empty: the shared one."""
 
 
 def find_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
-    """The exit heads that the settings name; ValueError where they are none of this model's."""
+    """The exit heads that the settings name; ValueError if they are not for this model."""
     exit_head = config.exit_head
     if isinstance(exit_head, OracleHead):
         return exit_head
@@ -45,7 +45,7 @@ def find_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
 
 
 def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
-    """The settings with the exit layer, or cuts, of trained heads where they are not given; ValueError for others."""
+    """The settings, with exit layer or cuts from trained heads if not given; ValueError if they differ."""
     if isinstance(heads, OracleHead) or not heads:
         return config
     layers = tuple(sorted(heads))
@@ -62,7 +62,7 @@ def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
 
 
 def _head_of(spec: WorkerSpec, heads: Heads) -> str | HeadInfo | OracleHead:
-    """A worker's exit head; of stages, the one after whose layer its boundary lies."""
+    """A worker's exit head; for a stage, the one for the layer before its boundary."""
     if isinstance(heads, OracleHead):
         return heads
     if isinstance(spec.layout, PaperLayout):
@@ -74,7 +74,7 @@ def paper_layout(config: RuntimeConfig, exit_layer: int, dtype: torch.dtype) -> 
     """The paper's layout of these settings.
 
     Raises:
-        ValueError: where sub-processes would share a pass outside float32, whose rounding is another one.
+        ValueError: if candidates would share a pass outside float32, where rounding differs.
     """
     k, workers = config.num_candidates, config.num_subs
     if workers < k and dtype != torch.float32:
@@ -101,9 +101,9 @@ def staged_layout(config: RuntimeConfig, num_layers: int, joins: bool, guess_voc
 
 
 def _guess_tokens(config: RuntimeConfig, info: ModelInfo) -> tuple[int, ...]:
-    """The tokens that are guessed among; none stands for the whole vocabulary.
+    """The tokens to guess among; empty: the whole vocabulary.
 
-    Where nothing is given that is a shortlist for a model whose head has more weights than one of its layers.
+    The default is a shortlist for a model whose head has more weights than one of its layers.
     """
     size = config.guess_vocab
     if size is None and isinstance(config.exit_head, str):
@@ -132,14 +132,14 @@ def worker_specs(
     heads: Heads,
     emulate: EmulatedDevice | None,
 ) -> list[WorkerSpec]:
-    """Specs of all processes, by rank; ValueError where this machine has no room for them."""
+    """Specs of all processes, by rank; ValueError if this machine has no room for them."""
     by_ray = launcher == "ray"
     if by_ray and config.device.startswith("cuda:"):
         raise ValueError(
             f"device={config.device!r} with Ray, which gives each worker a GPU of its own: choose device cuda, or "
             "launcher processes"
         )
-    elsewhere = by_ray and not config.one_host  # what this host has says nothing of the workers'
+    elsewhere = by_ray and not config.one_host  # this host's devices say nothing of the workers'
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
     compiled = wants_code(config.compile, device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)

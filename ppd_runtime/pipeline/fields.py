@@ -1,7 +1,7 @@
 """The types of fields on the wire, each with the range of values that is let through.
 
-Whole numbers, numbers and texts stand in the header as they are, and lists of numbers as bytes, eight for each,
-the lowest first, those of a record as JSON: so no array in a header is long, however its writer nests them.
+Numbers and texts stand in the header as they are. Lists of numbers are bytes, eight a number, little-endian; a record's
+lists are JSON. So no array in a header is long, however its writer nests them.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ _MOST = sys.float_info.max
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this version, or a message that no bytes of this version hold."""
+    """Bytes that are no message of this version, or a message that this version cannot encode."""
 
 
 @dataclass(frozen=True)
 class Within:
-    """The least and the greatest value of a number or of each of a list's, and the greatest length of a list."""
+    """The least and greatest value of a number or of each number in a list; the greatest length of a list."""
 
     low: float
     high: float
@@ -41,12 +41,12 @@ class Within:
 
 @dataclass(frozen=True)
 class AsRecord:
-    """Marks a field that is a dataclass of plain values and checks them itself: in a header, a list of its values."""
+    """Marks a field whose dataclass checks its own plain values; a header holds it as a list of values."""
 
     stays: tuple[str, ...] = ()
-    """Its fields that are not sent; the reader has their defaults."""
+    """Fields that are not sent; the reader uses their defaults."""
     functions: tuple[str, ...] = ()
-    """Its fields that no bytes can hold; they must be empty."""
+    """Fields that cannot be encoded; they must be empty."""
 
 
 Rank = Annotated[int, Within(-1, _MOST_RANK)]
@@ -69,9 +69,9 @@ Limit = Annotated[int, Within(0, 2**31 - 1)]
 Finite = Annotated[float, Within(-_MOST, _MOST)]
 
 Reader = Callable[[Any], Any]
-"""From what a header holds to the value of a field; it raises WireError for all else."""
+"""Turns what a header holds into a field's value; raises WireError for anything else."""
 Writer = Callable[[Any], Any]
-"""From the value of a field to what a header holds."""
+"""Turns a field's value into what a header holds."""
 
 
 def is_tensor(hint: object) -> bool:
@@ -99,9 +99,9 @@ def is_number(hint: object) -> bool:
 
 
 def reader(name: str, hint: object) -> Reader:
-    """How to read the field `name`, which is no number.
+    """How to read the field `name`, which is not a number.
 
-    Of a tensor, the header holds a description that is still to be checked; see `tensors`.
+    For a tensor the header holds a description that is not checked yet; see `tensors`.
     """
     if get_origin(hint) is Annotated:
         base, within = get_args(hint)
@@ -141,21 +141,21 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class FieldPlan:
-    """How a kind of message is written and read; places are in its header."""
+    """How to write and read a kind of message; places index its header."""
 
     number: int
     num_fields: int
     values: Callable[[Any], tuple[Any, ...]]
     ranges: tuple[Range, ...]
     readers: tuple[tuple[int, Reader], ...]
-    """Of fields that are no numbers."""
+    """For fields other than numbers."""
     writers: tuple[tuple[int, Writer], ...]
-    """Of fields that do not stand in a header as they are: lists of whole numbers, and records."""
+    """For fields that a header holds in another form: lists of numbers, and records."""
     tensor: int
-    """Place of its tensor; 0 where it has none."""
+    """Place of its tensor; 0 if it has none."""
 
     def read(self, header: list[Any]) -> None:
-        """Put the message's values in the place of what a header of the right length holds; WireError for all else."""
+        """Decode a header of the right length in place, into the message's values; WireError for bad contents."""
         for place, name, types, low, high in self.ranges:
             if type(header[place]) not in types or not low <= header[place] <= high:
                 raise WireError(f"{name} of the wrong type or out of range")
@@ -240,8 +240,8 @@ def _record_reader(name: str, kind: type, form: AsRecord) -> Reader:
 
 
 def _record_hints(kind: type, form: AsRecord) -> dict[str, Any]:
-    """The types of what is sent."""
-    hints = get_type_hints(kind, localns={"Tensor": Tensor})  # settings name it without importing it
+    """Types of the sent fields."""
+    hints = get_type_hints(kind, localns={"Tensor": Tensor})  # settings do not import Tensor
     stay = {*form.stays, *form.functions}
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name not in stay}
 
@@ -280,14 +280,13 @@ def _value_writer(name: str, hint: Any) -> Writer | None:
 
 
 def _scalar(hint: Any) -> object | None:
-    """The type of a field that is one number, True or False, or perhaps None; None where it is none."""
+    """The type of a field that is one number or bool, and may be None; None for any other field."""
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     return kinds[0] if len(kinds) == 1 and kinds[0] in _SCALARS else None
 
 
 def _lists_reader(name: str) -> Reader:
-    """Reader of lists of numbers, or of lists of them. They may be long, so they are JSON bytes and no array of a
-    header."""
+    """Reader of lists of numbers, nested or not. They may be long, so a header holds them as JSON bytes."""
 
     def read(value: Any) -> Any:
         if type(value) is not bytes or len(value) > _MOST_JSON:

@@ -1,4 +1,4 @@
-"""What the processes say to each other; `wire` has its form between them."""
+"""The messages between the processes; `wire` encodes them."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -31,7 +31,7 @@ from ppd_runtime.results import PathStats
 from ppd_runtime.sampling_params import SamplingParams
 
 MISS = 0
-"""`Token.winner` where no candidate was right in time."""
+"""`Token.winner` if no candidate was right in time."""
 NOT_ASKED = -1
 """`Token.winner` of the last token, whose successor is not needed."""
 
@@ -48,30 +48,30 @@ class Message:
 class Begin(Message):
     """Client → main → subs: start a request, or go on with it.
 
-    The client says so again after a silence, and then names the tokens that it has got: one that knows the request
-    repeats what follows them, one that does not starts with them.
+    After a silence the client sends it again, and names the tokens that it has: a process that knows the request
+    repeats what follows them, another one starts with them.
     """
 
     prompt_ids: TokenIds
     params: Annotated[SamplingParams, AsRecord(stays=("timeout_s",), functions=("logits_processors",))]
-    """All but the time that it may take, which its client sees to."""
+    """All but the time limit, which the client enforces."""
     live: bool
     """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
     traced: bool = False
     """Whether the client wants every process' `Spans`."""
     delivered: TokenIds = field(default_factory=list)
-    """Tokens behind the prompt that the client has already got; to a stage, all that are certain."""
+    """Tokens after the prompt that the client already has; for a stage, all certain tokens."""
     epoch: Count = 0
-    """To a stage: which attempt at the request this is; each starts from what is certain. To the main process: how
-    often it has been replaced since the request began."""
+    """For a stage: the number of this attempt; each starts from the certain tokens. For the main process: how often it
+    has been replaced since the request began."""
     under_way: Numbers = ()
-    """Requests of lower numbers that are not over; all others of lower numbers are."""
+    """Lower-numbered requests that are not over; all other lower-numbered ones are."""
     watched: bool = False
-    """Whether the client wants every process' `Spans` of passes and choices while the request runs, too."""
+    """Whether the client also wants every process' `Spans` of passes and choices during the request."""
     foreseen: bool = False
-    """Whether it wants `Foreseen`: a message a token, which costs the client some 30 µs each."""
+    """Whether the client wants `Foreseen` messages: one a token, each costs it some 30 µs."""
     guessing: Count = 2
-    """To a stage, what to guess behind the newest token, a `Guessing`."""
+    """For a stage: what to guess after the newest token, a `Guessing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,16 @@ class HeadStart(Message):
     token_ids: Candidates
     hidden: Tensor
     path: TokenIds = field(default_factory=list)
-    """As a `Candidate`'s."""
+    """See `Candidate`."""
     sent_at: Finite = 0.0
-    """By the clock of the host, `time.perf_counter`; for statistics only."""
+    """The host's `time.perf_counter`; for statistics only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token(Message):
-    """Main → subs and client: the token at `position` is certain, and whose early start is used (or MISS).
+    """Main → subs and client: the token at `position` is certain; `winner`'s early start is used (or MISS).
 
-    To the subs, `hidden` is what an `ExitState` of this token would hold, where the early start reached that far.
+    For the subs, `hidden` is what this token's `ExitState` would hold, if the early start reached that far.
     """
 
     position: Position
@@ -117,13 +117,13 @@ class Token(Message):
     winner: Rank
     hidden: Tensor | None = None
     logprobs: Logprobs = ()
-    """To the client, where it asks for them: as `logprobs.packed` has them, the prompt's with the first new token."""
+    """For the client, if it asks: see `logprobs.packed`; the prompt's come with the first new token."""
     top_ids: Candidates = ()
     guessing: Count = 2
-    """To a stage, what to guess behind this token, a `Guessing`."""
+    """For a stage: what to guess after this token, a `Guessing`."""
 
     def noted(self, prompt_ids: list[int]) -> tuple[TokenLogprobs, ...]:
-        """The log-probabilities that it holds, the token's last; raises ValueError for another prompt's."""
+        """The message's log-probabilities, the token's last; raises ValueError for another prompt's."""
         told = len(self.logprobs) - len(self.top_ids)
         of_prompt = prompt_ids[1:] if told > 1 else []
         return unpacked(self.logprobs, self.top_ids, [*of_prompt, self.token_id]) if told else ()
@@ -131,14 +131,14 @@ class Token(Message):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Message):
-    """Main → client, where it does not want each at once: the tokens at `position` and behind it, each as a `Token`."""
+    """Main → client, if it does not want each at once: consecutive tokens from `position` on, each as a `Token`."""
 
     position: Position
     token_ids: TokenIds
     winners: Winners
 
     def singly(self) -> list[Token]:
-        """Each of them."""
+        """Each token."""
         pairs = enumerate(zip(self.token_ids, self.winners, strict=True), self.position)
         return [Token(self.sender, self.request, at, token, winner) for at, (token, winner) in pairs]
 
@@ -153,15 +153,15 @@ class Entries(Message):
     position: Position
     entries: Tensor
     sent_at: Finite = 0.0
-    """As a `HeadStart`'s."""
+    """See `HeadStart`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp(Message):
-    """Main → subs, after a pause, and to one that lacks tokens: those at `position` and behind it.
+    """Main → subs after a pause, or a sub that lacks tokens: the tokens from `position` on.
 
-    With the entries of the first of them, `[tokens with entries, layers, 2, heads, head_dim]`, of the head-start
-    layers; the others' have to be computed.
+    `entries` are the first tokens' in the head-start layers, `[tokens with entries, layers, 2, heads, head_dim]`; the
+    others' have to be computed.
     """
 
     position: Position
@@ -173,17 +173,17 @@ class CatchUp(Message):
 class Missing(Message):
     """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request.
 
-    Stage → the one before: it lacks the states of `position`, and of what is behind, which may be parts of the prompt.
+    Stage → the one before: it lacks the states from `position` on, which may be parts of the prompt.
     """
 
     position: Position
     epoch: Count = 0
-    """Of a stage: the attempt that it is in, of which it has no prompt where `position` is 0."""
+    """For a stage: its attempt; if `position` is 0, it has no prompt of that attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptStates(Message):
-    """Stage → next: hidden states after its layers of the prompt's chunk at `position`, `[1, tokens, hidden_size]`."""
+    """Stage → next: the prompt chunk's hidden states at `position`, after its layers, `[1, tokens, hidden_size]`."""
 
     epoch: Count
     position: Position
@@ -194,7 +194,7 @@ class PromptStates(Message):
 class Rows(Message):
     """Stage → next: the hidden states of a pass after its layers, `[1, nodes, hidden_size]`, a row a node.
 
-    Each node is a token at a position behind a parent, which came before it.
+    Each node is a token at a position after a parent, which came before it.
     """
 
     epoch: Count
@@ -205,12 +205,12 @@ class Rows(Message):
     token_ids: Candidates
     hidden: Tensor
     sent_at: Finite = 0.0
-    """As a `HeadStart`'s."""
+    """See `HeadStart`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guesses(Message):
-    """Stage → first stage, behind a pass: what may follow its nodes, as many tokens for each, likeliest first."""
+    """Stage → first stage, after a pass: what may follow its nodes, equally many tokens each, likeliest first."""
 
     epoch: Count
     pass_number: Count
@@ -222,9 +222,9 @@ class Guesses(Message):
 
 @dataclass(frozen=True, slots=True)
 class Foreseen(Message):
-    """First stage → client, where that wants to know: which boundary first named the token at `position`.
+    """First stage → client, if it asks: which boundary first named the token at `position`.
 
-    0 is the text's repetitions, the number of stages none. It is not waited for, and sent once.
+    0 means the text's repetitions, the number of stages no boundary. It is sent once; nobody waits for it.
     """
 
     position: Position
@@ -243,18 +243,18 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Main → client, after the last token: why it ended, and what it came to."""
+    """Main → client, after the last token: why it ended, and its statistics."""
 
     reason: str
     num_tokens: Count
-    """Tokens behind the prompt."""
+    """Tokens after the prompt."""
     path: Annotated[PathStats, AsRecord()]
     error: str = ""
-    """Why the request failed behind them; empty where it did not. The worker has not: it answers the next request."""
+    """Why the request failed after them; empty if it did not. The worker lives on: it answers the next request."""
 
     @staticmethod
     def cut_short(request: int, num_tokens: int = 0, latency_s: float = 0.0) -> "Finished":
-        """The end of a cancelled request that no main process tells more of: other times, and passes, are unknown."""
+        """The end of a cancelled request of which no main process says more: other times and passes are unknown."""
         return Finished(DECIDER, request, "cancelled", num_tokens, PathStats(latency_s))
 
 
@@ -265,26 +265,26 @@ class Report(Message):
     layer_passes: Count
     coherence_layer_passes: Count
     first_boundary: Numbers = ()
-    """Of the first stage: tokens that boundary 1, 2, … was the first to name, and last those that none named."""
+    """From the first stage: tokens that boundary 1, 2, … was the first to name; last, tokens that none named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """Any worker → client: it has left out a message that the request waits for, and why."""
+    """Any worker → client: it has dropped a message that the request waits for, and why."""
 
     whose: Rank
     """Who sent that message."""
     reason: str
     final: bool
-    """Whether it would leave it out again, however often it is sent; else what was lost may be asked for."""
+    """Whether it would drop the message again each time; else the client may ask for what was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable(Message):
-    """What an endpoint gives in the place of bytes that are no message, but name a sender and a request; never sent."""
+    """What an endpoint returns for bytes that are no message, but name a sender and a request; never sent."""
 
     kind: str
-    """What they would have been; empty where they do not say."""
+    """The kind that the bytes name; empty if they name none."""
     reason: str
 
 
@@ -302,19 +302,19 @@ class Shutdown(Message):
 
 @dataclass(frozen=True, slots=True)
 class Spans(Message):
-    """Main or sub → client, before `Finished` or `Report`: what it did and when, a piece of it; see `span_messages`."""
+    """Main or sub → client, before `Finished` or `Report`: a piece of what it did and when; see `span_messages`."""
 
     pid: Count
     wall_offset_ns: Int64
     dropped: Count
     numbers: Int64s
     watched: bool = False
-    """Whether it is for who watches the request, and no part of its trace."""
+    """Whether it is for a watching client, and not part of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers(Message):
-    """Client → every worker: from now on the peers at these addresses are where `locations` says."""
+    """Client → every worker: from now on the peers at these addresses are at `locations`."""
 
     addresses: Ranks
     locations: list[str]
@@ -331,10 +331,10 @@ class LinkNote(Message):
 
 @dataclass(frozen=True, slots=True)
 class TensorAnnouncement(Message):
-    """Worker → worker: a message whose tensor comes over their link, as its transfer of this `number`."""
+    """Worker → worker: a message whose tensor comes over their link, as transfer `number`."""
 
     link: str
     number: Count
     num_bytes: TensorBytes
     header: Bytes
-    """Of the message, as `split` gives it."""
+    """The message's header from `split`."""

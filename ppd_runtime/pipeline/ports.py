@@ -11,12 +11,12 @@ from ppd_runtime.pipeline.messages import Message
 
 
 class Work(IntEnum):
-    """What a machine does where no message comes; of several machines in one process the least goes on first."""
+    """What a machine does without a message; of several machines in a process, the least value goes first."""
 
     LITTLE = 0
     """It waits, or decides."""
     NEEDED = 1
-    """A pass that has to be: over a certain token, or a prompt's."""
+    """A pass that is needed: over a certain token, or a prompt."""
     SPECULATION = 2
 
 
@@ -29,20 +29,20 @@ class WaitFor:
     """A wait for a message.
 
     `patience` is counted in one-token layer passes: 0 takes only what is there, None waits as long as it takes.
-    Yielding the same wait again goes on with what is left of its patience.
+    Yielding the same wait again continues with its remaining patience.
     """
 
     patience: int | None
     least_s: float = 0.0
-    """Seconds that it is at the least, whatever a pass takes, where clocks are real."""
+    """The least seconds to wait, whatever a pass takes, with a real clock."""
     deadline: float | None = None
     """Set by what runs the machine, in its own clock."""
     work: Callable[[], Work] = _needed
-    """What it does where it only looks for a message, and there is none."""
+    """What the machine does if it only looks for a message, in vain."""
 
 
 class Computation:
-    """What a machine asks to have computed; what runs several machines may compute for some at once."""
+    """What a machine asks to have computed; a runner of several machines may compute some together."""
 
     __slots__ = ()
 
@@ -53,11 +53,11 @@ class Computation:
 
 Awaited = WaitFor | Computation
 Machine = Generator[Awaited, Any, None]
-"""Yields what it awaits, and is sent that: a message, or None where the patience ran out, or a computation's result."""
+"""Yields what it awaits and is sent the result: a message, None when patience ran out, or a computation's value."""
 
 
 def next_wait(machine: Machine, reply: Message | None) -> WaitFor:
-    """Send a message, or None, and compute by itself what the machine asks for, up to its next wait."""
+    """Send a message or None; compute, one by one, what the machine asks for up to its next wait."""
     awaited = machine.send(reply)
     while isinstance(awaited, Computation):
         awaited = machine.send(awaited.alone())
@@ -69,7 +69,7 @@ Send = Callable[[Sequence[int], Message], None]
 
 
 def pop_consecutive(entries: dict[int, Tensor], position: int, end: int) -> list[Tensor]:
-    """Take the entries of `position` and of those that follow it without a gap, up to `end`, out of a collection."""
+    """Remove and return the entries from `position` to `end`, exclusive, up to the first gap."""
     run = []
     while position < end and position in entries:
         run.append(entries.pop(position))
@@ -82,7 +82,7 @@ class LayerRangeLike(Protocol):
 
     num_layers: int
     layers_at_once: int
-    """Layers that are best run in one call; more than 1 where each call has a price."""
+    """Layers that are best run in one call; more than 1 if each call has overhead."""
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence and make room for `capacity` tokens."""

@@ -7,14 +7,14 @@ from ppd_runtime.pipeline.wire import KIND_NAMES, WireError
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 MOST_SPANS = 4096
-"""In one message; that is about 150 kB."""
+"""Most spans of a message, some 150 kB."""
 _WIDTH = len(Span._fields)
 _NUMBERS = {name: number for number, name in enumerate(KIND_NAMES)} | {"": -1}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 def pack(recorded: ProcessSpans, request: int, watched: bool = False) -> Iterator[Spans]:
-    """The messages that hold `recorded`, one at least; `watched`: for who watches the request."""
+    """The messages that hold `recorded`, at least one; `watched`: for a client that watches."""
     for start in range(0, max(len(recorded.spans), 1), MOST_SPANS):
         piece = recorded.spans[start : start + MOST_SPANS]
         numbers = [int(number) for span in piece for number in (*span[:-1], _NUMBERS[span.message])]
@@ -25,7 +25,7 @@ def unpack(pieces: Sequence[Spans]) -> ProcessSpans:
     """What `pack` was given, from its messages in their order.
 
     Raises:
-        WireError: for messages that it would not have written.
+        WireError: for messages that `pack` does not write.
     """
     first, spans = pieces[0], []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Decides how much is guessed: ways of guessing are compared by the time that a token takes, while decoding."""
+"""Decides how much to guess: compares ways of guessing, while decoding, by the time that a token takes."""
 
 import math
 import time
@@ -8,16 +8,16 @@ from enum import IntEnum
 from typing import Protocol
 
 _BLOCK = 8  # tokens that are timed before ways are compared
-_SETTLE = 2  # tokens behind a change of ways that are not timed: what is in flight is still the other way's
-_SHARE = 0.01  # of the time, for trying each other way again
-_LEAST_LOSS = 0.01  # of the best way's time a token, taken as what trying another one costs at least
-_MOST_LOSS = 1.0  # and at most: texts change, so each way is tried again some time
-_CLEAR = 0.98  # of its time, for a way to take the place of the one in use
-_WEIGHT = 0.5  # of the newest block
+_SETTLE = 2  # untimed tokens after a change of ways: what is in flight is still the old way's
+_SHARE = 0.01  # share of the time to retry each other way
+_LEAST_LOSS = 0.01  # least cost of trying another way, as a share of the best way's time a token
+_MOST_LOSS = 1.0  # most cost: texts change, so each way is tried again some time
+_CLEAR = 0.98  # share of the current way's time that another has to beat
+_WEIGHT = 0.5  # the newest block's
 _OUTLIER = 8.0  # times the way's time a token: the machine did something else
-_KEPT = 0.9  # of what earlier blocks count for a time's growth with the text
-_LEAST_SPREAD = 0.05  # of the heavy length, for lengths to tell that growth
-_MOST_WRONG = 4.0  # times, that a heavy length which was given may be
+_KEPT = 0.9  # decay of earlier blocks in the fit of growth with the text
+_LEAST_SPREAD = 0.05  # least length spread for that fit, in heavy lengths
+_MOST_WRONG = 4.0  # largest factor a given heavy length is off by
 _MOST_TOGETHER = 4  # requests at once that are told apart
 
 
@@ -25,7 +25,7 @@ class Guessing(IntEnum):
     """What is guessed; each way includes those before it."""
 
     NOTHING = 0
-    """As ordinary decoding."""
+    """Ordinary decoding."""
     REPETITIONS = 1
     """What followed the same tokens earlier in the text, which needs no layer."""
     EXITS = 2
@@ -41,20 +41,20 @@ class SpeculationPolicy(Protocol):
         ...
 
     def begin(self) -> None:
-        """A request begins: its prompt's time is no token's."""
+        """A request begins: its prompt is not timed."""
         ...
 
     def note(self, length: int) -> None:
-        """One more token is certain, behind so many others."""
+        """One more token is certain, after `length` others."""
         ...
 
     def together(self, requests: int) -> None:
-        """So many requests are under way from now on."""
+        """From now on this many requests run."""
         ...
 
     def way_seconds(self, length: float) -> tuple[float, ...]:
-        """Seconds a token of one request alone behind so many others, by `Guessing`; 0 where it was not tried; empty
-        where none is timed."""
+        """Seconds a token of one request alone, after `length` tokens, by `Guessing`; 0 for a way not tried; empty if
+        none is timed."""
         ...
 
 
@@ -82,7 +82,7 @@ class Growth:
     """How a token's time grows with the text before it; learned from tokens for which nothing was guessed.
 
     Args:
-        heavy_length: tokens behind which a token takes about twice as long as behind none.
+        heavy_length: tokens after which a token takes about twice as long as after none.
     """
 
     def __init__(self, heavy_length: float = math.inf) -> None:
@@ -90,11 +90,11 @@ class Growth:
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def moved(self, seconds: float, length: float, to: float) -> float:
-        """A token's time behind `to` others, by that behind `length`."""
+        """A token's time after `to` others, from that after `length`."""
         return seconds * (1 + to / self.heavy_length) / (1 + length / self.heavy_length)
 
     def add(self, length: float, seconds: float) -> None:
-        """Some tokens behind so many others took so long each: least squares, in which recent tokens count most."""
+        """Fit tokens that took `seconds` each after `length` others: least squares; recent tokens count most."""
         values = (1.0, length, length * length, seconds, length * seconds)
         self._sums = tuple(_KEPT * before + value for before, value in zip(self._sums, values, strict=True))
         lengths, squares, times, products = (one / self._sums[0] for one in self._sums[1:])
@@ -108,12 +108,12 @@ class Growth:
 
 
 class _Comparison:
-    """Ways of guessing with so many requests at once.
+    """Compares ways at one number of requests.
 
     Args:
-        ways: that there are.
-        growth: makes times behind texts of different lengths comparable.
-        known: seconds of a token behind no others, by way.
+        ways: all of them.
+        growth: makes times after texts of different lengths comparable.
+        known: seconds of a token after no others, by way.
     """
 
     def __init__(self, ways: Sequence[Guessing], growth: Growth, known: Mapping[Guessing, float]) -> None:
@@ -124,15 +124,15 @@ class _Comparison:
         self.restart()
 
     def seconds(self, length: float) -> dict[Guessing, float]:
-        """A token's behind so many others, by the way it was guessed; recent blocks count most."""
+        """A token's seconds after `length` others, by its way; recent blocks count most."""
         return {way: self._growth.moved(seconds, before, length) for way, (seconds, before) in self._timed.items()}
 
     def restart(self) -> None:
-        """Time a block from here on."""
+        """Start to time a block."""
         self._unsettled, self._tokens, self._lengths, self._spent = _SETTLE, 0, 0, 0.0
 
     def add(self, seconds: float, length: int) -> None:
-        """A token behind so many others has taken so long."""
+        """A token after `length` others took `seconds`."""
         if self._unsettled:
             self._unsettled -= 1
             return
@@ -169,33 +169,33 @@ class _Comparison:
         return best
 
     def _is_clear(self, seconds: Mapping[Guessing, float]) -> bool:
-        """Whether exits are so much quicker than nothing that what is between need not be tried at once."""
+        """Whether exits are so much quicker than nothing that the ways between can be tried later."""
         nothing, exits = (seconds.get(way) for way in (self.ways[0], self.ways[-1]))
         return nothing is not None and exits is not None and exits < nothing * _CLEAR**4
 
     def _price(self, seconds: Mapping[Guessing, float], way: Guessing, best: Guessing) -> float:
-        """Seconds that trying another way costs, by what is known of it."""
+        """Seconds that trying another way costs, as far as known."""
         quickest = seconds[best]
         loss = seconds.get(way, quickest) - quickest
         return (_BLOCK + _SETTLE) * min(max(loss, _LEAST_LOSS * quickest), _MOST_LOSS * quickest)
 
     def _best(self, seconds: Mapping[Guessing, float]) -> Guessing:
-        """The quickest; the one in use, unless another is clearly quicker."""
+        """The way in use, unless another is clearly quicker."""
         quickest = min(seconds, key=seconds.__getitem__)
         return quickest if seconds[quickest] < _CLEAR * seconds[self.guessing] else self.guessing
 
 
 class QuickestGuessing:
-    """Uses the way that takes the least time a token here, and tries the others in about a hundredth of the time each.
+    """Uses the way with the least time a token here, and spends about a hundredth of the time on trying each other way.
 
-    A way that was never tried is tried at once. Later each way may be tried again when a hundredth of the time since
-    adds up to what that is expected to cost. With more requests at once other ways may be best, so each number of them
-    has a comparison of its own.
+    A way that was never tried is tried at once. Later a way is tried again once a hundredth of the time since then
+    covers the expected cost. The best way may depend on the number of requests at once, so each number has a
+    comparison.
 
     Args:
-        ways: that there are, in ascending order, `Guessing.NOTHING` first.
-        known: `way_seconds` of an earlier run, behind no tokens.
-        heavy_length: `Growth`'s, about.
+        ways: all of them, ascending, `Guessing.NOTHING` first.
+        known: `way_seconds` of an earlier run, after no tokens.
+        heavy_length: see `Growth`.
         clock: gives seconds.
     """
 

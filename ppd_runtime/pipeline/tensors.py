@@ -1,7 +1,7 @@
-"""A tensor on the wire: its dtype and shape as whole numbers in the header, and the bytes of its numbers.
+"""A tensor on the wire: its dtype and shape as whole numbers in the header, and its data as bytes.
 
-Between two passes the caches are cold, and each question to PyTorch or NumPy takes microseconds: what follows from
-dtype and shape alone is worked out once.
+Between two passes the CPU caches are cold, and each call of PyTorch or NumPy takes microseconds: what follows from
+dtype and shape alone is computed once.
 """
 
 import ctypes
@@ -20,21 +20,21 @@ Frame = bytes | memoryview | ctypes.Array[ctypes.c_ubyte]
 """A piece of a message on its way out."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""By their numbers on the wire."""
+"""By number on the wire."""
 _MOST_DIMENSIONS = 6
 _MOST_BYTES = 2**31
 _MOST_SHAPES = 1024  # kept
 
 
 class Outgoing(NamedTuple):
-    """What is known of a tensor that leaves, by its dtype and shape."""
+    """What dtype and shape tell of an outgoing tensor."""
 
     description: bytes
     memory: type[ctypes.Array[ctypes.c_ubyte]]
-    """So many bytes."""
+    """A byte array."""
 
     def bytes_of(self, tensor: Tensor) -> Frame | None:
-        """The tensor's own memory, which lasts as long as this does; None where it is not in one piece on the CPU."""
+        """The tensor's own memory, kept alive by the result; None if the tensor is not contiguous on the CPU."""
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return None
         memory = self.memory.from_address(tensor.data_ptr())
@@ -50,7 +50,7 @@ class Arriving(NamedTuple):
     num_bytes: int
 
     def tensor_of(self, frame: bytes | memoryview | Tensor) -> Tensor:
-        """The tensor whose bytes `frame` holds: a copy, but of a `Tensor` of bytes, which becomes the tensor."""
+        """The tensor whose bytes `frame` holds: a copy, or a view if `frame` is a `Tensor` of bytes."""
         if len(frame) != self.num_bytes:
             raise WireError("a tensor whose bytes do not fit its shape")
         if isinstance(frame, Tensor):
@@ -59,7 +59,7 @@ class Arriving(NamedTuple):
 
 
 def on_the_host(tensor: Tensor) -> Tensor:
-    """A copy in one piece on the CPU; of a GPU's in pinned memory, which it writes to itself and PyTorch uses again."""
+    """A contiguous copy on the CPU; for a GPU tensor in pinned memory, which the GPU writes and PyTorch reuses."""
     if not tensor.is_cuda:
         return tensor.cpu().contiguous()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -69,7 +69,7 @@ def on_the_host(tensor: Tensor) -> Tensor:
 
 @lru_cache(_MOST_SHAPES)
 def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
-    """What is known of tensors of this dtype and shape; raises WireError for those that no message may have."""
+    """What dtype and shape tell of outgoing tensors; raises WireError for those that no message may have."""
     if dtype not in _DTYPES:
         raise WireError(f"a tensor of {dtype}")
     return Outgoing(pack_numbers([_DTYPES.index(dtype), *shape]), ctypes.c_ubyte * _num_bytes(dtype, shape))

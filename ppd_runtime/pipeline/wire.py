@@ -86,7 +86,7 @@ KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 
 
 class _Thread(threading.local):
-    """What a thread needs to write messages: to make a packer for each takes longer than to pack."""
+    """A thread's packer: making one for each message takes longer than packing the message."""
 
     def __init__(self) -> None:
         self.packer = msgpack.Packer()
@@ -111,10 +111,10 @@ _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
 
 
 def encode(message: Message) -> list[Frame]:
-    """The message's frames: the header, then its tensor's bytes, in its own memory where they lie there in one piece.
+    """The message's frames: the header, then its tensor's bytes, not copied if contiguous on the CPU.
 
     Raises:
-        WireError: where the header would be longer, or the tensor another, than `decode` takes.
+        WireError: if `decode` would refuse the header's length or the tensor's form.
     """
     plan = _PLANS[type(message)]
     values = plan.values(message)
@@ -137,10 +137,10 @@ def has_tensor(message: Message) -> bool:
 
 
 def split(message: Message) -> tuple[bytes, Tensor | None]:
-    """The message's header, and its tensor's bytes `[num_bytes]` on the tensor's device, perhaps in its memory.
+    """The message's header, and its tensor's bytes `[num_bytes]` on the tensor's device, perhaps sharing its memory.
 
     Raises:
-        WireError: where the header would be longer, or the tensor another, than `decode` takes.
+        WireError: if `decode` would refuse the header's length or the tensor's form.
     """
     plan = _PLANS[type(message)]
     values = plan.values(message)
@@ -152,7 +152,7 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
 
 
 def _header(plan: FieldPlan, values: Sequence[Any], description: bytes | None) -> bytes:
-    """`description` is of the message's tensor: dtype and shape."""
+    """`description`: dtype and shape of the message's tensor."""
     fields = [WIRE_VERSION, plan.number, *values]
     for place, write in plan.writers:
         fields[place] = write(fields[place])
@@ -165,7 +165,7 @@ def _header(plan: FieldPlan, values: Sequence[Any], description: bytes | None) -
 
 
 def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
-    """The message that `frames` hold; its tensor is a copy, but of a `Tensor` of bytes, which becomes the message's.
+    """The message that `frames` hold; its tensor is a copy, or a view if the frame is a `Tensor` of bytes.
 
     Raises:
         WireError: for anything that `encode` of this version would not have written.
@@ -189,7 +189,7 @@ def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
 
 
 def received(frames: Sequence[bytes | memoryview | Tensor]) -> Message | None:
-    """The message that `frames` hold. What is none is logged; it becomes an `Unreadable`, or None where it does not say
+    """The message that `frames` hold. Anything else is logged; it becomes an `Unreadable`, or None if it does not say
     whose it is.
     """
     try:

@@ -24,7 +24,7 @@ class Admission:
         """Reserve room.
 
         Raises:
-            ApiError: 400 for more choices than there ever is room for, 429 where there is none now, 503 at the end.
+            ApiError: 400 for more choices than there ever is room for, 429 if there is none now, 503 at the end.
         """
         self.check_open()
         self.check_number(choices, "n")
@@ -41,16 +41,16 @@ class Admission:
             raise ApiError(400, f"{field}: {choices} choices at once, {self.most} are the most: ask for fewer", field)
 
     def check_open(self) -> None:
-        """Raise ApiError where the server is about to end."""
+        """Raise ApiError if the server is about to end."""
         if self.draining:
             raise ApiError(503, "the server is shutting down: ask another one", retry_after_s=5)
 
     def note_time(self, seconds: float) -> None:
-        """A choice ran so long."""
+        """Note a choice's time."""
         self._seconds_each += 0.2 * (seconds - self._seconds_each)
 
     async def empty(self, timeout_s: float) -> bool:
-        """Wait until no request is in; False where one still is after so many seconds."""
+        """Wait until no request is in; False if one still is after `timeout_s`."""
         self._emptied.clear()
         if self.taken:
             try:

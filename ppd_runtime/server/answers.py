@@ -22,19 +22,19 @@ class Asked(NamedTuple):
     chat: bool
     model: str
     echoes: Sequence[str]
-    """The prompt's text before each choice's; empty ones where that is not wanted."""
+    """The prompt's text before each choice's; empty if not wanted."""
     prompt_tokens: Sequence[int]
-    """Of each choice's prompt."""
+    """For each choice."""
     n: int
     """Choices for each prompt."""
     stream_options: StreamOptions
     most_tokens: int | None
-    """New tokens that are part of the answer; 0: a token was made, and none is wanted."""
+    """Most new tokens in the answer; 0: a token was made, and none is wanted."""
     logprobs: bool
     shape: Mapping[str, Any]
     """How the generator decodes."""
     layout: dict[str, Any] | None
-    """Told at a stream's beginning, where its timeline is wanted."""
+    """Told at a stream's beginning, if its timeline is wanted."""
 
 
 class Answer:
@@ -74,7 +74,7 @@ class Answer:
         return self._chunk(number, {**self._text(event.text, "delta"), **told})
 
     def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
-        """Why a choice ended, and what it came to, with the text that was held back for more to come."""
+        """Why a choice ended, and its counts, with the text that was held back for more to come."""
         rest = self._text_of(result)[self._told[number] :]
         text = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}
         return self._chunk(
@@ -87,7 +87,7 @@ class Answer:
         return as_told(news, self._asked.prompt_tokens[number], self._began_ns)
 
     def usage_chunk(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The last piece, where the usage is wanted."""
+        """The last piece, if the usage is wanted."""
         return {**self._head, "object": self._chunks, "choices": [], "usage": self._usage(results)}
 
     @property
@@ -123,7 +123,7 @@ class Answer:
         return "length" if self._asked.most_tokens == 0 else reason_told(result)
 
     def _all_logprobs(self, echo: str, result: GenerationResult) -> tuple[str, dict[str, Any]]:
-        """The text's, and with `echo` the prompt's before them; and the prompt as its tokens have it."""
+        """The prompt by its tokens; and log-probabilities, with `echo` the prompt's first."""
         noted = (result.logprobs or ()) if self._asked.most_tokens != 0 else ()
         if result.prompt_logprobs is None:
             return echo, self._logprobs(TokenTexts(self._tokenizer), noted)

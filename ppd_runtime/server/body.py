@@ -1,4 +1,4 @@
-"""A request's JSON object: which of its fields there are, and which values are as if a field was not there."""
+"""A request's JSON object: its known fields, and which values count as an absent field."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Values with which a field is as if it was not there."""
+    """Values that count as an absent field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,7 +34,7 @@ class Body(BaseModel):
 
     @classmethod
     def _is_nothing(cls, name: str, value: object) -> bool:
-        """Whether it asks for nothing, as an empty value of an unknown field does; 1.0 is 1, but true is not."""
+        """Whether a value asks for nothing, as an unknown field's empty one does; 1.0 is 1, but true is not."""
         if value in ("", []) and name not in cls.model_fields and cls.model_config.get("extra") == "forbid":
             return True
         truth = isinstance(value, bool)
@@ -42,7 +42,7 @@ class Body(BaseModel):
 
 
 def _whole(given: Any, levels: int = _LEVELS_OF_IDS) -> Any:
-    """Whole numbers that are written as 16.0 as ints, those of lists too; all else as it is, for the check to name."""
+    """Whole numbers that are written as 16.0 as ints, also in lists; all else unchanged, for the check to name."""
     if type(given) is float:
         return int(given) if given.is_integer() and abs(given) <= _MOST_EXACT else given
     if type(given) is list and levels and any(type(one) in (float, list) for one in given):

@@ -24,8 +24,8 @@ from ppd_runtime.server.timeline import layout_of
 from ppd_runtime.server.token_texts import text_of
 
 logger = logging.getLogger(__name__)
-_MOST_NEW_TOKENS = 4096  # where a chat names none, and the model has no last position
-_LEAST_NEW_TOKENS = 256  # where it names none, and its prompt leaves fewer of its share of the room
+_MOST_NEW_TOKENS = 4096  # if a chat names none, and the model has no last position
+_LEAST_NEW_TOKENS = 256  # if it names none, and its prompt leaves fewer of its share of the room
 
 
 class Choices(NamedTuple):
@@ -120,7 +120,7 @@ class Completions:
 
 
 class EventStream(Response):
-    """An answer as server-sent events, each as soon as it is known; it ends where the client goes away."""
+    """An answer as server-sent events, each as soon as it is known; it ends when the client goes away."""
 
     media_type = "text/event-stream"
 

@@ -54,8 +54,8 @@ def prompt_of(
     """The text in which the model reads a conversation.
 
     Raises:
-        ApiError: where there is no template.
-        ValueError: where it does not take the conversation.
+        ApiError: if there is no template.
+        ValueError: if it does not take the conversation.
     """
     if not has_template(generator.tokenizer, chat_template):
         way_out = "start the server with --chat-template FILE, or ask /v1/completions"

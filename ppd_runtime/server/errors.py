@@ -1,4 +1,4 @@
-"""What a client is told that asks for what cannot be: OpenAI's error object, with field, value and way out."""
+"""The answer to a request that cannot be met: OpenAI's error object, with field, value and way out."""
 
 import json
 import re
@@ -17,7 +17,7 @@ KINDS: Mapping[int, str] = {
 }
 """OpenAI's types by status; all others are "invalid_request_error"."""
 GONE = 499
-"""The log's status of a request whose client has gone, as nginx has it."""
+"""The log's status of a request whose client has gone, as in nginx."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _LINE_ENDS = "\x85\u2028\u2029"
 _FIELDS = {"max_new_tokens": "max_tokens"}
@@ -38,7 +38,7 @@ class ApiError(Exception):
         status: HTTP's.
         message: what was wrong, and the way out.
         param: the field.
-        code: OpenAI's word for it, where there is one.
+        code: OpenAI's word for it, if there is one.
         retry_after_s: when to come again.
     """
 
@@ -63,7 +63,7 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """JSON; what is no Unicode character, as half of a pair, becomes a question mark."""
+    """JSON; what is no character, like a lone surrogate, becomes a question mark."""
 
     media_type = "application/json"
 
@@ -73,7 +73,7 @@ class JsonResponse(Response):
 
 
 def as_json(content: Any) -> bytes:
-    """A JSON value in UTF-8, in one line also for clients that take Unicode's other line ends for some."""
+    """A JSON value in UTF-8, one line even for clients that break lines at Unicode's other line ends."""
     text = _ENCODE(content)
     for character in _LINE_ENDS:  # JSON escapes all others; here they stand in strings alone
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -86,7 +86,7 @@ def shown(value: object) -> str:
 
 
 def refused(error: ValueError | str, field: str | None = None) -> ApiError:
-    """What a library's `ValueError` says, in the words of a request; of `field` where it names none.
+    """A library's `ValueError` in the words of a request; about `field` if it names none.
 
     A conversation's prompt is a text that its client has not seen, so the message names `messages` instead.
     """
@@ -102,7 +102,7 @@ def refused(error: ValueError | str, field: str | None = None) -> ApiError:
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error of the first of pydantic's, which names the field."""
+    """The first of pydantic's errors, with the field's name."""
     first = errors[0]
     place = [_name(part) for part in first["loc"] if part not in _NO_FIELDS]
     field = ".".join(place)
@@ -123,7 +123,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _name(part: object) -> str:
-    """A field's name, as refusals have it: what no client would write is shortened, in quotes."""
+    """A field's name in refusals: what no client would write is shortened, in quotes."""
     text = str(part)
     return text if _USUAL_NAME.fullmatch(text) else shown(text)
 

@@ -1,4 +1,4 @@
-"""What every request passes before and behind the application: identity, key, size, log."""
+"""What every request passes before and after the application: identity, key, size, log."""
 
 import asyncio
 import hmac
@@ -21,16 +21,16 @@ OPEN_PATHS = ("/", "/health", "/ready")
 _BODY_DEADLINE_S = 60.0
 _MOST_HEADERS = 100
 MOST_HEADER_BYTES = 2**16
-_MOST_READ_AWAY = 8  # times what a body may have: who is still sending would not see the answer
+_MOST_READ_AWAY = 8  # times a body's limit: a client that still sends would not see the answer
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _OWN_NAMES = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
 class Gate:
-    """Around an application: refuses what has no key, is too large or no JSON, and logs what passes.
+    """Wraps an application: refuses what has no key, is too large or no JSON, and logs what passes.
 
-    The body is read here, whole, so that behind the gate only a client's going away is still to be received. HEAD is
-    GET behind it; of the answer the body stays here.
+    The whole body is read here, so the application can only receive that the client went away. It gets HEAD as GET; the
+    answer's body stays here.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Gate:
             raise ApiError(415, message)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None where the client has gone. Of one that is too large the rest is read away, within limits."""
+        """The body; None if the client has gone. The rest of too large a body is read and dropped, within limits."""
         body, size, more = bytearray(), 0, True
         while more and size <= _MOST_READ_AWAY * self._most_bytes:
             message = await receive()

@@ -1,4 +1,4 @@
-"""A request at work: its choices run in the generator, and end where the client goes away."""
+"""A request at work: its choices run in the generator, and end when the client goes away."""
 
 import asyncio
 import threading
@@ -39,7 +39,7 @@ class Jobs:
         self._turn = threading.Lock()
 
     def cancel_all(self) -> None:
-        """Have what runs end within a token, with what there is."""
+        """End all choices within a token, with what there is."""
         for generation in self._live:
             generation.cancel()
 
@@ -59,9 +59,9 @@ class Jobs:
     async def events(
         self, generations: Sequence[Generation], ended: Callable[[], None]
     ) -> AsyncGenerator[tuple[int, TokenEvent | GenerationResult], None]:
-        """Each choice's number with its events as they come, and with its result behind them.
+        """Each choice's number with its events as they come, then with its result.
 
-        `ended` is called when all choices have, however slowly their events are read.
+        `ended` is called when all choices have ended, however slowly their events are read.
         """
         arrived: asyncio.Queue[tuple[int, TokenEvent | GenerationResult | BaseException]] = asyncio.Queue()
         tasks = [
@@ -105,7 +105,7 @@ class Jobs:
         return timed
 
     def _begin(self, timed: Timed) -> None:
-        """In the choice's own thread, when its turn has come; its client may have gone by then."""
+        """Runs in the choice's own thread, at its turn; its client may have gone by then."""
         with self._turn:
             if timed.is_over:
                 return
@@ -127,7 +127,7 @@ class Jobs:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Done]) -> Done:
-    """What `work` gives; it is cancelled where the client goes away meanwhile.
+    """The result of `work`, which is cancelled if the client goes away.
 
     Raises:
         ClientGone: it has.

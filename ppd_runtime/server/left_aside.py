@@ -1,4 +1,4 @@
-"""What clients send besides, and what makes no difference here: hints, and values that ask for nothing."""
+"""What clients also send, and what makes no difference here: hints, and values that ask for nothing."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -55,7 +55,7 @@ _OF_LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "backend_sampling": (False,),
 }
 ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {**_OF_OPENAI, **_OF_VLLM, **_OF_LLAMA_CPP}
-"""What others' clients send by default, with which a field is as if it was not there."""
+"""Defaults of other servers' clients, with which a field counts as absent."""
 
 
 class Hints(Body):

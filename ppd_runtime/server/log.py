@@ -5,7 +5,7 @@ import logging
 import sys
 
 REQUEST = "request"
-"""The attribute of a record that is a request's, with its fields."""
+"""The attribute of a request's record that holds its fields."""
 _REQUESTS = "ppd_runtime.server"
 
 

@@ -12,7 +12,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """One server's, each with the label `model_name`; `room_taken` is asked for the share of the cache in use."""
+    """One server's metrics, with the label `model_name`; `room_taken` gives the share of the cache in use."""
 
     def __init__(self, model_name: str, room_taken: Callable[[], float]) -> None:
         self.registry, self._model_name = CollectorRegistry(), model_name

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, and what strangers may do below requests: connections, headers, what is no HTTP."""
+"""uvicorn's HTTP/1.1, and limits on what strangers do below requests: connections, headers, what is no HTTP."""
 
 import asyncio
 import resource
@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ppd_runtime.server.errors import ApiError
 
 _HEADERS_S = 30.0
-"""Within which a connection that is new, or has begun a request, has to send all of its headers."""
+"""A connection that is new, or has begun a request, has to send all of its headers in this time."""
 _MOST_CONNECTIONS = 4096
 
 
@@ -46,7 +46,7 @@ class HttpProtocol(H11Protocol):
         self._refuse(ApiError(400, f"{msg.rstrip('.')}: send HTTP/1.1 as its standard has it"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Websockets are no part of this server: a request for one is answered without, and is nothing to warn of."""
+        """Websockets are not supported: a request for one is answered as plain HTTP, without a warning."""
 
     def _await_headers(self) -> None:
         self._due = self.loop.call_later(_HEADERS_S, self._too_slow)

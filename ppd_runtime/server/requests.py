@@ -17,7 +17,7 @@ from ppd_runtime.token_lists import biases
 _LARGEST_SEED = 2**64 - 1
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _USUAL = SamplingParams()
-"""The library's defaults, which are OpenAI's but for the temperature."""
+"""The library's defaults, which are OpenAI's except the temperature."""
 _USUAL_TEMPERATURE = 1.0
 """OpenAI's."""
 _MOST_IDS = 2**21
@@ -121,18 +121,18 @@ class Sampling(Hints):
 
     @property
     def prompt_logprobs_wanted(self) -> bool:
-        """Whether the prompt's tokens' are wanted too."""
+        """Whether the prompt tokens' are wanted too."""
         return False
 
     @property
     def most_tokens(self) -> int | None:
-        """New tokens at the most; None: as many as fit."""
+        """Most new tokens; None: as many as fit."""
         return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling(self, most_tokens: int, timeout_s: float, usual_temperature: float | None = None) -> SamplingParams:
-        """The library's settings. The seed is random where there is none, or where it is -1.
+        """The library's settings. The seed is random if it is absent or -1.
 
-        `usual_temperature` is the model's, for who names none; None: 1.
+        `usual_temperature` is the model's, for requests without one; None: 1.
 
         Raises:
             ValueError: for what cannot work.
@@ -198,7 +198,7 @@ class CompletionRequest(Sampling):
         """Each prompt, a text or token ids.
 
         Raises:
-            ValueError: for what is none.
+            ValueError: for other values.
         """
         given = self.prompt
         if isinstance(given, str) or _are_ids(given):

@@ -21,7 +21,7 @@ logger = logging.getLogger("ppd_runtime.server")
 _LOOK_EVERY_S = 1.0
 _LAST_ANSWERS_S = 5
 _IDLE_S = 75
-"""How long a connection waits for its next request: longer than clients keep theirs, which else ask as it is closed."""
+"""How long a connection waits for its next request: longer than clients keep theirs, else they ask as it is closed."""
 
 
 class Prepared:
@@ -55,7 +55,7 @@ def serve_prepared(generator: TextGenerator, prepared: Prepared, started: Callab
     The first SIGTERM or Ctrl-C lets what runs finish, a second one does not.
 
     Raises:
-        RuntimeError: where the workers are lost for good.
+        RuntimeError: if the workers are lost for good.
     """
     log_to_stderr(prepared.settings.log_format == "json")
     server = Server(generator, prepared, started)

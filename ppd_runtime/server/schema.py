@@ -17,7 +17,7 @@ _ALSO: Mapping[str, tuple[int, ...]] = {
     "/detokenize": (404,),
 }
 _STATES = ("/health", "/ready")
-"""Status 503 of these is an answer, and no error object."""
+"""Their status 503 is an answer, not an error object."""
 _WORDS: Mapping[int, str] = {
     400: "What is asked for cannot be, or is not understood.",
     401: "No valid API key.",
@@ -50,7 +50,7 @@ _ERROR = {
 
 
 def describe_refusals(app: FastAPI, has_key: bool, knows_its_names: bool) -> None:
-    """Have an application's schema list them. What FastAPI lists by itself, 422, is sent as 400 here, as OpenAI does.
+    """List refusals in an application's schema. FastAPI's own 422 is sent as 400 here, as OpenAI does.
 
     Args:
         app: with all of its paths.

@@ -98,10 +98,10 @@ class ServerSettings:
             return False
 
     def key(self, environment: Mapping[str, str] = os.environ) -> bytes | None:
-        """The key that clients have to give; None where anybody may ask, which only this host's programs may.
+        """The key that clients have to give; None if any program of this host may ask.
 
         Raises:
-            ValueError: for a key that is none, a file that others may read, or no key where one is needed.
+            ValueError: for an invalid key, a file that others may read, or no key if one is needed.
         """
         if self.api_key_file is not None:
             key: bytes | None = _key_of_file(self.api_key_file)
@@ -125,7 +125,7 @@ class ServerSettings:
         """A socket that has the address for itself and does not listen yet, and the settings with its port.
 
         Raises:
-            ValueError: where the address is not this host's, or the port is in use.
+            ValueError: if the address is not this host's, or the port is in use.
         """
         try:
             family, *_, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
@@ -144,7 +144,7 @@ class ServerSettings:
         return listener, replace(self, port=listener.getsockname()[1])
 
     def check_tls(self) -> None:
-        """Raise ValueError where certificate and key cannot be read, or do not belong together."""
+        """Raise ValueError if certificate and key cannot be read, or do not belong together."""
         if self.ssl_certfile is None:
             return
         import ssl
@@ -161,9 +161,9 @@ class ServerSettings:
 
 
 def share_port(listener: socket.socket, others_may: bool) -> None:
-    """Whether another socket may have the same address while this one does not listen; with one that does, none may.
+    """Set whether another socket may have the same address while this one does not listen; if it does, none may.
 
-    A server that loads its workers shares it with no second one; connections that it leaves behind it do.
+    A server that loads its workers shares it with no second one; its leftover connections do.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, others_may)
 

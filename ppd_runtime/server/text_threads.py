@@ -11,7 +11,7 @@ Done = TypeVar("Done")
 
 
 class TextThreads:
-    """A server's; work beyond them waits for its turn."""
+    """A server's threads; more work waits its turn."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "ppd-text")

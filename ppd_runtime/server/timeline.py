@@ -1,4 +1,4 @@
-"""What a stream tells of the pipeline while it runs: boundaries, and for who asks the passes of every process."""
+"""What a stream tells of the pipeline while it runs: boundaries, and if asked for the passes of every process."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _WHAT = {Kind.LAYERS: "layers", Kind.HEAD: "head", Kind.CHOOSE: "choice"}
 
 
 def layout_of(generator: TextGenerator) -> dict[str, Any]:
-    """Who the passes are of, by rank, and what the cost model needs to predict from boundaries, or hits, so far."""
+    """The processes by rank, and what the cost model needs to predict from boundaries, or hits, so far."""
     names, layers = list(generator.process_names), generator.info.num_layers
     if not isinstance(generator, PPDRuntime):
         return {"processes": names, "num_layers": layers, "stages": None, "exit_layer": None}

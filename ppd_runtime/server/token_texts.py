@@ -13,13 +13,13 @@ from ppd_runtime.text import Pieces
 class TokenTexts:
     """The tokens of one text, in order.
 
-    A token is named by the characters that it adds where it stands. One of no whole characters is `bytes:` with its
-    bytes, as OpenAI names it. A special token has the name that it is written as, also where the text leaves it out.
+    A token is named by the characters that it adds where it stands. One without whole characters is `bytes:` with its
+    bytes, as OpenAI names it. A special token is named as it is written, even if the text leaves it out.
 
     Args:
         tokenizer: the model's.
         offset: where the text begins in what the client gets.
-        prompt: the text itself, where it is a prompt's, which may show special tokens.
+        prompt: the text itself, if it is a prompt, which may show special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, offset: int = 0, prompt: str = "") -> None:
@@ -53,7 +53,7 @@ class TokenTexts:
         return {"content": entries, "refusal": None}
 
     def finish(self) -> str:
-        """The whole text, the beginning of a character at its end as the tokenizer shows it."""
+        """The whole text, with a partial last character as the tokenizer shows it."""
         self._add(b"", last=True)
         return "".join(self._text)
 
@@ -67,14 +67,14 @@ class TokenTexts:
         return _name(content), b""
 
     def _push(self, token: int, content: bytes) -> int:
-        """Add a token; where its first character begins."""
+        """Add a token; returns its first offset."""
         self._pieces.push(token)
         begins = self._begins(content)
         self._add(content)
         return begins
 
     def _begins(self, content: bytes) -> int:
-        """Where bytes that come now would: inside a character that has begun, at this one's beginning."""
+        """Where the next bytes would begin: inside a partial character, at this character's beginning."""
         begun, _ = self._characters.getstate()
         try:
             codecs.utf_8_decode(begun + content[:1], "strict", False)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class LatencyBreakdown:
-    """Where the time on the tokens' path went, in seconds; the parts are the whole.
+    """Where the time on the tokens' path went, in seconds; the parts sum to the whole.
 
-    The path is the main process', from a request's arrival to its last token.
+    The path is the main process', from arrival to the last token.
     """
 
     layers_s: float
@@ -15,7 +15,7 @@ class LatencyBreakdown:
     heads_s: float
     """The final norm and head, and choosing the token."""
     hops_s: float
-    """Sending, receiving, and putting delivered entries in place; of a wait, what was waited for being on its way."""
+    """Sending, receiving, and putting delivered entries in place; also a wait while its message is on its way."""
     waiting_s: float
     """Waiting for a sub-process that was not done yet."""
     python_s: float

@@ -1,4 +1,4 @@
-"""Takes the time of everything a process does for a request: sums always, single spans where a trace is wanted."""
+"""Takes the time of everything a process does for a request: sums always, single spans if a trace is wanted."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 MOST_SPANS = 65_536  # some 10 MB; a token of the main process takes about twelve
-MOST_WATCHED = 4096  # that were not taken
+MOST_WATCHED = 4096  # not taken yet
 _SHOWN = (Kind.LAYERS, Kind.HEAD, Kind.CHOOSE)
 _Note = tuple[int, float, float, int, int, int, int, int, str]
 """A span as it is kept, its times in seconds: to make a `Span` of it takes longer than to note it."""
@@ -72,7 +72,7 @@ class Recorder:
         first: int = -1,
         last: int = -1,
     ) -> None:
-        """A span that is over; for Kind's details see there."""
+        """A span that is over; see `Kind` for the details."""
         self._spent[kind] += ended - began
         self._between += began - self._last
         self._last = ended
@@ -109,11 +109,11 @@ class Recorder:
         )
 
     def spans(self, rank: int) -> ProcessSpans | None:
-        """What was recorded since `begin`; None where no trace was wanted."""
+        """What was recorded since `begin`; None if no trace was wanted."""
         return None if self._spans is None else _of_process(rank, self._spans, self._num_spans - len(self._spans))
 
     def take_watched(self, rank: int) -> ProcessSpans | None:
-        """Passes and choices since the last time; None where there are none, or where they are not watched."""
+        """Passes and choices since the last time; None if there are none, or they are not watched."""
         if not self._watched:
             return None
         taken, self._watched = self._watched, deque(maxlen=MOST_WATCHED)

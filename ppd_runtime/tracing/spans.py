@@ -17,7 +17,7 @@ class Kind(IntEnum):
     SEND = 3
     """Encoding a `message` and handing it over to the transport, for `peer`."""
     RECEIVE = 4
-    """Taking a `message` of `peer` in; of a wait the part in which it was on its way. Without one: finding none."""
+    """Taking in a `message` of `peer`; also a wait while it is on its way. Without a message: finding none."""
     ENTRIES = 5
     """Copying key/value entries out of the caches or into them."""
     WAIT = 6
@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
 
 class Span(NamedTuple):
-    """One stretch of a process' time; times in nanoseconds, -1 where something does not apply."""
+    """One stretch of a process' time; times in nanoseconds, -1 if something does not apply."""
 
     kind: int
     began_ns: int
@@ -51,7 +51,7 @@ class ProcessSpans:
     """0 is the main process, 1 to k the sub-processes."""
     pid: int
     wall_offset_ns: int
-    """What its wall clock (since 1970) was ahead of its `time.perf_counter_ns`."""
+    """Lead of its wall clock (since 1970) over its `time.perf_counter_ns`."""
     dropped: int
     """Older spans that there was no room for."""
     spans: tuple[Span, ...]

@@ -100,7 +100,7 @@ class Timeline:
                 yield hop, sent, received
 
     def word(self, token: int) -> str:
-        """A token's text, with its spaces and line ends to be seen; none for what is no single token."""
+        """A token's text, with visible spaces and line ends; empty for what is no single token."""
         if token < 0:
             return ""
         text = self._word(token).replace("\n", "⏎").replace(" ", "·")
@@ -109,7 +109,7 @@ class Timeline:
         return short.replace("$", r"\$")
 
     def _stage_boxes(self, process: ProcessSpans) -> Iterator[Box]:
-        """A pass is for a certain token where that was chosen before the pass began."""
+        """A pass is for a certain token if that was chosen before the pass began."""
         for span in process.spans:
             if span.kind == Kind.LAYERS:
                 is_certain = self._certain_at.get(span.position, 0) <= span.began_ns  # as the prompt is
@@ -162,7 +162,7 @@ class Timeline:
         return Box(self.trace.row(process.rank), self._ms(span.began_ns), self._ms(span.ended_ns), kind, label)
 
     def _beginning(self, chosen: list[Span]) -> float:
-        """The first span's begin; of a long prompt's pass only what two tokens take."""
+        """The drawn begin: at most two tokens' time before the first token."""
         first = self._ms(chosen[0].ended_ns)
         per_token = (self.end - first) / max(len(chosen) - 1, 1)
         return max(0.0, first - 2 * per_token) if len(chosen) > 1 else 0.0
@@ -175,7 +175,7 @@ def draw_timeline(trace: Trace, path: Path, word: Callable[[int], str], num_toke
     """Draw the first tokens of a trace; `word` gives a token's text.
 
     Raises:
-        ValueError: where matplotlib is not installed, or the file cannot be written.
+        ValueError: if matplotlib is not installed, or the file cannot be written.
     """
     timeline = Timeline(trace, num_tokens, word)
     num_rows = len(trace.processes)
@@ -198,7 +198,7 @@ def draw_timeline(trace: Trace, path: Path, word: Callable[[int], str], num_toke
     figure.suptitle(_title(timeline), size="medium")
     _legend(figure, trace)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # of a script that the font lacks: a box is drawn
+        warnings.filterwarnings("ignore", "Glyph")  # a script that the font lacks: a box is drawn
         save_figure(figure, path, dpi=110)
 
 

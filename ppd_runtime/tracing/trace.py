@@ -1,7 +1,7 @@
 """A generation on one clock: what every process did, and when; as a Chrome trace, which https://ui.perfetto.dev opens.
 
 Times are `time.perf_counter_ns`, which on Linux is one clock for all processes of a host. Each process' offset to its
-wall clock is noted too, to put traces of several hosts beside each other; no better than those clocks agree.
+wall clock is noted too, to align traces of several hosts, as well as those clocks agree.
 """
 
 import json
@@ -35,7 +35,7 @@ class Trace:
 
     num_layers: int
     layout: Layout | None
-    """How the processes share the layers; None where one process decodes."""
+    """How the processes share the layers; None if one process decodes."""
     conditions: str
     """What a reader of its times has to know, such as that devices were emulated."""
     processes: tuple[ProcessSpans, ...]
@@ -43,11 +43,11 @@ class Trace:
 
     @property
     def exit_layer(self) -> int | None:
-        """The paper's layout's; None in others."""
+        """The paper layout's; None in others."""
         return self.layout.exit_layer if isinstance(self.layout, PaperLayout) else None
 
     def and_then(self, later: "Trace") -> "Trace":
-        """The trace of both parts of a request; of a process that was replaced meanwhile, the new one's."""
+        """The trace of both parts of a request; for a replaced process, only the new one's."""
         known = {process.rank: process for process in self.processes}
         processes = [_joined(known.get(process.rank), process) for process in later.processes]
         return replace(later, processes=tuple(processes))
@@ -108,7 +108,7 @@ class Trace:
         """Write the Chrome trace into a JSON file.
 
         Raises:
-            ValueError: where the file cannot be written.
+            ValueError: if the file cannot be written.
         """
         with atomic_file(path) as unfinished:
             unfinished.write_text(json.dumps(self.chrome()) + "\n", encoding="utf-8")

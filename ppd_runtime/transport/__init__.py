@@ -9,13 +9,13 @@ class Endpoint(Protocol):
     """One worker's or the client's place in the network of a runtime."""
 
     location: str
-    """Where others reach it, such as tcp://10.0.0.2:40123; empty where its address alone says it."""
+    """Where others reach it, such as tcp://10.0.0.2:40123; empty if its address alone says it."""
 
     def introduce(self, address: int, location: str) -> None:
-        """From now on a peer is there, as a new incarnation: what waited for its last one is dropped."""
+        """A peer is now there, as a new incarnation: what waited for its last one is dropped."""
 
     def send(self, address: int, message: Message) -> None:
-        """Deliver a message; never blocks, and drops it where its address has not listened for long.
+        """Deliver a message; never blocks, and drops it if its address has not listened for long.
 
         What cannot leave at once leaves during later calls.
         """
@@ -23,7 +23,7 @@ class Endpoint(Protocol):
     def receive(self, timeout: float | None) -> Message | None:
         """The next message, or None after `timeout` seconds (0: only what is there; None: wait for ever).
 
-        What arrives and is no message is logged and left out, or an `Unreadable` where it says whose it is.
+        What is no message is logged and dropped, or becomes an `Unreadable` if it says whose it is.
         """
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ class Keys:
     public: str
     secret: str = field(repr=False)
     peers: Mapping[int, str]
-    """Everybody's public keys, its own among them, by address: who is not there is refused."""
+    """All public keys by address, with its own: who is not among them is refused."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Network:
 
     transport: str = "auto"
     folder: str = ""
-    """The sockets between processes of one host are in it."""
+    """It holds the sockets between processes of one host."""
     interface: str = ""
     """An address of this host to bind at, for TCP with CURVE; empty: the folder."""
     keys: Keys | None = None
     """Needed with an interface: nothing leaves the host in plain text."""
     client: str = ""
-    """Where the client can be reached, where the folder does not say it."""
+    """Where the client can be reached, if the folder does not say it."""
 
 
 def read_network(fields: Mapping[str, Any]) -> Network:
-    """The network whose fields have been JSON."""
+    """The network from its fields in JSON."""
     keys = fields["keys"]
     if keys is not None:
         keys = Keys(**keys | {"peers": {int(address): key for address, key in keys["peers"].items()}})

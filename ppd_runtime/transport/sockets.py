@@ -14,17 +14,17 @@ _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def check_collective(device: str) -> None:
-    """Raise ValueError where this PyTorch has no collectives for tensors of a device."""
+    """Raise ValueError if this PyTorch has no collectives for tensors of a device."""
     from ppd_runtime.transport.collective.groups import check_backend  # its import takes a while
 
     check_backend(device)
 
 
 def choose_transport(transport: str, on_gpus: bool, own_gpus: bool) -> str:
-    """What is used for a setting; collectives only where they are asked for.
+    """The transport for a setting; collectives only if asked for.
 
     Raises:
-        ValueError: where NCCL would refuse: workers share a GPU, and it has not been told to try that.
+        ValueError: if NCCL would refuse: workers share a GPU, and it has not been told to try that.
     """
     if transport == "collective" and on_gpus and not own_gpus and os.environ.get(_SHARED_GPUS) != "1":
         raise ValueError(
@@ -35,15 +35,14 @@ def choose_transport(transport: str, on_gpus: bool, own_gpus: bool) -> str:
 
 
 def open_endpoint(network: Network, address: int, has_own_core: bool = False, device: str = "cpu") -> Endpoint:
-    """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ where there is an interface.
+    """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ if there is an interface.
 
-    A process with a core of its own looks for messages for a while before it sleeps, which disturbs no other. `device`
-    is where its tensors live, for the collective transport.
+    A process with its own core polls for messages for a while before it sleeps, which disturbs no other. `device` is
+    where its tensors live, for the collective transport.
 
     Raises:
-        ValueError: for a folder that others may enter, an interface that is not this host's, keys that are missing or
-            wrong, a PyTorch without the collectives that are asked for, or where ZeroMQ is needed and not installed;
-            nothing is bound then.
+        ValueError: for a folder that others may enter, an interface of another host, missing or wrong keys, a PyTorch
+            without the collectives that are asked for, or if ZeroMQ is needed and not installed; nothing is bound then.
     """
     endpoint: Endpoint
     if network.transport == "collective":
@@ -67,7 +66,7 @@ def make_networks(transport: str, folder: str, interface: str | None, addresses:
 
 
 def _zeromq() -> Any:
-    """The module of ZeroMQ's sockets, which processes of one host do without; ValueError where it is not installed."""
+    """The module of ZeroMQ's sockets, which processes of one host do not need; ValueError if it is not installed."""
     try:
         with whole_imports():
             from ppd_runtime.transport import zeromq

@@ -1,7 +1,7 @@
 """Messages between processes of one host: Unix stream sockets, in a folder of the user's own, without threads.
 
-A hop costs what two system calls and a wake-up cost, a fraction of ZeroMQ's, whose own threads pass each message on
-at both ends. On the stream a message is a prefix with two lengths, then its header and its tensor's bytes.
+A hop costs two system calls and a wake-up, a fraction of ZeroMQ's, whose own threads relay each message at both ends.
+On the stream a message is a prefix with two lengths, then its header and its tensor's bytes.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ class UnixEndpoint:
     """One process' place: a socket that listens in `folder`, and a stream to each peer it has written to.
 
     Key/value entries have a stream of their own, so that a hidden state never queues behind them. A wait begins with
-    `spin_s` seconds of looking again and again, which is quicker than being woken; for processes with a core of their
-    own. Where messages come later than that, most waits sleep at once. Not to be shared between threads.
+    `spin_s` seconds of polling, which is quicker than being woken; for processes with a core of their own. If messages
+    come later than that, most waits sleep at once. Not to be shared between threads.
     """
 
     def __init__(self, folder: str, address: int, spin_s: float = 0.0) -> None:
@@ -164,7 +164,7 @@ class _Inlet:
         self._begin = self._end = 0
 
     def read(self, arrived: deque[Message]) -> bool:
-        """Append the messages that are there; False once the stream has ended or holds what no peer writes."""
+        """Append the messages that are there; False once the stream has ended or holds invalid bytes."""
         try:
             while True:
                 size = self._connection.recv_into(self._buffer[self._end :] if self._end else self._buffer)
@@ -236,7 +236,7 @@ class _Outlet:
         return bool(self._queue)
 
     def write(self, chunks: list[Frame]) -> bool:
-        """Send the chunks of a message, or queue what cannot leave; False where too much is queued already."""
+        """Send the chunks of a message, or queue what cannot leave; False if too much is queued already."""
         if self._queue or self._socket is None:
             self.flush()
         if self._queue or self._socket is None:
@@ -249,7 +249,7 @@ class _Outlet:
         return True
 
     def flush(self) -> None:
-        """Send as much of the queue as the peer takes, connecting first where need be."""
+        """Send as much of the queue as the peer takes, connecting first if needed."""
         if self._socket is None and not self._connect():
             return
         while self._queue:

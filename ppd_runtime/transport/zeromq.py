@@ -1,8 +1,7 @@
 """Messages over ZeroMQ PUSH and PULL sockets: over ipc on one host, over TCP with CURVE between hosts.
 
-Between hosts every connection is encrypted, and both ends are who they should be: who connects knows the public key of
-whom it wants to reach, and who is connected to looks the other's up in its list. No other process gets a message
-through.
+Between hosts every connection is encrypted, and both ends are authenticated: the connecting end knows the public key of
+its peer, and the accepting end looks the other's key up in its list. No other process gets a message through.
 """
 
 import asyncio
@@ -64,7 +63,7 @@ class ZmqEndpoint:
             self.close()
             raise
         self.location = "" if self._path else bytes(self._inbox.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-        """Where peers reach it, such as tcp://10.0.0.2:40123; empty where the folder says it."""
+        """Where peers reach it, such as tcp://10.0.0.2:40123; empty if the folder says it."""
 
     def _bind(self) -> None:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
@@ -81,7 +80,7 @@ class ZmqEndpoint:
         self._inbox.bind(f"ipc://{self._path}" if self._path else f"tcp://{host}:*")
 
     def introduce(self, address: int, location: str) -> None:
-        """From now on a peer is there; what waited for its last place is dropped."""
+        """A peer is now there; what waited for its last place is dropped."""
         self._locations[address] = location
         for bulk in (False, True):
             if old := self._peers.pop((address, bulk), None):
@@ -127,7 +126,7 @@ class ZmqEndpoint:
             self._path.unlink(missing_ok=True)
 
     def _connect(self, address: int, bulk: bool) -> "zmq.Socket[bytes]":
-        """A socket to a peer; to one that has not been introduced it leads nowhere, and takes nothing."""
+        """A socket to a peer; for one not introduced yet it leads nowhere, and takes nothing."""
         peer = self._context.socket(zmq.PUSH)
         peer.setsockopt(zmq.SNDHWM, _MOST_ENTRIES_WAITING if bulk else _MOST_WAITING)
         if self._path:
@@ -168,7 +167,7 @@ def _is_key(key: object) -> bool:
 
 
 def _secure(sock: "zmq.Socket[bytes]", keys: Keys) -> None:
-    """This process' keys; a dead host is noticed, and a connection that says nothing does not stay."""
+    """Set this process' keys; dead hosts are noticed, and silent connections are closed."""
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -178,7 +177,7 @@ def _secure(sock: "zmq.Socket[bytes]", keys: Keys) -> None:
 
 
 class _Guard:
-    """Lets in whose public key is listed, in a thread of its own, and logs now and then who was refused."""
+    """Admits peers with a listed public key, in its own thread, and logs now and then who was refused."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", inbox: "zmq.Socket[bytes]", keys: Keys) -> None:
         self._inbox, self._authenticator = inbox, _Authenticator(context, keys, self.note)
@@ -194,7 +193,7 @@ class _Guard:
             raise RuntimeError("the thread that checks keys did not start")
 
     def note(self, who: str) -> None:
-        """Count somebody who was refused, and say so unless that was said a moment ago."""
+        """Count a refused peer, and log it unless one was logged a moment ago."""
         self._num_refused += 1
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + _TELL_EVERY_S
@@ -215,7 +214,7 @@ class _Guard:
 
 
 class _Authenticator(AsyncioAuthenticator):
-    """pyzmq's answer to who may come in, with a list of keys; what it refuses is noted with its address."""
+    """pyzmq's authenticator with a list of keys; peers that it refuses are noted with their address."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: Keys, note: Callable[[str], None]) -> None:
         super().__init__(context)

@@ -25,7 +25,7 @@ class Bits:
     machine: str
     """Host, device, versions and number format, for people."""
     hashes: Mapping[str, str]
-    """SHA-256 of outputs by what was run, in words; threads of one process need none."""
+    """SHA-256 of outputs, by name of the run; threads of one process need none."""
 
     def __post_init__(self) -> None:
         few = isinstance(self.hashes, Mapping) and len(self.hashes) <= _MOST_HASHES
@@ -34,17 +34,17 @@ class Bits:
             raise ValueError(f"these are no worker's hashes: they are texts of up to {_LONGEST} printable characters")
 
     def different(self, other: "Bits") -> list[str]:
-        """What both have run with other outputs."""
+        """Names of runs whose outputs differ."""
         return [name for name in self.hashes if self.hashes[name] != other.hashes.get(name, self.hashes[name])]
 
 
 NO_BITS = Bits("", {})
-"""Of a worker that is a thread of its client's process: all of them are alike."""
+"""For workers that are threads of the client's process: all are alike."""
 
 
 def bits_of(stage: LayerRange, with_head: bool = True) -> Bits:
-    """Bits of a stage in this process; takes some milliseconds for a small model, and several passes through a layer of
-    any model. `with_head`: whether its head is the model's, and not some of its rows."""
+    """Bits of a stage in this process. This takes several passes through a layer, some milliseconds for a small model.
+    `with_head`: whether its head is the whole model's, not some of its rows."""
     machine = f"{socket.gethostname()}: {_device(stage.device)}, torch {torch.__version__}"
     number_format = str(stage.model.dtype).removeprefix("torch.")
     hashes = output_hashes(stage, with_head)

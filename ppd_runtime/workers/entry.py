@@ -1,6 +1,6 @@
-"""Where a worker in a Python of its own begins, whose argument is its name; or a Ray actor.
+"""Entry point of a worker: a Python process, whose argument is its name, or a Ray actor.
 
-Nothing is imported before the worker is: the imports are most of its start.
+Nothing is imported before the worker: imports are most of its start.
 """
 
 import logging
@@ -12,14 +12,14 @@ from ppd_runtime.imports import quick_imports
 
 
 class Actor:
-    """A worker as Ray runs it, made from the line that `start_order` gives, on the host with `own_address`.
+    """A Ray actor with a worker, made from the line of `start_order`, on the host with `own_address`.
 
-    `own_device` is its GPU there, such as cuda:1, where Ray gave it one; `code` is as `open_worker` takes it. It loads
-    its layers where it serves: until then, as later, it can be asked whether it runs.
+    `own_device` is its GPU there, such as cuda:1, if Ray gave it one; for `code` see `open_worker`. `serve` loads its
+    layers: until then, as later, it can be asked whether it runs.
     """
 
     _name = "worker"
-    """Until it is made, for Ray asks for it when that fails, too."""
+    """A default, as Ray asks for it even if creation fails."""
 
     def __init__(self, name: str, order: str, own_address: str, own_device: str, code: bytes = b"") -> None:
         self._name, self._told = name, (order, own_address, own_device, code)
@@ -31,12 +31,12 @@ class Actor:
         return self._name
 
     def answer(self, patience_s: float) -> str | None:
-        """What `ready_answer` gives; None, after so long, where its layers are not loaded yet."""
+        """`ready_answer`'s line; None if the layers are not loaded within `patience_s`."""
         self._loaded.wait(patience_s)
         return self._answer
 
     def welcome(self) -> None:
-        """Have it serve: its bits are the others'."""
+        """Let it serve: its bits match the others."""
         self._welcome.set()
 
     def serve(self) -> None:

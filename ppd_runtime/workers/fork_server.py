@@ -62,13 +62,13 @@ def show_name(name: str) -> None:
 
 
 def _fork() -> int:
-    with warnings.catch_warnings():  # of threads, which are those of BLAS libraries: they expect forks
+    with warnings.catch_warnings():  # about threads, which are BLAS libraries': these expect forks
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _tell_of_the_living(control: socket.socket, pid: int) -> None:
-    descriptor = os.pidfd_open(pid)  # it cannot be another process': only this one collects it
+    descriptor = os.pidfd_open(pid)  # it cannot be another process': only this one reaps it
     with contextlib.suppress(BrokenPipeError):
         socket.send_fds(control, [json.dumps({"pid": pid}).encode()], [descriptor])
     os.close(descriptor)

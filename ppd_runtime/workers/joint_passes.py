@@ -1,4 +1,4 @@
-"""What the machines of several requests ask to be computed, as much of it at once as goes together."""
+"""Computes what the machines of several requests ask for, batched where possible."""
 
 import time
 from collections.abc import Iterator, Sequence

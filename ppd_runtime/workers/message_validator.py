@@ -1,4 +1,4 @@
-"""Whether what arrives can be of use to this very model: what the wire format alone cannot tell."""
+"""Whether messages fit this very model, which the wire format alone cannot tell."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,8 +46,8 @@ class MessageValidator:
         }
 
     def fault(self, message: Message) -> str:
-        """Why a message's sender, tokens or tensors are not of this runtime, this vocabulary, or the stage's shapes and
-        dtype; empty where they are.
+        """Why a message does not fit the runtime (sender), the vocabulary (tokens) or the stage (tensors' shapes and
+        dtype); empty if it does.
         """
         if not CLIENT <= message.sender < self._num_processes:
             return f"process {message.sender} is none of this runtime"

@@ -6,7 +6,7 @@ from ppd_runtime.pipeline.messages import Begin
 class OpenRequests:
     """The client numbers requests in the order in which they begin, and says with each which earlier ones are not over.
 
-    What it says so stays true however late it comes: what is over does not begin again.
+    This stays true however late it comes: what is over does not begin again.
     """
 
     def __init__(self) -> None:
@@ -23,5 +23,5 @@ class OpenRequests:
             self._open = [r for r in self._open if r >= newest or r in earlier]
 
     def __contains__(self, request: int) -> bool:
-        """Whether a request may not be over; one that is newer than all known ones is not."""
+        """Whether a request may still run; one that is newer than all known ones may."""
         return request > self._newest or request in self._open

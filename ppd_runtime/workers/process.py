@@ -1,7 +1,7 @@
 """One worker in a process of its own, from its specification as a line of text.
 
 A plain process reads the line from standard input and says on standard output, in one JSON line, that it has loaded its
-layers and which bits they give, or why it could not. It serves once it is told that the others have these bits, too.
+layers and which bits they give, or why it could not. It serves once it is told that the others have the same bits.
 Standard input stays open for as long as the process that started it runs: when it ends, the worker ends too.
 """
 
@@ -34,7 +34,7 @@ WELCOME = b"w"
 
 
 def start_order(spec: WorkerSpec, network: Network) -> str:
-    """What a worker process is told, as one line of JSON; it holds the process' secret key where there is one."""
+    """What a worker process is told, as one line of JSON, including the process' secret key if it has one."""
     return json.dumps({"spec": asdict(spec), "network": asdict(network)}, default=_as_json)
 
 
@@ -87,8 +87,8 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:
 def open_worker(order: str, own_address: str = "", own_device: str = "", code: bytes = b"") -> tuple[Worker, Endpoint]:
     """The worker that `start_order` described, its layers loaded, and its place in the network.
 
-    Where the order has keys but names no interface, that is `own_address`: the address of the host it came to. Where it
-    names no particular GPU, that is `own_device`. `code` is a bundle of what another worker has compiled.
+    If the order has keys but no interface, the interface is `own_address`, the address of this host. If it names no
+    particular GPU, the GPU is `own_device`. `code` is a bundle that another worker has compiled.
     """
     spec, network = read_order(order)
     if network.keys and not network.interface:
@@ -111,7 +111,7 @@ def ready_answer(worker: Worker, endpoint: Endpoint) -> str:
 
 
 def read_answer(line: str | bytes) -> tuple[str, Bits]:
-    """The location and the bits of a worker that is ready; RuntimeError with the words of one that never will be."""
+    """The location and bits of a worker that is ready; RuntimeError with the words of one that has failed."""
     try:
         answer = json.loads(line)
         if "error" not in answer:

@@ -1,4 +1,4 @@
-"""Messages that are of no use to a worker: it leaves them out, and says so where a request waits for them."""
+"""Messages that are of no use to a worker: it drops them, and tells a client whose request waits."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 _NEEDED = frozenset(kind.__name__ for kind in (Begin, Token, CatchUp, PromptStates, Rows))
-"""Of stages, what no token is decided without."""
+"""What stages need to decide a token."""
 _TELL_AGAIN_S = 0.1  # what comes together is told once
 _MOST_TOLD = 256  # requests
 _MOST_REASON = 1000  # characters
@@ -20,8 +20,8 @@ _MOST_REASON = 1000  # characters
 class Refusals:
     """What one worker refuses.
 
-    What only speculates costs time where it is left out, and is in the log alone. Of what is needed the client hears:
-    it knows when to wait no longer for what may be sent once more.
+    To drop a speculative message only costs time, so it is only logged. The client hears of a dropped message that is
+    needed: it knows how long to wait for a resend.
     """
 
     def __init__(self, spec: WorkerSpec, validator: MessageValidator) -> None:
@@ -29,7 +29,7 @@ class Refusals:
         self._told: dict[int, float] = {}  # when, by request
 
     def refuses(self, message: Message, endpoint: Endpoint) -> bool:
-        """Whether a message is left out; says so then."""
+        """Whether to drop a message; reports a drop."""
         if isinstance(message, Unreadable):
             kind, fault = message.kind or "message", message.reason
         else:
@@ -51,7 +51,7 @@ class Refusals:
         return message.sender == CLIENT or (in_stages and kind in (*_NEEDED, "message"))
 
     def _may_tell(self, request: int, final: bool) -> bool:
-        """Once in a while of the same request."""
+        """Limits reports of the same request."""
         now = time.monotonic()
         if not final and now < self._told.get(request, 0.0) + _TELL_AGAIN_S:
             return False

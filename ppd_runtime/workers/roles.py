@@ -31,17 +31,17 @@ class Role(ABC):
     """
 
     tree_range: TreeRange | None = None
-    """The layers over rows of trees, where there are such passes."""
+    """The layers over rows of trees, if there are such passes."""
     rows = 1
-    """Rows of a request in one pass, at the most."""
+    """Most rows of a request in one pass."""
     most_rows = 1
-    """Rows of several requests in one pass."""
+    """Most rows of all requests in a pass."""
     follows = False
-    """Whether requests begin again here where the process that decides was lost behind their end."""
+    """Whether a request that ended here begins again if the deciding process was lost."""
     keeps_requests = True
-    """Whether a request that is under way takes its `Begin` and peers' news once more."""
+    """Whether a running request takes a repeated `Begin` or news of peers."""
     resends_to_peers = False
-    """Whether a new process among the others lacks what only this one can send again."""
+    """Whether a restarted peer needs what only this process can send again."""
     tells_hits = True
     """Whether a token says at once who was right."""
 
@@ -59,7 +59,7 @@ class Role(ABC):
 
     @abstractmethod
     def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
-        """A request's machine goes on without a message, with `rows` of the next pass at the most."""
+        """A request's machine goes on without a message, with at most `rows` of the next pass."""
 
     @abstractmethod
     def release(self, session: Session) -> None:
@@ -136,11 +136,11 @@ class StagedRole(Role):
     def release(self, session: Session) -> None:
         if isinstance(session.machine, FirstStage | MiddleStage | LastStage):
             session.begin = session.machine.begin
-            session.machine.stage.begin(0)  # gives its memory free
+            session.machine.stage.begin(0)  # frees its memory
 
 
 def role_of(spec: WorkerSpec, stage: LayerRange) -> Role:
-    """The part in its layout of a worker with these layers."""
+    """The role of a worker with these layers."""
     if isinstance(spec.layout, StagedLayout):
         return StagedRole(spec, stage, spec.layout)
     return PaperRole(spec, stage, spec.layout)

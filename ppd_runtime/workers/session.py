@@ -22,7 +22,7 @@ from ppd_runtime.transport import Endpoint
 _LONGEST_HOLD_S = 1.0
 _MOST_HELD = 2**16
 _SHOW_EVERY_S = 0.03
-_SILENCE_S = 10.0  # behind which a client that asks is told whether there were passes
+_SILENCE_S = 10.0  # after which a client that asks is told whether there were passes
 _MOST_WORDS = 10_000  # characters of an error
 _STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
@@ -31,7 +31,7 @@ _STAMPED = (HeadStart, Entries, Rows)
 Decider = MainProcess | LastStage
 """A main process' machine."""
 Helper = SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
-"""Any other process'."""
+"""Any other machine."""
 
 
 class Session:
@@ -52,19 +52,19 @@ class Session:
         self.running: Machine | None = None
         self.wanted = WaitFor(0)
         self.patience = 0
-        """Of the last wait that had any."""
+        """The last nonzero patience."""
         self.last_turn = 0
-        """The worker's turn that it got last."""
+        """The number of its latest turn."""
         self.finished: Finished | None = None
         self._released = self._asked = self._shown = self._told = self.recorder.began
         self._told_computed_s = 0.0
         self._first_token, self._stalled = 0.0, 0.0
         self._first_ledger: LatencyBreakdown | None = None
         self._hold_tokens = not begin.live and begin.params.logprobs is None
-        self._held: list[Token] = []  # one behind the other
+        self._held: list[Token] = []  # consecutive
 
     def ask(self) -> None:
-        """Its machine waits for something to be computed from now on."""
+        """From now on its machine waits for a computation."""
         self._asked = time.perf_counter()
 
     def wait_for(self, wanted: WaitFor, layer_seconds: float, others: int) -> None:
@@ -78,8 +78,8 @@ class Session:
                 wanted.deadline = self._asked + max((wanted.patience + others) * layer_seconds, wanted.least_s)
 
     def note_reply(self, message: Message | None, was_away: bool) -> None:
-        """The wait is over. Up to when the message was sent the time was its sender's; the rest was its way's.
-        `was_away`: another request had the worker meanwhile.
+        """The wait is over. Until the message was sent the time counts as waiting, the rest as transfer. `was_away`:
+        another request had the worker meanwhile.
         """
         began, ended = self._asked, time.perf_counter()
         if self.wanted.patience != 0 or was_away:
@@ -92,12 +92,12 @@ class Session:
         self.recorder.note_message(Kind.RECEIVE, began, ended, peer, message)
 
     def note_wait(self, ended: float) -> None:
-        """What it asked to be computed has waited up to now for what others ask for."""
+        """Its computation has waited until `ended` for those of others."""
         self._stalled += ended - self._asked
         self.recorder.note(Kind.WAIT, self._asked, ended)
 
     def send(self, addresses: Sequence[int], message: Message) -> None:
-        """What the machine is given as its `send`."""
+        """The machine's `send`."""
         if isinstance(message, _STAMPED):
             object.__setattr__(message, "sent_at", time.perf_counter())  # a copy takes ten microseconds
         for address in addresses:
@@ -109,14 +109,14 @@ class Session:
             self._note_token(addresses, message)
 
     def show_progress(self) -> None:
-        """The client asks again: tell it, from time to time, that there were passes, as while a long prompt is read."""
+        """The client asks again: tell it, from time to time, that passes ran, such as during a long prompt."""
         now, computed_s = time.perf_counter(), self.recorder.computed_s
         if self._rank == DECIDER and now - self._told > _SILENCE_S and computed_s > self._told_computed_s:
             self._told, self._told_computed_s = now, computed_s
             self._deliver(CLIENT, Tokens(self._rank, self.begin.request, 0, [], []))
 
     def finish(self, main: Decider, error: str = "") -> None:
-        """The main process' end, or a request's that has failed: tell the client all that it has not been told."""
+        """End a request in the main process, or a failed one: tell the client all that it has not been told."""
         self.release_tokens()
         ended, ledger = self.recorder.pause(), self.recorder.ledger()
         self.finished = Finished(
@@ -144,7 +144,7 @@ class Session:
         self._endpoint.send(CLIENT, helper.report())
 
     def finish_again(self, main: Decider, message: Message) -> None:
-        """Behind the main process' end, for a client that has missed something."""
+        """Repeat the main process' end for a client that has missed something."""
         if isinstance(message, Begin):
             main.repeat(len(message.delivered))
             self.release_tokens()
@@ -152,7 +152,7 @@ class Session:
         self._endpoint.send(CLIENT, self.finished)
 
     def _show(self) -> None:
-        """Tell who watches what has been computed since the last time."""
+        """Tell a watching client what was computed since last time."""
         recorded = self.recorder.take_watched(self._rank)
         for message in pack(recorded, self.begin.request, watched=True) if recorded else ():
             self._endpoint.send(CLIENT, message)
@@ -177,7 +177,7 @@ class Session:
         self.recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
 
     def _hold(self, token: Token) -> None:
-        """Keep a token for the client back for a while; it hears often enough to know that this process runs."""
+        """Hold back a token for the client; it hears often enough to know that this process runs."""
         if self._held and token.position != self._held[-1].position + 1:  # the client is told some again
             self.release_tokens()
         self._held.append(token)
@@ -194,7 +194,7 @@ class Session:
 
 
 def next_in_turn(sessions: Sequence[Session], works: Mapping[Session, Work]) -> Session:
-    """The one whose patience is over, or whose turn it is."""
+    """A session out of patience, or the next in turn."""
     now = time.perf_counter()
     timed = [session for session in sessions if session.wanted.patience and session.wanted.deadline is not None]
     over = [session for session in timed if (session.wanted.deadline or 0.0) <= now]

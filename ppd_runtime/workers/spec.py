@@ -31,7 +31,7 @@ class WorkerSpec:
     cores: tuple[int, ...] = ()
     """CPU cores to stay on; empty: wherever the system likes."""
     emulate: EmulatedDevice | None = None
-    """A slower device whose times to keep to; None: as fast as it goes."""
+    """A slower device whose times to imitate; None: full speed."""
     code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
     """Files of compiled code, one a layer, by `PassKind`; empty: the library runs them."""
 
@@ -40,17 +40,17 @@ class WorkerSpec:
     speculation: str = AUTO
     """`RuntimeConfig.speculation`."""
     heavy_length: float = math.inf
-    """About how many tokens' keys and values take as long to read as the weights."""
+    """Tokens whose keys and values take about as long to read as the weights."""
     way_seconds: tuple[float, ...] = ()
     """`SpeculationPolicy.way_seconds` of earlier runs."""
 
     prefix_cache_tokens: int = 0
     """Tokens of earlier prompts whose entries a stage keeps."""
     cache_tokens: int | None = None
-    """Tokens of all requests at a time; None: not known."""
+    """Tokens of all requests at once; None: unknown."""
 
     def new_policy(self) -> SpeculationPolicy:
-        """How much the process that decides tokens has guessed."""
+        """The deciding process' policy of how much to guess."""
         if self.speculation in (ALWAYS, NEVER):
             return Always(Guessing.EXITS if self.speculation == ALWAYS else Guessing.NOTHING)
         between = [Guessing.REPETITIONS] * self.layout.repetitions
@@ -64,7 +64,7 @@ class WorkerSpec:
 
     @property
     def code_kinds(self) -> frozenset[int]:
-        """What it runs compiled code for: those and its head."""
+        """Kinds with compiled code: its passes and its head."""
         return self.pass_kinds | {head_kind(len(self.guess_tokens))}
 
     @property
@@ -74,5 +74,5 @@ class WorkerSpec:
 
     @property
     def num_layers(self) -> int:
-        """The layer up to which it holds them: all of them, those of a head start, or those up to its cut."""
+        """Layers up to its last one: all of them, those of a head start, or those up to its cut."""
         return self.layout.layers(self.rank, self.info.num_layers)[1]

@@ -1,4 +1,4 @@
-"""Runs the state machines on a real stage and a real transport; of the staged layout, for several requests at once."""
+"""Runs the state machines on a real stage and a real transport; in the staged layout, for several requests at once."""
 
 import os
 import time
@@ -46,8 +46,8 @@ from ppd_runtime.workers.roles import role_of
 from ppd_runtime.workers.session import Decider, Session, next_in_turn
 from ppd_runtime.workers.spec import WorkerSpec
 
-_ASK_AGAIN = 8  # messages of a request that it knows nothing of, before a worker asks for it again
-_MOST_EARLY = 64  # of them that it keeps
+_ASK_AGAIN = 8  # messages of an unknown request, before a worker asks for it again
+_MOST_EARLY = 64  # such messages kept
 
 
 class Worker:
@@ -87,16 +87,16 @@ class Worker:
         self._joint = JointPasses(self.stage, self._role.tree_range)
         self._requests = OpenRequests()
         self._sessions: dict[int, Session] = {}
-        """Of the requests that are under way, the oldest first."""
+        """Sessions of running requests, the oldest first."""
         self._past: dict[int, Session] = {}
-        """Of those that have ended here, and perhaps not everywhere."""
+        """Sessions that have ended here, and perhaps not everywhere."""
         self._active: Session | None = None
         self._turns = 0
         self._unknown = 0  # messages of later requests
-        self._early: deque[Message] = deque(maxlen=_MOST_EARLY)  # stages' of them
+        self._early: deque[Message] = deque(maxlen=_MOST_EARLY)  # from stages
 
     def bits(self) -> Bits:
-        """What to compare with the other workers' before it serves; two hosts may have different models in one path."""
+        """What must equal the other workers' before it serves; two hosts may have different models at one path."""
         with current_device(self.spec.device):
             bits = bits_of(self.stage, with_head=not self.spec.guess_tokens)
         return replace(bits, hashes={**bits.hashes, "the model's files": model_fingerprint(self.spec.info)})
@@ -123,7 +123,7 @@ class Worker:
                 self._give_turn()
 
     def _receive(self, time_left: Callable[[], float | None]) -> Message | None:
-        """The next message that fits this worker, in so many seconds; where peers are is the endpoint's business."""
+        """The next message that fits this worker, within `time_left`; peers' locations go to the endpoint."""
         while (message := self._endpoint.receive(time_left())) is not None:
             if isinstance(message, Peers):
                 for address, location in zip(message.addresses, message.locations, strict=True):
@@ -135,7 +135,7 @@ class Worker:
         return None
 
     def _time_left(self) -> float | None:
-        """Until some machine goes on without a message: 0 where one could now, None where none will."""
+        """Seconds until a machine goes on without a message: 0 if one can now, None if none will."""
         earliest: float | None = None
         for session in self._sessions.values():
             if session.wanted.patience == 0:
@@ -145,7 +145,7 @@ class Worker:
         return None if earliest is None else max(earliest - time.perf_counter(), 0)
 
     def _give_turn(self) -> None:
-        """No message is there: have a machine go on without one, and others whose rows fit into the same pass."""
+        """Without a message, have a machine go on, and others whose rows fit into the same pass."""
         if len(self._sessions) == 1:
             (only,) = self._sessions.values()
             self._go_on(only, self._role.rows)
@@ -164,7 +164,7 @@ class Worker:
         self._join(works, only_little=work == Work.LITTLE)
 
     def _join(self, works: dict[Session, Work], only_little: bool) -> None:
-        """Have others go on that decide, too, or whose rows fit into the pass that is asked for."""
+        """Have others go on that also decide, or whose rows fit into the pass that is asked for."""
         while works and (only_little or self._joint):
             session = min(works, key=lambda session: (works[session], session.last_turn))
             work = works.pop(session)
@@ -176,7 +176,7 @@ class Worker:
                 return
 
     def _room(self, work: Work, later: Collection[Work]) -> int:
-        """Rows that a machine may have of the next pass, where `later` ones want theirs; certain tokens come first."""
+        """Rows that a machine may have of the next pass, if `later` ones want theirs; certain tokens come first."""
         taken = self._joint.num_rows
         if work == Work.SPECULATION:
             return -(-(self._role.rows - taken) // (1 + len(later)))
@@ -213,14 +213,14 @@ class Worker:
             self._answer(message)
 
     def _learn(self, begin: Begin) -> None:
-        """Let go of requests that are over, whose ends have not come; the client has moved on."""
+        """Drop requests that are over but whose ends have not come; the client has moved on."""
         self._requests.learn(begin)
         for request in [request for request in self._sessions if request not in self._requests]:
             self._leave(self._sessions[request])
         self._past = {request: session for request, session in self._past.items() if request in self._requests}
 
     def _is_new(self, begin: Begin) -> bool:
-        """Whether a request has not ended here; a last stage that is lost behind its end has it begin again."""
+        """Whether a request has not ended here, or begins anew as the last stage was lost after its end."""
         if begin.request in self._past:
             return self._role.follows and begin.epoch > self._past[begin.request].begin.epoch
         return begin.request in self._requests
@@ -265,7 +265,7 @@ class Worker:
         except StopIteration:
             self._end(session)
             return
-        except RequestError as error:  # of who decides: its guesses fail nobody
+        except RequestError as error:  # from the decider: guesses fail nobody
             self._end(session, str(error))
             return
         if isinstance(wanted, Computation):
@@ -305,7 +305,7 @@ class Worker:
             self._endpoint.send(CLIENT, Finished.cut_short(message.request))
 
     def _ask_for(self, message: Message) -> None:
-        """Ask the main process for a request that it has begun, where its `Begin` has not come or this is over."""
+        """Ask the main process for a request that it has begun, if its `Begin` has not come or it is over here."""
         request = message.request
         if isinstance(message, Begin) and self._role.follows and request in self._past:
             epoch = self._past[request].begin.epoch

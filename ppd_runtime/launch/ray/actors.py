@@ -1,6 +1,6 @@
 """What Ray runs for a worker: an actor that answers while it loads its layers, and while it serves.
 
-Nothing heavy is imported before it answers: an actor that does not, once it has, counts as lost.
+It answers before it imports anything heavy: one that falls silent later counts as lost.
 """
 
 import os
@@ -38,7 +38,7 @@ class PPDStage(_HostActor):
 def find_gpu() -> tuple[str, str, int]:
     """This place's GPU: its number on its host, the host's address, and its free bytes.
 
-    Its process ends behind it, and gives back what CUDA takes.
+    Its process ends after it, and gives back what CUDA takes.
     """
     with quick_imports():
         from ppd_runtime.launch.gpus import free_bytes

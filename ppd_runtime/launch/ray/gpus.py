@@ -1,4 +1,4 @@
-"""Which GPU an actor uses where Ray hides the others, and where it does not."""
+"""Which GPU an actor uses, whether Ray hides the others or not."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ UNMASKED = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def own_device(gpu_ids: Sequence[int | str], environment: Mapping[str, str]) -> str:
-    """The PyTorch device of an actor's own GPU; empty where it has none.
+    """The PyTorch device of an actor's own GPU; empty if it has none.
 
     Args:
         gpu_ids: those that Ray gave it, by `ray.get_gpu_ids`: numbers of the node's GPUs, or names that

@@ -22,7 +22,7 @@ def reserve(
         count: workers.
         placement: "auto" or a name in `room.STRATEGIES`.
         one_host: whether all have to be on this host.
-        timeout_s: seconds to wait for room where the cluster has none (yet); 0: it is an error at once.
+        timeout_s: seconds to wait for room if the cluster has none (yet); 0: fail at once.
         progress: is told the strategy.
 
     Raises:

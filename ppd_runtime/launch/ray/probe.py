@@ -1,4 +1,4 @@
-"""Asks a cluster whether it takes this program in, in a Python of its own, whose argument is host:port or "auto".
+"""Asks a cluster whether it accepts this program, from a child Python; its argument is host:port or "auto".
 
 `ray.init` asks for minutes, writes to stderr each time, and may end the whole program.
 """
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """End with exit code 0 where it does."""
+    """End with exit code 0 if it does."""
     try:
         from ray._private.services import canonicalize_bootstrap_address_or_die as find
         from ray._private.worker import maybe_enable_token_auth_if_token_available as look_for_token

@@ -1,4 +1,4 @@
-"""Whether a cluster has room for the workers: equal bundles of resources, and hosts that hold so many of each."""
+"""Whether a cluster has room for the workers: equal bundles of resources, and how many each host holds."""
 
 import math
 import sys
@@ -35,7 +35,7 @@ class Bundle:
         return cpus + (f" and {_amount(self.gpus, 'GPU')}" if self.gpus else "")
 
     def resources(self, host: str = "") -> dict[str, float]:
-        """Resources in Ray's form. Where `host` is given, only nodes of that host have them."""
+        """Resources in Ray's form. If `host` is given, only nodes of that host have them."""
         named = {"CPU": self.cpus, "GPU": self.gpus, f"node:{host}": 0.001 if host else 0.0}
         return {name: amount for name, amount in named.items() if amount}
 
@@ -46,9 +46,9 @@ class Bundle:
 
 
 def cpus_beside_others(count: int, threads: int, free: float) -> float:
-    """CPUs that each of `count` workers asks for where one of those that are free stays for others.
+    """CPUs that each of `count` workers asks for, with one of the free ones left for others.
 
-    All that they use, if there are so many; else equal parts of what there is, in hundredths, and they share cores.
+    It is all that a worker uses, if there are enough; else an equal part, in hundredths, and they share cores.
     """
     if count * threads <= free - 1:
         return threads
@@ -59,8 +59,8 @@ def strategies(placement: str, one_host: bool, bundle: Bundle, count: int, nodes
     """Ray's strategies to try, one after the other.
 
     Args:
-        placement: "auto" or a name in `STRATEGIES`. "auto" takes one node where all workers fit there, for a hop within
-            a host is the shortest, and as few nodes as possible else.
+        placement: "auto" or a name in `STRATEGIES`. "auto" takes one node if all workers fit there, since a hop within
+            a host is the shortest, else as few nodes as possible.
         one_host: whether the transport reaches this host only.
         bundle: what a worker takes.
         count: workers.
@@ -73,10 +73,10 @@ def strategies(placement: str, one_host: bool, bundle: Bundle, count: int, nodes
 
 
 def check_room(strategy: str, host: str, bundle: Bundle, count: int, nodes: Sequence[RayNode]) -> None:
-    """Raise RuntimeError where `count` bundles could not be placed even if nothing else ran on these nodes.
+    """Raise RuntimeError if `count` bundles could not be placed even if nothing else ran on these nodes.
 
     Args:
-        host: the one host that they have to be on; empty where they may be anywhere.
+        host: the one host that they have to be on; empty if they may be anywhere.
     """
     usable = [node for node in nodes if not host or node.host == host]
     places = [bundle.places_on(node) for node in usable]
@@ -98,7 +98,7 @@ def needs(bundle: Bundle, count: int) -> str:
 
 
 def way_out(host: str) -> str:
-    """What helps where there is too little room."""
+    """What helps if there is too little room."""
     others = "give bind_interface to use other hosts too" if host else "add nodes"
     return f"run fewer workers, or {others}, or wait for an autoscaler's with placement_timeout_s"
 

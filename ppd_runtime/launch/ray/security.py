@@ -18,7 +18,7 @@ def check_version(version: str) -> None:
 
 
 def no_cluster(address: str) -> str:
-    """What to say where Ray finds no cluster; Ray says no more where the cluster asks for a token and gets none."""
+    """What to say if Ray finds no cluster; Ray says no more if the cluster asks for a token and gets none."""
     mode, place = os.environ.get("RAY_AUTH_MODE", ""), "on this host" if address == "auto" else f"at {address}"
     return (
         f"no Ray cluster takes this program in {place}: start one with `ray start --head`, or, where one runs "
@@ -28,7 +28,7 @@ def no_cluster(address: str) -> str:
 
 
 def check_authentication(hosts: set[str]) -> None:
-    """Raise RuntimeError where several hosts take part and Ray asks for no token."""
+    """Raise RuntimeError if several hosts take part and Ray asks for no token."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if len(hosts) > 1 and mode.lower() != "token":
         raise RuntimeError(

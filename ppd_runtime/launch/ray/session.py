@@ -1,4 +1,4 @@
-"""This program's connection to Ray, of which it can have one: runtimes that need it share it.
+"""This program's only connection to Ray, which its runtimes share.
 
 The connection is made in a thread that lasts as long as it. Ray asks the kernel to kill a node's processes with their
 parent (PR_SET_PDEATHSIG, in `ray._private.utils.set_kill_on_parent_death_linux`), and to the kernel the parent is the
@@ -30,7 +30,7 @@ from ppd_runtime.launch.ray.security import check_version, no_cluster
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import Progress
 
-_LONGEST_NAME = 69  # of Ray's sockets, below the folder that it is given
+_LONGEST_NAME = 69  # Ray's sockets, below the folder that it is given
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _BEGIN_DEADLINE_S = 120.0
 _PROBE_DEADLINE_S = 15.0
@@ -104,7 +104,7 @@ class Membership:
         return location() == self._location
 
     def check(self) -> None:
-        """Raise RuntimeError where it is not."""
+        """Raise RuntimeError if it is not."""
         if not self.is_there():
             raise RuntimeError(
                 "this program has shut down the Ray that the runtime's workers were on (ray.shutdown): make a new "
@@ -136,17 +136,17 @@ _SHARED = _Shared()
 
 
 def join(address: str | None, num_cpus: int, progress: Progress, log_to_driver: bool = False) -> Membership:
-    """Take part in the Ray that this program is connected to; where there is none, connect.
+    """Take part in the Ray that this program is connected to; if there is none, connect.
 
     Args:
-        address: where to connect, host:port of a cluster or "auto" for the one that runs on this host; None: to a node
-            of our own.
-        num_cpus: that a node of our own has at the least.
-        progress: is told what is waited for.
+        address: where to connect, host:port of a cluster or "auto" for the one that runs on this host; None: a node of
+            our own.
+        num_cpus: least CPUs of a node of our own.
+        progress: is told what it waits for.
         log_to_driver: whether what workers print is printed here.
 
     Raises:
-        RuntimeError: no cluster there takes this program in.
+        RuntimeError: no cluster there accepts this program.
         TimeoutError: Ray did not start in time.
     """
     check_version(ray.__version__)
@@ -162,12 +162,12 @@ def join(address: str | None, num_cpus: int, progress: Progress, log_to_driver: 
 
 
 def location() -> str:
-    """host:port of the Ray that this program is connected to; empty where there is none."""
+    """host:port of the Ray that this program is connected to; empty if there is none."""
     return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
 
 
 def check_same(address: str) -> None:
-    """Raise ValueError where this program is connected to another Ray than a `ray_address` names."""
+    """Raise ValueError if this program is connected to another Ray than `ray_address` names."""
     here, session = location(), _SHARED.session
     if address == "local":
         same = session is not None and session.own_node and session.is_there()
@@ -204,7 +204,7 @@ def _begin(address: str | None, num_cpus: int, progress: Progress, log_to_driver
 
 
 def _probe(address: str) -> None:
-    """Raise RuntimeError where a cluster does not take this program in, or something else answers there."""
+    """Raise RuntimeError if a cluster does not accept this program, or something else answers there."""
     if "://" in address:
         return
     try:
@@ -241,9 +241,9 @@ def _connect(address: str | None, num_cpus: int, folder: str, log_to_driver: boo
 
 
 def _job_config() -> JobConfig:
-    """Has Ray's workers import nothing from the current folder, nor from that of this program's script.
+    """Keeps Ray's workers from importing from the current folder, or from that of this program's script.
 
-    Only where this package is there, for want of another place, they have the folder that it is in.
+    Only if this package is there, and nowhere else, their path has the folder that it is in.
     """
     config, package = JobConfig(), str(PACKAGE.parent)
     config._py_driver_sys_path = _Fixed([] if package in kept_path(sys.path, folders_here()) else [package])
@@ -251,7 +251,7 @@ def _job_config() -> JobConfig:
 
 
 class _Fixed(list[str]):
-    """What Ray puts first on its workers' import path. By itself it adds the two folders."""
+    """What Ray puts first on its workers' import path. By default it adds both folders."""
 
     def extend(self, _: Iterable[str]) -> None:
         """Leave it as it is."""
@@ -267,8 +267,8 @@ def _silence_notices() -> None:
 def _sigterm_kept() -> Iterator[None]:
     """Leave SIGTERM as the program has it.
 
-    Ray's core has a handler of its own, which prints where in C++ the program was and aborts it. Python can only set
-    a handler in the main thread, and only one of Python's: the system is asked.
+    Ray's core has its own handler, which prints a C++ stack trace and aborts the program. Python can only set a handler
+    in the main thread, and only a Python one: so the system is asked.
     """
     if sys.platform not in ("linux", "darwin"):
         yield

@@ -44,7 +44,7 @@ _FIND_S = 300.0
 
 
 class RayWorkers:
-    """Every worker a Ray actor with a place of its own, on a Ray node of our own or another that there is."""
+    """Workers as Ray actors, each with its own place, on a Ray node of our own or an existing one."""
 
     def __init__(
         self,
@@ -111,15 +111,15 @@ class RayWorkers:
         return ActorHandle(actor_class.options(**options).remote(name, order, self._code), self._joined)
 
     def _place(self, rank: int) -> dict[str, Any]:
-        """Ray's options for what runs in a worker's place, with all that the worker has there."""
+        """Ray's options to run in a worker's place, with all that the worker has there."""
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         return {"scheduling_strategy": place, "num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus}
 
     def _check_gpus(self, config: RuntimeConfig, progress: Progress) -> None:
-        """Workers of one GPU are refused where they do not fit there together; which share one, their places know.
+        """Refuse workers of one GPU if they do not fit there together; their places tell which share one.
 
         Raises:
-            ValueError: as `check_shares`.
+            ValueError: see `check_shares`.
         """
         progress("looking for memory on the workers' GPUs")
         asked = [find_gpu.options(**self._place(rank)).remote() for rank in self._specs]
@@ -130,10 +130,10 @@ class RayWorkers:
         check_shares(list(self._specs.values()), gpus, config)
 
     def _compiled(self, config: RuntimeConfig, progress: Progress) -> Any:
-        """Workers on several hosts have the same code: what one compiles at the place of the first, as Ray holds it.
+        """The same code for workers on several hosts: one compiles it at the first one's place, and Ray holds it.
 
         Raises:
-            ValueError: where the model cannot be compiled there, and `compile` is not automatic.
+            ValueError: if the model cannot be compiled there, and `compile` is not automatic.
         """
         if self._one_host or not wants_code(config.compile, self._specs[DECIDER].device):
             return b""
@@ -163,7 +163,7 @@ class RayWorkers:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as last:  # what is interrupted leaves out nothing that comes behind it
+        with contextlib.ExitStack() as last:  # an interrupt skips none of the later steps
             last.callback(self._folder.remove)
             if self._membership is not None:
                 last.callback(self._leave_ray, self._membership)
@@ -191,9 +191,9 @@ class ActorHandle:
         self._ask(0)
 
     def is_ready(self) -> bool:
-        """Whether it has loaded its layers; raises RuntimeError where it cannot, or no longer answers.
+        """Whether it has loaded its layers; raises RuntimeError if it cannot, or no longer answers.
 
-        It can answer from the moment that its process is there: on a cluster Ray may first have to make an environment.
+        It can answer as soon as its process runs: on a cluster Ray may first have to make an environment.
         """
         self._membership.check()
         if _has(self._serving):
@@ -230,7 +230,7 @@ class ActorHandle:
         return None
 
     def wait(self, seconds: float) -> None:
-        """Give it so long to end by itself."""
+        """Wait until it ends, or `seconds`."""
         if self._membership.is_there():
             ray.wait([self._serving], timeout=seconds)
 
@@ -265,7 +265,7 @@ class ActorHandle:
 
 
 def _result(task: Any, seconds: float, who: str) -> Any:
-    """What a task gives, or tasks; raises its ValueError, or RuntimeError with its words or where it takes too long."""
+    """The result of a task, or tasks; raises its ValueError, or RuntimeError with its words or after `seconds`."""
     try:
         return ray.get(task, timeout=seconds)
     except ray.exceptions.GetTimeoutError as error:
@@ -287,8 +287,8 @@ def _silent(seconds: float) -> str:
 def _bundle(spec: WorkerSpec, count: int, gpus: float | None, membership: Membership) -> Bundle:
     """What each of `count` workers asks for.
 
-    Of a node of our own no CPUs, since no other program takes any, and its share of the GPUs; of a Ray that the program
-    itself started what is free but for a CPU, which stays for the program's own tasks; of a cluster all that it uses.
+    On our own node: no CPUs, since no other program takes any, and its share of the GPUs. In a Ray that the program
+    started: what is free except a CPU, which stays for the program's tasks. In a cluster: all that it uses.
     """
     cpus: float = spec.threads
     if membership.own_node:
@@ -304,7 +304,7 @@ def _bundle(spec: WorkerSpec, count: int, gpus: float | None, membership: Member
 
 
 def _never_ran(error: Exception) -> bool:
-    """Whether Ray took an actor back before it began: so it does where the node that it chose turns out to be lost."""
+    """Whether Ray cancelled an actor before it began, as it does if the node that it chose turns out to be lost."""
     return isinstance(error, ray.exceptions.ActorDiedError) and "actor never ran" in str(error)  # nothing else says it
 
 

@@ -1,7 +1,7 @@
-"""The main process: full-depth decoding that goes on from a sub-process' early start where one is right.
+"""The main process: full-depth decoding that continues from a sub-process' early start if one is right.
 
-Algorithm 2 of the paper, main side. What the sub-processes say can only shorten the way to a token, never change
-it: the token is always full depth's.
+Algorithm 2 of the paper, main side. Sub-processes can only make a token come sooner, never change it: each token is the
+full-depth one.
 """
 
 from collections import defaultdict
@@ -34,10 +34,10 @@ from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
-_QUIET = 2  # tokens whose early starts are not used, before sub-processes are told nothing
-_MOST_ABSENCES = 3  # a sub-process that did not send what was waited for so often …
-_SECOND_CHANCE = 32  # … is waited for at one position in so many, until it is in time again
-_MOST_CAUGHT_UP = 64  # tokens whose entries go, between two tokens of the text, to a sub-process that lacks them
+_QUIET = 2  # tokens without a used early start before sub-processes are told nothing
+_MOST_ABSENCES = 3  # a sub-process that was late this often …
+_SECOND_CHANCE = 32  # … is waited for at one position in this many, until it is in time
+_MOST_CAUGHT_UP = 64  # tokens whose entries are sent, between two tokens, to a sub-process that lacks them
 
 
 @dataclass
@@ -51,11 +51,11 @@ class _Heard:
 class MainProcess:
     """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks.
 
-    With `shares_exit_states` off, sub-processes are told tokens only: for one that runs ahead. While the `policy` has
-    nothing guessed they are told nothing, and the tokens are ordinary decoding's in every respect.
+    With `shares_exit_states` off, for one that runs ahead, sub-processes are told tokens only. While the `policy`
+    guesses nothing they are told nothing, and decoding is ordinary in every respect.
 
-    One that takes the place of a lost main process begins behind the tokens that the client has got. It runs them one
-    by one, as ordinary decoding does, so that its caches hold the same bits.
+    The successor of a lost main process begins after the tokens that the client has. It runs them one by one, like
+    ordinary decoding, so that its caches hold the same bits.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MainProcess:
         self.asked: set[int] = set()
         """Positions that candidates were asked for."""
         self.foreseen: set[int] = set()
-        """Of those, the positions where one was right, be it too late."""
+        """Asked positions where one was right, even if late."""
         self._missing: dict[int, int] = {}  # the first position that a sub-process lacks, by rank
         self._cancelled = False
         self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
@@ -118,14 +118,14 @@ class MainProcess:
         }
 
     def repeat(self, delivered: int) -> None:
-        """Send the client again what follows the first `delivered` tokens behind the prompt."""
+        """Send the client again what follows the first `delivered` tokens after the prompt."""
         for message in self.told[max(delivered - len(self.begin.delivered), 0) :]:
             self.send((CLIENT,), message)
 
     def _replay(self, stop: StopRule) -> Generator[Awaited, Any, list[int]]:
-        """Run the prompt's continuation that the client has got already, all but its newest token, which is given back.
+        """Run the prompt and the tokens that the client already has, except the newest, which is returned.
 
-        Where there is none, that is the prompt.
+        Without such tokens, return the prompt.
         """
         inputs, delivered = list(self.history), self.begin.delivered
         reasons = [stop.finish_reason(token) for token in delivered]
@@ -142,7 +142,7 @@ class MainProcess:
         return inputs
 
     def _go_on(self, inputs: list[int] | Tensor, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int]:
-        """Decode to the end; the last token."""
+        """Decode on; returns the last token."""
         first_layer, asked = 0, False
         while True:
             hidden = self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
@@ -201,7 +201,7 @@ class MainProcess:
         self._told = newest + 1
 
     def _catch_up(self, first: int, most: int) -> CatchUp:
-        """The tokens from `first` on with the entries that the first layers hold, of `most` tokens at the most."""
+        """The tokens from `first` on, with the first layers' entries of at most `most` tokens."""
         newest = len(self.history) - 1
         held = max(min(self.stage.length(0), newest) - first, 0)
         tokens = self.history[first : first + most] if held > most else self.history[first:]
@@ -222,9 +222,9 @@ class MainProcess:
     def _settle(self, token: int) -> Generator[Awaited, Any, HeadStart | None]:
         """The early start of the newest token, or None.
 
-        Only a sub-process that has named this very token is waited for, and no longer than its layers would take
-        here: a candidate that is not even named yet cannot be ready sooner than that. Numbers that are not finite may
-        be another candidate's, where several ran together or one after the other in the same rows.
+        Only a sub-process that has named this token is waited for, and no longer than its layers would take here: a
+        candidate that is not named yet cannot be ready sooner. A state that is not finite is not used: the numbers may
+        come from another candidate that ran with it or in the same rows.
         """
         position = len(self.history) - 1
         while not self._asks or self._early_start(position, token) is None:
@@ -253,9 +253,9 @@ class MainProcess:
         return self._note_way(early if is_used else None)
 
     def _note_way(self, early: HeadStart | None) -> HeadStart | None:
-        """Have the policy count the token, and follow what it says; the early start that is used.
+        """Have the policy count the token, and follow it; returns the early start to use.
 
-        Sub-processes hear of the first token behind their last early start: the entries of that one are fetched then.
+        Sub-processes still hear of the first token after their last early start, whose entries are fetched then.
         """
         self.policy.note(len(self.history))
         guesses = self.policy.guessing != Guessing.NOTHING
@@ -271,7 +271,7 @@ class MainProcess:
         return next((early for early in head_starts if self._is_right(early, token)), None)
 
     def _is_right(self, named: Candidate | HeadStart, token: int, position: int | None = None) -> bool:
-        """Whether it names the token at a position, the newest one's by default, and started from this very text."""
+        """Whether it names the token at a position (default: the newest) and started from this very text."""
         path, end = named.path, len(self.history) - 1 if position is None else position
         return token in named.token_ids and (not path or self.history[end - len(path) : end] == path)
 
@@ -287,7 +287,7 @@ class MainProcess:
         if self._cancelled or self._early_start(position, token):
             return []
         named_it = [rank for rank, named in heard.candidates.items() if self._is_right(named, token)]
-        if position % _SECOND_CHANCE == 0:  # who is a little late each time never finds out how late otherwise
+        if position % _SECOND_CHANCE == 0:  # else one that is always a little late never learns how late
             return named_it
         return [rank for rank in named_it if self._absences[rank] < _MOST_ABSENCES]
 

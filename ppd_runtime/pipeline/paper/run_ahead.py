@@ -1,8 +1,8 @@
-"""A lone sub-process that runs ahead: it starts the token after its candidate before it hears what became of that one.
+"""A lone sub-process that runs ahead: it starts the token after its candidate before it hears if it was right.
 
-With one candidate a token and the exit at half depth, the state behind a candidate's early layers *is* the exit state
-of the next token. So this sub-process needs to hear tokens only, and a hit carries no hop: the main process finds the
-next early start waiting. Beyond Algorithm 2 of the paper, whose sub-processes wait for each exit state.
+With one candidate a token and the exit at half depth, the state after a candidate's early layers *is* the exit state of
+the next token. So this sub-process needs to hear tokens only, and a hit costs no hop: the main process finds the next
+early start waiting. This goes beyond Algorithm 2 of the paper, whose sub-processes wait for each exit state.
 """
 
 from collections.abc import Generator
@@ -26,8 +26,8 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.ports import Awaited, LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
 
-_MOST_OWED = 8  # entries go out so many at a time, or once the main process needs them
-_ASK_AGAIN = 8  # tokens later it says again what it lacks
+_MOST_OWED = 8  # entries sent at a time, unless the main process needs them sooner
+_ASK_AGAIN = 8  # tokens between reports of what it lacks
 _MOST_AHEAD = 2  # candidates beyond the last certain token; a second one in store evens out uneven passes
 
 
@@ -42,7 +42,7 @@ class RunAheadSubProcess:
     def __init__(self, stage: LayerRangeLike, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
         self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
         self.chain = [*begin.prompt_ids, *begin.delivered]
-        """The prompt, the tokens that are certain, and the candidates behind them."""
+        """The prompt, the tokens that are certain, and the candidates after them."""
         self.layer_passes = 0
         """Layer passes for candidates, dropped ones too."""
         self.coherence_layer_passes = 0
@@ -51,16 +51,16 @@ class RunAheadSubProcess:
         self._last = (
             len(begin.prompt_ids) + begin.params.max_new_tokens - 2
         )  # position of the last token that another follows
-        self._state: Tensor | None = None  # of the chain's newest token; None until its layers have run
+        self._state: Tensor | None = None  # the newest chain token's; None until its layers have run
         self._forks = 0
-        self._entries: dict[int, Tensor] = {}  # of tokens that the main process alone has run, during a pause
-        self._owed: list[int] = []  # consecutive positions whose entries the main process has not got yet
+        self._entries: dict[int, Tensor] = {}  # for tokens that only the main process ran, during a pause
+        self._owed: list[int] = []  # consecutive positions whose entries the main process does not have
         self._wanted = False  # whether it needs them now
-        self._ask_at = 0  # the position at which to say that tokens before it are lacking
+        self._ask_at = 0  # the position from which to report missing tokens again
         self._over = False
 
     def report(self) -> Report:
-        """What the request came to here."""
+        """The request's counts here."""
         return Report(self.rank, self.begin.request, self.layer_passes, self.coherence_layer_passes)
 
     def serve(self) -> Machine:
@@ -104,7 +104,7 @@ class RunAheadSubProcess:
             self.send((DECIDER,), HeadStart(self.rank, self.begin.request, position, (token,), self._state, path))
 
     def _run(self, position: int) -> Generator[Awaited, Any, int]:
-        """Run the chain's token at `position` unless another takes its place meanwhile; the layer passes it took."""
+        """Run the chain's token at `position` unless another replaces it meanwhile; returns the layer passes."""
         forks, num_layers, step = self._forks, self.stage.num_layers, self.stage.layers_at_once
         inputs: list[int] | Tensor = [self.chain[position]]
         for first in range(0, num_layers, step):
@@ -132,7 +132,7 @@ class RunAheadSubProcess:
             self._take_missed(message)
 
     def _ask(self, position: int) -> None:
-        """Having heard of a token at `position`, say which is the first that is lacking."""
+        """After news of a token at `position`, say which is the first missing token."""
         if position >= self._ask_at:
             self.send((DECIDER,), Missing(self.rank, self.begin.request, self._certain))
             self._ask_at = position + _ASK_AGAIN
@@ -157,7 +157,7 @@ class RunAheadSubProcess:
         self._entries.update((at, entry) for at, entry in entries if at >= position)
 
     def _go_on_from(self, position: int, token_ids: list[int]) -> None:
-        """Put certain tokens in the place of what the chain holds from `position` on."""
+        """Replace what the chain holds from `position` on by certain tokens."""
         if len(self.chain) > position:
             self.stage.truncate(position)
             self._forks += 1

@@ -1,8 +1,8 @@
 """A sub-process: starts the next token from its candidates while the main process finishes the current one.
 
 Algorithm 2 of the paper, sub side. It holds the embedding, the head-start layers and an exit head, keeps its cache
-coherent by itself, and pushes what it has without being asked. Where there are fewer sub-processes than candidates it
-runs several of them as one pass: candidates of one position.
+coherent by itself, and pushes what it has without being asked. With fewer sub-processes than candidates, it runs
+several candidates of one position in one pass.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.ports import LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
 
-_ASK_AGAIN = 8  # tokens later, where the answer may have been lost
+_ASK_AGAIN = 8  # tokens later, since the answer may be lost
 
 
 class SubProcess:
     """Serves one request with its share of the k candidates; `subs` are all W sub-processes' ranks, 1 to W.
 
-    Its candidates are those of the ranks `rank`, `rank` + W, `rank` + 2W, …: each sub-process has one of the likeliest.
-    With `ranks_ahead` it ranks what follows its likeliest early start before it is asked, which pays where a message
-    there and back takes as long as the exit head.
+    Its candidates have the ranks `rank`, `rank` + W, `rank` + 2W, …: each sub-process has one of the likeliest. With
+    `ranks_ahead` it ranks what follows its likeliest early start before it is asked, which pays if a message's round
+    trip takes as long as the exit head.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class SubProcess:
         """Layer passes for the prompt and for tokens whose entries did not come."""
         self._peers = (DECIDER, *(peer for peer in subs if peer != rank))
         self._exit_state: ExitState | None = None
-        self._trial: tuple[int, ...] = ()  # the tokens that the cache holds on trial behind the history
+        self._trial: tuple[int, ...] = ()  # the tokens that the cache holds on trial after the history
         self._winners: dict[int, int] = {}
         self._entries: dict[int, Tensor] = {}
         self._owed: int | None = None  # position whose entries the others wait for
-        self._ask_at = 0  # the position at which to say that tokens before it are lacking
+        self._ask_at = 0  # the position from which to report missing tokens again
         self._last = (
             len(begin.prompt_ids) + begin.params.max_new_tokens - 2
         )  # position of the last token that another follows
         self._ranks_ahead = ranks_ahead
-        self._states_come_back = False  # whether the main process asks for candidates behind this one's early starts
-        self._ahead: Tensor | None = None  # the state of the likeliest token on trial, until what follows is foreseen
-        self._foreseen: tuple[int, list[int]] | None = None  # a position, and the candidates for it behind that token
+        self._states_come_back = False  # whether the main process asks for candidates after this one's early starts
+        self._ahead: Tensor | None = None  # the state of the likeliest token on trial, until what follows is ranked
+        self._foreseen: tuple[int, list[int]] | None = None  # a position, and its ranked candidates after that token
         self._over = False
 
     def report(self) -> Report:
-        """What the request came to here."""
+        """The request's counts here."""
         return Report(self.rank, self.begin.request, self.layer_passes, self.coherence_layer_passes)
 
     def serve(self) -> Machine:
-        """Follow the request to its end, candidates for each token."""
+        """Serve the request, naming candidates for each token."""
         num_candidates = len(range(self.k)[self._share])
         self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens + num_candidates - 1)
         self._compute(self.begin.prompt_ids, 0)
@@ -120,7 +120,7 @@ class SubProcess:
             self._start_candidates(position, tokens)
 
     def _start_candidates(self, position: int, tokens: tuple[int, ...]) -> None:
-        self.stage.truncate(position)  # an exit state comes again from a new main process, or where it was sent twice
+        self.stage.truncate(position)  # a new main process, or a repeated message, brings an exit state again
         hidden = self.stage.run_candidates(tokens, position)
         self.send((DECIDER,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
         self.layer_passes += len(tokens) * self.stage.num_layers
@@ -129,9 +129,9 @@ class SubProcess:
         self._ahead = hidden[:, :1] if wanted else None
 
     def _foresee(self, state: Tensor) -> None:
-        """Rank what follows the likeliest token on trial, before it is known whether that one was right.
+        """Rank what follows the likeliest token on trial, before it is known whether that token is right.
 
-        What the main process then asks for is behind this very state: the time that its message takes is not lost.
+        If it is, the main process asks for just these candidates: the time that its message takes is not lost.
         """
         text = [*self.history, self._trial[0]]
         self._foreseen, self._ahead = (len(text), self.exit_head.candidates(state, text, self.k)), None
@@ -153,7 +153,7 @@ class SubProcess:
                     self._winners[position] = MISS  # waiting longer would cost more than computing
 
     def _settle_trial(self, position: int, token: int) -> bool:
-        """Keep the right candidate's entries alone, or none; whether the cache holds the token."""
+        """Keep only the right candidate's entries, or none; returns whether the cache holds it."""
         tokens, self._trial = self._trial, ()
         if token in tokens:
             self.stage.keep_candidate(position, tokens.index(token))
@@ -194,7 +194,7 @@ class SubProcess:
             self._keep(message.entries, message.position)
 
     def _ask(self, position: int) -> None:
-        """Having heard of a token at `position`, say which is the first that is lacking."""
+        """After news of a token at `position`, say which is the first missing token."""
         if position >= self._ask_at:
             self.send((DECIDER,), Missing(self.rank, self.begin.request, len(self.history)))
             self._ask_at = position + _ASK_AGAIN

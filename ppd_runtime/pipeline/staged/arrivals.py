@@ -1,4 +1,4 @@
-"""Nodes that have come from the stage before and wait for their pass."""
+"""Nodes from the previous stage that wait for their pass."""
 
 from collections import deque
 
@@ -21,14 +21,14 @@ class Arrivals:
         self._orphans: deque[tuple[Rows, int]] = deque(maxlen=_MOST_ORPHANS)  # rows whose parents have not come
 
     def take(self, rows: Rows) -> None:
-        """Add what may still come true."""
+        """Add rows that may come true."""
         coming = [(rows, row) for row in range(len(rows.nodes))]
         while coming:
             came = [number for rows, row in coming if (number := self._take_row(rows, row)) is not None]
             coming = [(rows, row) for rows, row in self._orphans if rows.parents[row] in came]
 
     def _take_row(self, rows: Rows, row: int) -> int | None:
-        """The number of the node, where it is new."""
+        """The node's number, if it is new."""
         number, parent, position = rows.nodes[row], rows.parents[row], rows.positions[row]
         node = self._tree.add(number, rows.token_ids[row], position, parent)
         if node is not None:
@@ -40,9 +40,9 @@ class Arrivals:
         return None
 
     def next_pass(self) -> list[Node]:
-        """The nodes to run next: those of the oldest pass, or of that with the certain token; none where none waits.
+        """The nodes to run next: of the pass with a certain token, else of the oldest pass; empty if none waits.
 
-        What is not certain waits where the stage has no room for it, until a certain token says what it may drop.
+        Uncertain nodes wait while the stage has no room, until a certain token says what it may drop.
         """
         self._waiting = [node for node in self._waiting if not node.is_dropped]
         ready = self._ready()
@@ -58,7 +58,7 @@ class Arrivals:
         return chosen
 
     def work(self) -> Work:
-        """What the next pass is."""
+        """Kind of the next pass."""
         ready = self._ready()
         if any(node.is_certain for node in ready):
             return Work.NEEDED
@@ -66,12 +66,12 @@ class Arrivals:
 
     @staticmethod
     def states(nodes: list[Node]) -> Tensor:
-        """What the nodes enter with, `[1, nodes, hidden_size]`."""
+        """The nodes' input states, `[1, nodes, hidden_size]`."""
         states = [node.hidden for node in nodes if node.hidden is not None]
         rows, places = states[0].rows, [state.row for state in states]
         if any(state.rows is not rows for state in states):
             return torch.cat([state.alone() for state in states], dim=1)
-        if places == list(range(places[0], places[-1] + 1)):  # as they have come, but for some that are dropped
+        if places == list(range(places[0], places[-1] + 1)):  # as they came, except dropped ones
             return rows if len(places) == rows.shape[1] else rows[:, places[0] : places[0] + len(places)]
         return rows[:, places]
 

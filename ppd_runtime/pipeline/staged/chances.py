@@ -1,4 +1,4 @@
-"""How likely a guess is right: what an exit head says of itself, corrected by how often it was."""
+"""How likely a guess is right: an exit head's probability, corrected by its hit rate."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 Guess = tuple[int, float]
 """A token, and how likely it is to come next."""
 
-_BINS = 8  # of what a head says, from 0 to 1
-_PRIOR_WEIGHT = 4.0  # trials that its word is worth
-_OVERRULED = 0.1  # of what is left: a token that a later boundary names no more
+_BINS = 8  # bins of a head's probability
+_PRIOR_WEIGHT = 4.0  # the head's weight, in trials
+_OVERRULED = 0.1  # share of the rest for a token that a later boundary dropped
 _MILLION = 10**6
 
 
@@ -21,12 +21,12 @@ class GuessRecord:
         self._hits: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
     def chance(self, boundary: int, rank: int, said: float) -> float:
-        """How likely a guess is right that a boundary's head ranks so (from 0), and finds so likely."""
+        """The chance of a guess that a boundary's head put at `rank` (from 0) with chance `said`."""
         cell = (boundary, rank, _bin(said))
         return (self._hits[cell] + _PRIOR_WEIGHT * said) / (self._trials[cell] + _PRIOR_WEIGHT)
 
     def learn(self, boundary: int, guesses: Sequence[Guess], token: int) -> None:
-        """A boundary's guesses for a place where `token` was right."""
+        """Count a boundary's guesses where `token` was right."""
         for rank, (guessed, said) in enumerate(guesses):
             cell = (boundary, rank, _bin(said))
             self._trials[cell] += 1
@@ -39,12 +39,12 @@ def _bin(said: float) -> int:
 
 @dataclass
 class Successors:
-    """What the boundaries have named for the place behind one node."""
+    """What the boundaries have named to follow one node."""
 
     by_boundary: dict[int, Sequence[Guess]] = field(default_factory=dict)
 
     def chances(self, calibration: GuessRecord) -> dict[int, float]:
-        """Each token that was named with its chance, by the latest boundary that has spoken."""
+        """Each named token with its chance, by the latest boundary that named any."""
         if not self.by_boundary:
             return {}
         latest = max(self.by_boundary)
@@ -58,23 +58,23 @@ class Successors:
         return found
 
     def first_boundary(self, token: int) -> int | None:
-        """The first boundary that named the token; None where none did."""
+        """The first boundary that named the token; None if none did."""
         named = (b for b in sorted(self.by_boundary) if any(token == guess for guess, _ in self.by_boundary[b]))
         return next(named, None)
 
     def learn(self, calibration: GuessRecord, token: int) -> None:
-        """The token was right."""
+        """`token` was right."""
         for boundary, guesses in self.by_boundary.items():
             calibration.learn(boundary, guesses, token)
 
 
 def in_millionths(guesses: Sequence[Guess]) -> tuple[int, ...]:
-    """The guesses' chances as they travel."""
+    """The guesses' chances for a message."""
     return tuple(round(_MILLION * min(max(0.0, said), 1.0)) for _, said in guesses)
 
 
 def of_message(token_ids: Sequence[int], chances: Sequence[int], num_nodes: int) -> list[list[Guess]]:
-    """The guesses behind each of so many nodes, which a message holds one behind the other."""
+    """The guesses for each of `num_nodes` nodes, which a message holds in one list."""
     guesses = [(token, said / _MILLION) for token, said in zip(token_ids, chances, strict=True)]
     size = len(guesses) // max(num_nodes, 1)
     return [guesses[i * size : (i + 1) * size] for i in range(num_nodes)]

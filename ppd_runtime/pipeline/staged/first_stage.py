@@ -19,12 +19,12 @@ from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
 from ppd_runtime.pipeline.staged.ports import TreeRangeLike
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
 
-_LEAST_CHANCE = 0.02  # of a whole path, for a row to be run for it
-_TICK = 1  # layers' time that the stages behind may be later than this one
+_LEAST_CHANCE = 0.02  # least chance of a path that gets a row
+_TICK = 1  # layers' time by which later stages may lag this one
 
 
 class _Candidate:
-    """A token that may enter behind a parent, with the chance that its whole path is right; likelier ones are less."""
+    """A token that may enter after a parent, with the chance of its whole path; likelier ones sort first."""
 
     def __init__(self, chance: float, parent: Node, token: int) -> None:
         self.chance, self.parent, self.token = chance, parent, token
@@ -37,10 +37,10 @@ class FirstStage(FollowerStage):
     """Serves one request with rows of a tree; see `FollowerStage` for its other arguments.
 
     Args:
-        rows: of a pass, at the most.
-        calibration: what earlier requests have taught; it learns on.
+        rows: most rows of a pass.
+        calibration: what earlier requests taught; it is updated.
         repetitions: whether there is a boundary 0.
-        only_chains: whether the rows of a pass stand one behind the other, where others take a pass' time each.
+        only_chains: whether a pass' rows form one chain, for devices where others cost a pass each.
         row_cost: what a further row adds to a pass, as a share of the first one's time.
     """
 
@@ -62,12 +62,12 @@ class FirstStage(FollowerStage):
         self.num_stages, self.rows, self.only_chains, self.row_cost = num_stages, rows, only_chains, row_cost
         self.calibration, self._has_boundary_0 = calibration or GuessRecord(), repetitions
         self.first_boundary = [0] * num_stages
-        """Tokens that boundary 1, 2, … was the first to name, and last those that none named."""
-        self._counted_to = 0  # position: a further attempt runs its tokens again
+        """Tokens that boundary 1, 2, … was the first to name; last, those that none named."""
+        self._counted_to = 0  # position; a new attempt runs its tokens again
         self._untold: list[Foreseen] = []
 
     def take_turn(self, rows: int, is_alone: bool) -> None:
-        """Choose `rows` at the most; see `FollowerStage`."""
+        """Choose at most `rows`; see `FollowerStage`."""
         super().take_turn(rows, is_alone)
         self.rows = rows
 
@@ -81,7 +81,7 @@ class FirstStage(FollowerStage):
         self._repetitions = Repetitions()
         self._pass_number, self._prompt_has_run = 0, False
         self._passes: deque[tuple[int, list[Node]]] = deque(maxlen=self.num_stages)
-        self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each stage behind has finished
+        self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each later stage has finished
 
     def _attempt(self) -> Machine:
         yield from self._run_prompt()
@@ -95,7 +95,7 @@ class FirstStage(FollowerStage):
                 return
             if nodes := self._chosen():
                 yield from self._run_chosen(nodes)
-            self._tell_client()  # behind a pass that others wait for
+            self._tell_client()  # after a pass that others wait for
             if not nodes and (message := (yield WaitFor(None))) is not None:
                 self._take(message)
 
@@ -111,7 +111,7 @@ class FirstStage(FollowerStage):
             self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, chunk.start, states))
         self._prompt_has_run = True
         yield from self._name([self.tree.prompt], states[:, -1:])
-        self._follow_text()  # of a long prompt some milliseconds, which nobody waits for now
+        self._follow_text()  # some milliseconds for a long prompt; nobody waits now
         self._name_repetition(self.tree.prompt)
 
     def _work(self) -> Work:
@@ -138,10 +138,10 @@ class FirstStage(FollowerStage):
                 successors.by_boundary[self.rank] = guesses
 
     def _keep_step(self) -> Generator[Awaited, Any, bool]:
-        """Wait, for a moment, for the stages behind to be done with the passes before this one's last; whether it has.
+        """Wait a moment until later stages have finished the passes before this one's last; returns whether it waited.
 
-        All stages take about as long, so what they are about to say decides what should run next: a guess that comes
-        just after a pass has begun waits for the whole of it.
+        All stages take about equally long, and what they say next decides what should run: a guess that comes just
+        after a pass began waits for the whole pass.
         """
         wanted, has_waited = WaitFor(_TICK), False
         while not self._ends and not self._next_is_certain() and self._is_ahead():
@@ -152,9 +152,9 @@ class FirstStage(FollowerStage):
         return has_waited
 
     def _is_ahead(self) -> bool:
-        """Whether a stage behind has not yet finished a pass that it should have, with a node that may come true."""
+        """Whether a later stage has not finished a pass that is due and has a node that may come true."""
         for number, nodes in self._passes:
-            stage = self._pass_number - number  # as many stages behind this one
+            stage = self._pass_number - number  # stages after this one
             if stage == 0:
                 continue
             rank = (self.rank + stage) % self.num_stages
@@ -163,7 +163,7 @@ class FirstStage(FollowerStage):
         return False
 
     def _is_open(self, node: Node) -> bool:
-        """Whether nothing certain stands behind the node yet, and it may come true."""
+        """Whether the node may come true and nothing certain follows it yet."""
         return self.tree.is_newest(node) or not (node.is_dropped or node.is_certain)
 
     def _behind(self) -> list[int]:
@@ -174,7 +174,7 @@ class FirstStage(FollowerStage):
         return self.tree.root.position + 1 < len(self.history)
 
     def _chosen(self) -> list[Node]:
-        """The nodes of the next pass: a certain token, or else what is likeliest; behind them what needs no layer."""
+        """The nodes of the next pass: a certain token, else the likeliest; after them, what needs no layer."""
         chosen: list[Node] = []
         waiting: list[_Candidate] = []
         if self._next_is_certain():
@@ -188,7 +188,7 @@ class FirstStage(FollowerStage):
         heapq.heapify(waiting)
         while waiting and len(chosen) < min(self.rows, MOST_NODES - len(self.tree)):
             best = heapq.heappop(waiting)
-            if chosen and best.chance < self.row_cost:  # what it may save is a pass
+            if chosen and best.chance < self.row_cost:  # it saves one pass at most
                 break
             chosen.append(self._enter(best.parent, best.token))
             for further in self._candidates_behind(chosen[-1], best.chance):
@@ -196,7 +196,7 @@ class FirstStage(FollowerStage):
         return chosen
 
     def _candidates(self) -> "list[_Candidate]":
-        """What may enter."""
+        """All candidates."""
         found: list[_Candidate] = []
         chances = {self.tree.root.number: 1.0}
         for node in self.tree.alive():  # parents come before their children
@@ -206,7 +206,7 @@ class FirstStage(FollowerStage):
     def _candidates_behind(
         self, node: Node, chance: float, of_children: dict[int, float] | None = None
     ) -> "list[_Candidate]":
-        """What may enter behind a node whose whole path is right with this chance; notes that of its children."""
+        """Candidates after a node whose whole path has this chance; stores the chances of its children."""
         successors = self._successors.get(node.number) if self.guessing != Guessing.NOTHING else None
         if successors is None or node.position >= self.last_position:
             return []
@@ -237,7 +237,7 @@ class FirstStage(FollowerStage):
         """Boundary 0: what followed the same tokens earlier in the text."""
         if not self._looks_for_repetitions:
             return
-        guess = self._repetitions.guess(self.tree.text(node, LONGEST))  # all of a long text would be a copy of it
+        guess = self._repetitions.guess(self.tree.text(node, LONGEST))  # the whole text would be copied
         if guess is not None:
             self._successors.setdefault(node.number, Successors()).by_boundary[0] = [guess]
 
@@ -254,13 +254,13 @@ class FirstStage(FollowerStage):
         self._counted_to = position
         named = successors.first_boundary(token)
         boundary = self.num_stages if named is None else named
-        self.first_boundary[max(boundary, 1) - 1] += 1  # boundary 0 is no later than what it is counted with
+        self.first_boundary[max(boundary, 1) - 1] += 1  # boundary 0 counts with boundary 1
         successors.learn(self.calibration, token)
         if self.begin.foreseen:
             self._untold.append(Foreseen(self.rank, self.begin.request, position, boundary))
 
     def _tell_client(self) -> None:
-        """What it has learned about tokens, which is not waited for."""
+        """Tell what it learned about tokens; nobody waits for it."""
         for told in self._untold:
             self.send((CLIENT,), told)
         self._untold.clear()

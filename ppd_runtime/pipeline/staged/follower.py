@@ -28,18 +28,18 @@ from ppd_runtime.pipeline.staged.node_passes import run_nodes
 from ppd_runtime.pipeline.staged.ports import Naming, TreeRangeLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
-_ASK_AGAIN = 8  # tokens or messages later, where the answer may have been lost
+_ASK_AGAIN = 8  # tokens or messages later, since the answer may be lost
 _MOST_EARLY = 64  # messages of an attempt whose beginning has not come
-_MOST_SENT = 256  # rows to the next stage that are kept, where it asks for them again
+_MOST_SENT = 256  # kept rows for the next stage, in case it asks for them again
 
 
 class FollowerStage(ABC):
-    """A stage with a boundary behind it, whose rank is the boundary's number; the last stage is DECIDER.
+    """A stage with a boundary after it, numbered by its rank; the last stage is DECIDER.
 
     Args:
-        head: names what may follow a node from the states behind this stage.
+        head: names what may follow a node from the states after this stage.
         k: candidates that it names.
-        num_stages: all of them.
+        num_stages: of the layout.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FollowerStage(ABC):
         self.next = (rank + 1) % num_stages
         self.history: list[int] = []
         self.layer_passes = 0
-        """Layer passes of this request, a row's as one token's."""
+        """The request's layer passes; a row counts as a token."""
         self.tree = NodeTree(stage, [*begin.prompt_ids], len(begin.prompt_ids))
         self._over, self._ask_at = False, 0
         self._again: Begin | None = None  # what the next attempt begins with
@@ -65,12 +65,12 @@ class FollowerStage(ABC):
         self._sent_prompt: list[PromptStates] = []
         self._sent: deque[Rows] = deque(maxlen=_MOST_SENT)
         self.guessing = begin.guessing
-        """What to guess behind the newest token, a `Guessing`."""
+        """What to guess after the newest token, a `Guessing`."""
         self.leaves_passes = True
-        """Whether it looks between layers for what a decision has dropped."""
+        """Whether it checks between layers for dropped nodes."""
 
     def take_turn(self, rows: int, is_alone: bool) -> None:
-        """Go on with `rows` of a pass at the most; several requests' rows run through all layers together."""
+        """Go on with at most `rows` of a pass; several requests' rows run through all layers together."""
         self.leaves_passes = is_alone
 
     def serve(self) -> Machine:
@@ -117,12 +117,12 @@ class FollowerStage(ABC):
         return len(self.begin.prompt_ids) + self.begin.params.max_new_tokens - 2
 
     def report(self) -> Report:
-        """What the request came to here."""
+        """The request's counts here."""
         return Report(self.rank, self.begin.request, self.layer_passes, 0)
 
     @abstractmethod
     def _work(self) -> Work:
-        """What it does next where no message comes."""
+        """What it does next without a message."""
 
     def _take_all(self) -> Machine:
         while not self._ends and (message := (yield WaitFor(0, work=self._work))) is not None:
@@ -150,10 +150,10 @@ class FollowerStage(ABC):
 
     @abstractmethod
     def _take_work(self, message: Message) -> None:
-        """What another stage has sent in this attempt."""
+        """Take a message of this attempt."""
 
     def _keep_early(self, message: Message) -> None:
-        """Its attempt's beginning is on its way, or lost."""
+        """Its attempt's `Begin` is on its way, or lost."""
         self._early.append(message)
         if self._num_early % _ASK_AGAIN == 0:
             self._ask_from(len(self.history))
@@ -170,11 +170,11 @@ class FollowerStage(ABC):
         if begin.epoch == self.begin.epoch:
             self._ask_stage_before()
         if begin.epoch < self.begin.epoch or len(begin.delivered) < len(self.history) - len(begin.prompt_ids):
-            self._ask_from(len(self.history))  # it may be of a last stage that knows nothing of what was before it
+            self._ask_from(len(self.history))  # a new last stage may not know what came before it
 
     @abstractmethod
     def _ask_stage_before(self) -> None:
-        """For what it may have sent, and has not come."""
+        """Ask for what may have been lost on the way."""
 
     def _send_on(self, message: PromptStates | Rows) -> None:
         if isinstance(message, Rows):
@@ -184,7 +184,7 @@ class FollowerStage(ABC):
         self.send((self.next,), message)
 
     def _send_again(self, missing: Missing) -> None:
-        """Where the next stage lacks a position, send what it needs to go on."""
+        """Send the next stage what it needs from its missing position on."""
         if missing.sender != self.next or missing.epoch != self.begin.epoch:
             return
         sent: tuple[PromptStates | Rows, ...] = (*self._sent_prompt, *self._sent)
@@ -203,7 +203,7 @@ class FollowerStage(ABC):
             self._learn(known)
 
     def _learn(self, known: int) -> None:
-        """There are certain tokens behind the `known` ones."""
+        """Tokens after the `known` ones became certain."""
         for position in range(known, len(self.history)):
             if self.tree.root.position == position - 1:
                 self._tally(self.history[position])
@@ -211,10 +211,10 @@ class FollowerStage(ABC):
 
     @abstractmethod
     def _tally(self, token: int) -> None:
-        """What follows the newest certain node is known."""
+        """`token` follows the newest certain node."""
 
     def _look(self) -> Generator[Awaited, Any, bool]:
-        """Between two layers of a pass that only speculates; whether the attempt is over."""
+        """Take messages between a speculative pass' layers; whether the attempt is over."""
         while not self._ends and (message := (yield WaitFor(0, work=_speculation))) is not None:
             self._take(message)
         return self._ends
@@ -246,9 +246,9 @@ class FollowerStage(ABC):
     def _guesses(
         self, nodes: Sequence[Node], hidden: Tensor
     ) -> Generator[Computation, Sequence[Sequence[Guess]], list[tuple[Node, Sequence[Guess]]]]:
-        """What may follow those nodes behind which nothing is certain yet; `hidden` has a row for each node.
+        """Guesses for each node that nothing certain follows yet; `hidden` has a row for each node.
 
-        Of each no guess, where the head is not asked.
+        They are empty if the head is not asked.
         """
         open_ = [
             row

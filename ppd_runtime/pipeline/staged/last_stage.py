@@ -1,4 +1,4 @@
-"""The last stage: decides. Each certain token has gone through every layer, over exactly the certain text."""
+"""The last stage decides. Each certain token has gone through every layer, over exactly the certain text."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -35,11 +35,11 @@ from ppd_runtime.sampling import Sampler
 from ppd_runtime.text import StopRule
 
 _FIRST = 1
-_PASSES = 64  # through all layers, for the newest token to come through them …
-_MOST_DOUBLINGS = 6  # … and twice as many each time that they were too few
+_PASSES = 64  # full passes' time to wait for the newest token …
+_MOST_DOUBLINGS = 6  # … doubled each time that they were too few
 _FIRST_S = 5.0  # until a pass has run here, its time is unknown
 _LEAST_S, _LONGEST_S = 0.25, 60.0
-_ASKED_FOR_A_PROMPT = 3  # times, before all begin again: a prompt that has not come may still be read
+_ASKED_FOR_A_PROMPT = 3  # times, before all begin again: the prompt may still be under way
 _MOST_ATTEMPTS = 2**20  # at one number of tokens
 _MOST_TOKENS = 2**22
 
@@ -47,10 +47,10 @@ _MOST_TOKENS = 2**22
 class LastStage:
     """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
 
-    With each token the stages hear what to guess behind it, by the `policy`.
+    With each token the stages hear what to guess after it, by the `policy`.
 
-    What it waits for longer than it can take is lost. First it says again what is certain, and each stage asks the one
-    before it for what may be lost; then it begins another attempt.
+    What takes longer than it can is lost. First this stage repeats what is certain, and each stage asks the one before
+    it for what may be lost; then it begins another attempt.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class LastStage:
         self.told: list[Token] = []
         """What the client has been sent, in case it asks for it again."""
         self.finish_reason = ""
-        # later than those of a predecessor: the client counts starts, and has its tokens
+        # above a predecessor's epochs: the client counts starts, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
         self._first_attempt = self.epoch + 1
         self.layer_passes = 0
-        """Layer passes of this request, a row's as one token's."""
+        """The request's layer passes; a row counts as a token."""
         self.cached_tokens = 0
-        """Of the prompt, those whose entries were kept from an earlier one when it ran first."""
+        """Prompt tokens whose entries were kept from an earlier prompt, at the first attempt."""
         self._delivered = len(begin.delivered)
         self._cancelled = self._again = False
         self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
@@ -83,7 +83,7 @@ class LastStage:
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
         self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
-        self._losses = 0  # of patience, one behind the other
+        self._losses = 0  # losses in a row
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
         """Decode to the end, telling each token to the stages and the client as soon as it is certain."""
@@ -100,7 +100,7 @@ class LastStage:
             self._tell_client(Token(DECIDER, self.begin.request, len(self.history) - 1, last, NOT_ASKED))
 
     def _end(self, passes_before: int) -> None:
-        """For all stages."""
+        """End all stages."""
         self.send(self.others, End(DECIDER, self.begin.request))
         self.layer_passes = self.stage.layer_passes - passes_before
 
@@ -109,12 +109,12 @@ class LastStage:
         return {"main_layer_passes": self.layer_passes, "cached_tokens": self.cached_tokens}
 
     def repeat(self, delivered: int) -> None:
-        """Send the client again what follows the first `delivered` tokens behind the prompt."""
+        """Send the client again what follows the first `delivered` tokens after the prompt."""
         for message in self.told[max(delivered - self._delivered, 0) :]:
             self.send((CLIENT,), message)
 
     def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int | None]:
-        """Decode to the end; the last token, which has not been sent; None where the request was cancelled."""
+        """Decode to the end; returns the last token, which is not sent yet, or None after a cancel."""
         self._sampler = sampler
         self.policy.begin()
         self._begin_attempt()
@@ -145,7 +145,7 @@ class LastStage:
         self.send((CLIENT,), token)
 
     def _newest_state(self) -> Generator[Awaited, Any, Tensor | None]:
-        """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None where it is not wanted."""
+        """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None after a cancel."""
         wanted = self._patience()
         while True:
             yield from self._take_all()
@@ -160,7 +160,7 @@ class LastStage:
             if (yield from self._advance()):
                 self._losses = 0
                 if (hidden := self._decisive()) is not None:
-                    return hidden  # messages are looked for behind the decision, which all wait for
+                    return hidden  # all wait for the decision: messages come after it
                 wanted = self._patience()
             elif (message := (yield wanted)) is not None:
                 self._take(message)
@@ -183,7 +183,7 @@ class LastStage:
         return self._arrivals.work() if self._prompt.has_run else Work.LITTLE
 
     def _advance(self) -> Generator[Awaited, Any, bool]:
-        """Run what waits, the certain first; whether anything did."""
+        """Run what waits, certain first; returns whether any ran."""
         if (position := self._prompt.next_position) is not None:
             states = self._prompt.run_next()
             if self.epoch == self._first_attempt:
@@ -204,9 +204,9 @@ class LastStage:
         self._finished_pass = max(node.pass_number for node in nodes)
 
     def _tell_progress(self) -> None:
-        """Tell the first stage which pass is finished, behind what that has decided: it waits for the decision.
+        """Tell the first stage which pass is finished, after the decision, for which it waits.
 
-        Where nothing is guessed it does not ask.
+        If nothing is guessed, it is not told.
         """
         if self._finished_pass and self.policy.guessing != Guessing.NOTHING:
             self.send((_FIRST,), Guesses(DECIDER, self.begin.request, self.epoch, self._finished_pass, (), (), ()))
@@ -223,7 +223,7 @@ class LastStage:
         self._tell_attempt(self.others)
 
     def _tell_attempt(self, stages: Sequence[int]) -> None:
-        """Say what the attempt begins with; who knows it learns what has become certain since."""
+        """Tell how the attempt begins; a stage that knows it learns the new certain tokens."""
         certain = self.history[len(self.begin.prompt_ids) :]
         guessing = self.policy.guessing
         self.send(stages, replace(self.begin, sender=DECIDER, delivered=certain, epoch=self.epoch, guessing=guessing))
@@ -274,18 +274,18 @@ class LastStage:
             self._arrivals.take(message)
 
     def _welcome(self, ranks: Sequence[int]) -> None:
-        """Restarted stages, which know nothing; what the first of them sends, it sends once more."""
+        """Bring in restarted stages, which know nothing; a first stage sends everything again."""
         if set(ranks) & set(self.others) - {_FIRST}:
             self._again = True
         elif _FIRST in ranks:
             self._tell_attempt((_FIRST,))
 
     def _succeed(self, epoch: int) -> None:
-        """A predecessor of this stage has come to this attempt."""
+        """A predecessor of this stage had reached this attempt."""
         self.epoch, self._again = epoch, True
 
     def _answer_missing(self, missing: Missing) -> None:
-        """Tell a stage what it lacks: of its own attempt tokens, or the prompt, which takes a new one for all."""
+        """Tell a stage what it lacks: tokens of its attempt, or the prompt, which takes a new attempt."""
         if missing.sender not in self.others:
             return
         if missing.epoch > self.epoch or (missing.epoch == self.epoch and missing.position > len(self.history)):

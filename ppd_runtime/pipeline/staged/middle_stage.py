@@ -59,7 +59,7 @@ class MiddleStage(FollowerStage):
             self._name((yield from self._guesses(nodes, hidden)), number)
 
     def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
-        """Tell the first stage what may follow, and that this stage has got so far, where anything is guessed."""
+        """If anything is guessed, tell the first stage what may follow, and this stage's progress."""
         if self.guessing == Guessing.NOTHING:
             return
         named = [(node, of_node) for node, of_node in named if of_node]

@@ -1,4 +1,4 @@
-"""A pass over rows, which is left between two layers where a decision has dropped all of them."""
+"""A pass over rows, which stops between two layers once a decision has dropped all of them."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from ppd_runtime.pipeline.staged.ports import RowsPass, TreeRangeLike
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 
 Look = Callable[[], Generator[Awaited, Any, bool]]
-"""Takes the messages that have come; whether the pass is of no use, whatever its rows are."""
+"""Takes waiting messages; returns True if the pass is of no use, whatever its rows are."""
 
 
 def run_nodes(
     stage: TreeRangeLike, tree: NodeTree, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, look: Look | None
 ) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
-    """Run nodes as one pass: those that may still come true, and their states `[1, nodes, hidden_size]`.
+    """Run nodes as one pass; returns those that may still come true, and their states `[1, nodes, hidden_size]`.
 
-    Where none of them is certain it looks for decisions every few layers, and goes on with the rows that are left; with
-    none left, it ends there. None is told to the tree then: what of their entries lies in the stage is free again. A
-    pass of a certain token runs through. `look` is None where other requests wait for this one's pass.
+    If no node is certain, it looks for decisions every few layers and goes on with the remaining rows. With none left
+    it stops and tells the tree of no node: their entries in the stage are free again. A pass with a certain token runs
+    through. `look` is None if other requests wait for this pass.
     """
     running, layer = list(nodes), 0
     states: Any = inputs

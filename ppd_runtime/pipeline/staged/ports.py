@@ -15,38 +15,38 @@ class TreeRangeLike(Protocol):
     """A stage's layers over the rows of a pass; `ppd_runtime.models.stage.tree_range.TreeRange` is the real one."""
 
     num_layers: int
-    """Of the stage alone."""
+    """The stage's layers."""
 
     @property
     def layers_at_once(self) -> int:
-        """Layers between which a pass is not left."""
+        """Layers that a pass runs without a stop."""
 
     @property
     def layer_passes(self) -> int:
         """One-token layer passes so far."""
 
     cached_tokens: int
-    """Of the prompt, those whose entries were kept from an earlier one."""
+    """Prompt tokens whose entries were kept from an earlier prompt."""
 
     def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         """Forget the last sequence and make room for `capacity` tokens, the first of which are the prompt's."""
 
     def prompt_chunks(self, tokens: int) -> list[range]:
-        """The positions of each chunk in which a prompt of so many tokens runs."""
+        """The positions of each chunk of a prompt of `tokens` tokens."""
 
     def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
         """Run the tokens or hidden states of the prompt's chunk at `position`."""
 
     def run_rows(self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range) -> Tensor:
-        """Run nodes through some of the stage's layers, counted from its first one: each is the last of a path behind
-        the kept tokens.
+        """Run nodes through some of the stage's layers, counted from its first; each node ends a path after the kept
+        tokens.
         """
 
     def keep(self, node: int) -> None:
-        """A node that has run is the next of the certain tokens."""
+        """Keep a node that has run as the next certain token."""
 
     def drop(self, node: int) -> None:
-        """A node is of no use any more."""
+        """Drop a node of no more use."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head over the newest hidden state."""
@@ -54,7 +54,7 @@ class TreeRangeLike(Protocol):
 
 @dataclass(slots=True)
 class RowsPass(Computation):
-    """The states behind a pass, or a part of its layers; see `TreeRangeLike.run_rows`."""
+    """The states after a pass, or a part of its layers; see `TreeRangeLike.run_rows`."""
 
     stage: TreeRangeLike
     inputs: Sequence[int] | Tensor
@@ -88,5 +88,5 @@ class Naming(Computation):
     k: int
 
     def alone(self) -> Sequence[Sequence[Guess]]:
-        """Guesses behind each node."""
+        """Guesses after each node."""
         return self.head.guesses(self.hidden, self.texts, self.k)

@@ -7,15 +7,15 @@ from ppd_runtime.pipeline.staged.ports import TreeRangeLike
 
 
 class ArrivingPrompt:
-    """The chunks of a prompt of so many tokens that come from the stage before and run here, in their order."""
+    """The chunks of a prompt of `tokens` tokens, which come from the stage before and run here in order."""
 
     def __init__(self, stage: TreeRangeLike, tokens: int) -> None:
         self._stage = stage
-        self._chunks = stage.prompt_chunks(tokens)[::-1]  # those that have not run, the next one last
+        self._chunks = stage.prompt_chunks(tokens)[::-1]  # chunks still to run, the next one last
         self._waiting: dict[int, Tensor] = {}  # by position
 
     def take(self, message: PromptStates) -> None:
-        """Add a chunk that has not run; one of other borders is left out."""
+        """Add a chunk that has not run; ignore one with other borders."""
         size = message.hidden.shape[1]
         if range(message.position, message.position + size) in self._chunks:
             self._waiting.setdefault(message.position, message.hidden)
@@ -36,16 +36,16 @@ class ArrivingPrompt:
         return self.lacking(1) > 0
 
     def lacking(self, behind: int) -> int:
-        """The position of the first chunk that has not come; `behind` where all have."""
+        """The position of the first chunk that has not come; `behind` if all have."""
         lacking = (chunk.start for chunk in reversed(self._chunks) if chunk.start not in self._waiting)
         return next(lacking, behind)
 
     @property
     def next_position(self) -> int | None:
-        """Position of the chunk that can run now; None where it has not come, or all have run."""
+        """Position of the chunk that can run now; None if it has not come, or all have run."""
         return self._chunks[-1].start if self._chunks and self._chunks[-1].start in self._waiting else None
 
     def run_next(self) -> Tensor:
-        """Run the next chunk, which has come: the states behind this stage, `[1, tokens, hidden_size]`."""
+        """Run the next, arrived chunk; returns its states after here, `[1, tokens, hidden_size]`."""
         position = self._chunks.pop().start
         return self._stage.run_prompt(self._waiting.pop(position), position)

@@ -1,4 +1,4 @@
-"""The tokens in flight as one stage knows them: a tree of nodes behind the newest certain token."""
+"""The tokens in flight as one stage knows them: a tree of nodes after the newest certain token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from torch import Tensor
 from ppd_runtime.pipeline.staged.ports import TreeRangeLike
 
 MOST_NODES = 64
-"""In flight at any time, as the first stage sees it."""
+"""Most nodes in flight, as the first stage sees it."""
 MOST_HELD = 2 * MOST_NODES
-"""That a stage has room for: it may hear of a certain token later than the first one."""
+"""Most nodes that a stage holds: it may hear of a certain token later than the first."""
 
 
 class RowState(NamedTuple):
@@ -29,7 +29,7 @@ class RowState(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A token at a position behind a parent."""
+    """A token at a position after a parent."""
 
     number: int
     token: int
@@ -37,9 +37,9 @@ class Node:
     behind: int
     """The number of its parent."""
     parent: "Node | None"
-    """None where that is kept."""
+    """None if that is kept."""
     children: "dict[int, Node]" = field(default_factory=dict)
-    """By their tokens."""
+    """By token."""
     has_run: bool = False
     """Whether the stage holds its entries."""
     is_certain: bool = False
@@ -47,16 +47,16 @@ class Node:
     """Whether its entries lie in place for good."""
     is_dropped: bool = False
     hidden: RowState | None = None
-    """What it enters this stage with, until it has run; at the last stage, what is after all layers then."""
+    """Its state before this stage until it has run; at the last stage, then its state after all layers."""
     pass_number: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Text(Sequence[int]):
-    """A text that nobody copies: it may be long, and most heads need to know of it how long it is, and no more."""
+    """A text that nobody copies: it may be long, and most heads only need its length."""
 
     history: Sequence[int]
-    """Which may grow behind what the text has of it."""
+    """It may grow after the part that the text has."""
     known: int
     """Tokens of the history that the text begins with."""
     behind: Sequence[int]
@@ -105,7 +105,7 @@ class NodeTree:
         return node is self.root and node.position == len(self.history) - 1
 
     def add(self, number: int, token: int, position: int, parent: int) -> Node | None:
-        """A new node; None where it cannot come true, or is known."""
+        """A new node; None if it cannot come true, or is known."""
         behind = self._nodes.get(parent)
         if behind is None or behind.position != position - 1 or number in self._nodes or token in behind.children:
             return None
@@ -116,7 +116,7 @@ class NodeTree:
         return node
 
     def settle(self) -> None:
-        """Follow the certain tokens as far as there are nodes for them, and drop what is not behind them."""
+        """Follow the certain tokens as far as there are nodes for them, and drop all other branches."""
         while (position := self.root.position + 1) < len(self.history):
             right = self.root.children.get(self.history[position])
             for child in list(self.root.children.values()):
@@ -131,7 +131,7 @@ class NodeTree:
             self._keep(right)
 
     def note_run(self, node: Node) -> None:
-        """A node has run; where it was dropped meanwhile, its row is free again."""
+        """A node has run; if it was dropped meanwhile, free its row."""
         node.has_run = True
         if node.is_dropped:
             self._stage.drop(node.number)
@@ -149,7 +149,7 @@ class NodeTree:
         return path[::-1]
 
     def text(self, node: Node, most: int | None = None) -> Sequence[int]:
-        """The tokens up to a node, its own among them; the newest `most` at least, where so many are enough."""
+        """The tokens up to a node, with its own; if `most` is given, at least the newest `most`."""
         tokens: list[int] = []
         behind: Node | None = node
         while behind is not None and not behind.is_certain:
@@ -187,15 +187,15 @@ class NodeTree:
 
 
 def number_of(parent: int, token: int) -> int:
-    """The number of the node of a token behind a parent, which says its whole path.
+    """The number of the node of a token after a parent, which hashes its whole path.
 
-    So a row means the same whichever stage has sent it: one before or after a restart, or in another attempt.
+    So a row means the same whatever stage sent it: before or after a restart, or in another attempt.
     """
     return int.from_bytes(blake2b(b"%d %d" % (parent, token), digest_size=8).digest(), "little") >> 1
 
 
 def merged(history: list[int], position: int, tokens: Sequence[int]) -> bool:
-    """Add certain tokens from `position` on to those that are known; whether none is lacking before them."""
+    """Add certain tokens from `position` on to `history`; False if tokens before them are missing."""
     if position > len(history):
         return False
     history += tokens[len(history) - position :]

@@ -39,7 +39,7 @@ class CollectiveEndpoint:
             raise
         self._address, self._incarnation = address, secrets.token_hex(8)
         self.location = f"{self._control.location}#{self._incarnation}"
-        """The sockets' location, and which incarnation of this worker this is."""
+        """The sockets' location, and this worker's incarnation."""
         self._peers: dict[int, str] = {}
         self._links: dict[int, Link] = {}
         self._early: list[LinkNote] = []
@@ -54,8 +54,8 @@ class CollectiveEndpoint:
     def introduce(self, address: int, location: str) -> None:
         """From now on a peer is there; the link to its last incarnation is closed, and one to this incarnation opens.
 
-        Of an incarnation that is known already this changes nothing: a process may find in its inbox what was for its
-        predecessor, and hear the same again.
+        For a known incarnation this changes nothing: a process may find in its inbox what was for its predecessor, and
+        hear the same again.
         """
         if self._peers.get(address) == location:
             return
@@ -69,7 +69,7 @@ class CollectiveEndpoint:
             self._open(address, "-".join(pair), 0)
 
     def send(self, address: int, message: Message) -> None:
-        """Deliver a message; its tensor, where it has one, over the link."""
+        """Deliver a message; its tensor, if any, goes over the link."""
         self._tell_peers()
         link = self._links.get(address)
         self._control.send(address, (self._post(link, message) if link else None) or message)
@@ -112,13 +112,13 @@ class CollectiveEndpoint:
             self._take_note(note)
 
     def _post(self, link: Link, message: Message) -> TensorAnnouncement | None:
-        """A message in two parts, if it has two; the same message to the next address is not taken apart again."""
+        """A message in two parts, if it has a tensor; the same message to the next address is not split again."""
         if not link.takes or not has_tensor(message):
             return None
         if self._last is None or self._last[0] is not message:
             header, raw = split(message)
             assert raw is not None
-            self._last = message, header, raw.clone()  # the machine may go on with its own
+            self._last = message, header, raw.clone()  # the machine may change its own
         return link.post(*self._last)
 
     def _hold(self, message: Message) -> bool:

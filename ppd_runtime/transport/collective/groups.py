@@ -1,9 +1,8 @@
-"""Process groups of exactly two: NCCL where tensors live on GPUs, Gloo on CPUs.
+"""Process groups of exactly two: NCCL for tensors on GPUs, Gloo on CPUs.
 
-A group is no larger than the pair whose link it is, so a process that dies breaks its own links only. What its two
-members have to tell each other before it carries anything travels with the control messages, encrypted where these are:
-there is no server of keys that a stranger could reach. What the groups then carry is neither encrypted nor
-authenticated.
+A group is the link of one pair, so a process that dies breaks its own links only. What the two members exchange to set
+it up travels with the control messages, encrypted if these are: there is no key-value server that a stranger could
+reach. What the groups then carry is neither encrypted nor authenticated.
 """
 
 import contextlib
@@ -31,12 +30,12 @@ _LIVE_AND_LET_DIE = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{_CONNECT_S:.0f}",  # by default a peer that dies in the start holds a thread
-    "NCCL_NVLS_ENABLE": "0",  # for groups of many; takes memory for nothing here
+    "NCCL_NVLS_ENABLE": "0",  # for large groups; only takes memory here
 }
 
 
 def check_backend(device: str) -> None:
-    """Raise ValueError where this PyTorch has no collectives for a device's tensors."""
+    """Raise ValueError if this PyTorch has no collectives for a device's tensors."""
     backend = "nccl" if _is_gpu(device) else "gloo"
     if not (dist.is_available() and dist.is_backend_available(backend)):
         raise ValueError(
@@ -46,7 +45,7 @@ def check_backend(device: str) -> None:
 
 
 class PairStore(_Store):
-    """Where the two members of a group leave word for each other before they are connected.
+    """A store in which a group's two members exchange keys before they are connected.
 
     Args:
         tell: sends the peer a key and its value; called in the thread that connects.
@@ -75,7 +74,7 @@ class PairStore(_Store):
         self._tell(key, value)
 
     def get(self, key: str) -> bytes:
-        """What either has told; raises TimeoutError where that takes too long."""
+        """What either has told; raises TimeoutError if that takes too long."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or key in self._words, _MEET_S) or self._closed:
                 raise TimeoutError(f"the peer has said nothing for {_MEET_S:.0f} s")
@@ -86,7 +85,7 @@ class PairStore(_Store):
         return all(key in self._words for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all these have been told; raises TimeoutError where that takes too long."""
+        """Wait until all these have been told; raises TimeoutError if that takes too long."""
         for key in keys:
             self.get(key)
 
@@ -101,11 +100,11 @@ class CollectiveBackend:
     def __init__(self, device: str, interface: str) -> None:
         self.device = torch.device(device)
         self.posts_ahead = not _is_gpu(device)
-        """Whether a receive may wait for long: on a GPU it would be a kernel that spins, which whatever waits for the
-        whole device (a graph's capture, a kernel that is loaded when first used) would wait for too."""
+        """Whether a receive may wait for long. On a GPU it would be a spinning kernel, and whatever waits for the whole
+        device (a graph's capture, a kernel that is loaded when first used) would wait for it."""
         self.most_under_way, self.most_bytes_under_way = (8, 2**20) if _is_gpu(device) else (32, 2**26)
-        """Transfers that need not have been taken by the peer. On GPUs they are as many as NCCL's own buffers hold:
-        for more a sending kernel would spin."""
+        """Most transfers, and bytes, that the peer has not taken yet. On GPUs NCCL's own buffers hold these: with more
+        a sending kernel spins."""
         if _is_gpu(device):
             os.environ.update(_LIVE_AND_LET_DIE)
             if name := interface_name(interface or _LOOPBACK):
@@ -126,7 +125,7 @@ class CollectiveBackend:
         self._gloo_options = None
 
     def new_group(self, store: dist.Store, rank: int, size: int = 2) -> Any:
-        """A group of so many members, of NCCL or Gloo as the device has it; on GPUs it connects with its first use."""
+        """A group of `size` members, of NCCL or Gloo by device; on GPUs it connects with its first use."""
         if not _is_gpu(self.device.type):
             return dist.ProcessGroupGloo(store, rank, size, self._gloo_options)
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # not after layers' kernels
@@ -137,7 +136,7 @@ class CollectiveBackend:
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def new_stream(self) -> Any:
-        """On GPUs, one for a link's receives: they wait for nothing that is being computed, nor for other links'."""
+        """On GPUs, a stream for a link's receives: they wait neither for computation nor for other links."""
         return torch.cuda.Stream(self.device) if _is_gpu(self.device.type) else None
 
 
@@ -153,15 +152,15 @@ class Channel:
         self._greet(groups)
 
     def send(self, raw: Tensor) -> Any:
-        """Begin to send bytes `[n]`; what is given back, and `raw` unchanged, have to be kept until they have arrived.
+        """Begin to send bytes `[n]`; keep the result, and `raw` unchanged, until they have arrived.
 
         Raises:
-            RuntimeError: where the connection is broken.
+            RuntimeError: if the connection is broken.
         """
         return self._out.send([raw], self._peer, 0)
 
     def receive(self, num_bytes: int) -> "Transfer":
-        """Begin to receive so many bytes; raises RuntimeError where the connection is broken."""
+        """Begin to receive `num_bytes`; raises RuntimeError if the connection is broken."""
         with torch.cuda.stream(self._aside) if self._aside else contextlib.nullcontext():
             raw = torch.empty(num_bytes, dtype=torch.uint8, device=self._backend.device)
             return Transfer(self._in.recv([raw], self._peer, 0), raw)
@@ -174,8 +173,7 @@ class Channel:
         self._out = self._in = None
 
     def _greet(self, groups: list[Any]) -> None:
-        """A byte in each direction: the groups connect only now on GPUs, and a process that cannot be reached is found
-        out."""
+        """Send a byte in each direction: on GPUs the groups connect only now, and an unreachable process is noticed."""
         for group in groups:
             if group is self._out:
                 sent = self.send(torch.ones(1, dtype=torch.uint8, device=self._backend.device))
@@ -203,10 +201,10 @@ class Transfer:
     def is_here(self, seconds: float) -> bool:
         """Whether all has arrived, and may be used on the current stream.
 
-        On CPUs this waits for so many seconds at the most, on GPUs it does not.
+        On CPUs this waits for at most `seconds`, on GPUs it does not wait.
 
         Raises:
-            RuntimeError: where it did not come in that time, or the connection is broken.
+            RuntimeError: if it did not come in time, or the connection is broken.
         """
         if self._arrival is None:
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))
@@ -218,7 +216,7 @@ class Transfer:
 
 
 def interface_name(address: str) -> str:
-    """The name of the interface that has an IPv4 address, such as eth0; empty where none is found."""
+    """The name of the interface that has an IPv4 address, such as eth0; empty if none is found."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         wanted = socket.inet_aton(address)
         for _, name in socket.if_nameindex():

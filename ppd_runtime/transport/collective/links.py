@@ -1,7 +1,7 @@
 """One process' link to one incarnation of a peer: tensors over a channel of their own, announced by control messages.
 
-Transfers are numbered in each direction. Where receives are posted ahead, one for `slot` bytes always waits: as many as
-the smallest tensor so far, which is a hidden state. A larger tensor is preceded by a filler, which uses it up.
+Transfers are numbered in each direction. If receives are posted ahead, one for `slot` bytes always waits: the size of
+the smallest tensor so far, a hidden state. A filler before a larger tensor uses up that receive.
 """
 
 import logging
@@ -25,8 +25,8 @@ _UP, _BROKEN, _TAKEN, _WORD = "up", "broken", "taken", "word "
 _MOST_SLOT_BYTES = 2**20
 _TELL_EVERY = 4  # transfers, after which a sender hears how many have been taken
 _WATCH_EVERY_S = 1.0
-_PATIENCE_S = 3.0  # for a tensor whose message has come; a peer that has died is found out sooner …
-_SLOWEST = 10e6  # … and for each so many bytes of it a second more
+_PATIENCE_S = 3.0  # for a tensor whose message has come; a dead peer is noticed sooner …
+_SLOWEST = 10e6  # … and a second more for each this many bytes
 _GPU_PATIENCE_S = 20.0  # it may have yet to be computed; others are not kept waiting meanwhile
 _CLOSE_S = 2.0
 _REST_S, _LONGEST_REST_S = 2.0, 60.0
@@ -43,10 +43,10 @@ class _Arriving:
 
 
 class Link:
-    """Carries tensors to and from a peer once both ends are up; until then, and if it breaks, it declines to.
+    """Carries tensors to and from a peer once both ends are up; before that, or if it breaks, it declines.
 
     Args:
-        incarnations: of these two, in the same words at both ends.
+        incarnations: of these two, in the same order at both ends.
         attempt: how many links of these incarnations have broken before.
         own, peer: addresses.
         backend: what this process' groups have in common.
@@ -80,12 +80,12 @@ class Link:
 
     @property
     def is_opening(self) -> bool:
-        """Whether it may soon have something to say to its peer."""
+        """Whether it may soon have something to tell its peer."""
         return not self._settled.is_set()
 
     @property
     def wants_successor(self) -> bool:
-        """Whether it has broken, nothing waits in it, and it has had its rest, a longer one each time."""
+        """Whether it has broken, no message waits in it, and it has rested, longer each time."""
         return self.rest_left <= 0 and not self._held
 
     @property
@@ -104,9 +104,9 @@ class Link:
         return self._peer_is_up and not self._broken and len(self._sent) < self._backend.most_under_way
 
     def post(self, message: Message, header: bytes, raw: Tensor) -> TensorAnnouncement | None:
-        """Begin to send a message's tensor, `raw`, unchanged from now on; what to send in the message's place.
+        """Begin to send a message's tensor, `raw`, unchanged from now on; returns what to send instead.
 
-        None where the link turns out to be broken, or to have much under way.
+        That is None if the link is broken, or has much under way.
         """
         channel, under_way = self._channel, sum(len(sent) for _, _, sent in self._sent)
         if channel is None or under_way + len(raw) > self._backend.most_bytes_under_way:
@@ -187,9 +187,9 @@ class Link:
             self._watch()
 
     def _watch(self) -> None:
-        """Break the link where a tensor is overdue, even if the main thread waits for the GPU, and that for the tensor.
+        """Break the link if a tensor is overdue, even if the main thread waits for the GPU, and the GPU for the tensor.
 
-        A kernel that is broken off looks as if it had brought its tensor, so `_has` looks at `_broken` last.
+        An aborted kernel looks as if it had brought its tensor, so `_has` looks at `_broken` last.
         """
         while not self._ended.wait(_WATCH_EVERY_S):
             first = next(iter(tuple(self._held)), None)
@@ -208,7 +208,7 @@ class Link:
         self._num_sent += 1
 
     def _receive(self, announcement: TensorAnnouncement) -> _Arriving | None:
-        """Receive a message's tensor, and then, ahead of need, the next one; None where transfers do not add up."""
+        """Receive a message's tensor, and then, ahead of need, the next one; None if transfers do not add up."""
         channel = self._channel
         fillers = int(self._ahead is not None and announcement.num_bytes != self._slot_in)
         if channel is None or announcement.number != self._num_received + fillers:
@@ -229,7 +229,7 @@ class Link:
         return _Arriving(announcement, transfers, time.monotonic() + patience)
 
     def _has(self, arriving: _Arriving) -> bool:
-        """Whether the tensor is there; where it will not come, the link is broken."""
+        """Whether the tensor is there; breaks the link if it will not come."""
         left = arriving.deadline - time.monotonic()
         try:
             if all(transfer.is_here(left) for transfer in arriving.transfers):
@@ -262,11 +262,11 @@ class Link:
 
 
 def read_name(name: str) -> tuple[str, int]:
-    """The incarnations and the attempt that a link's name tells; -1 where it tells none."""
+    """The incarnations and the attempt that a link's name tells; -1 if it tells none."""
     incarnations, _, attempt = name.rpartition("-")
     return incarnations, int(attempt) if attempt.isdecimal() and len(attempt) < 10 else -1
 
 
 def _own_words(error: Exception) -> str:
-    """What a library says has happened, without where in its code and what may be the cause."""
+    """A library's message, without the place in its code and possible causes."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0] or type(error).__name__
