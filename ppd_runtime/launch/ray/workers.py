@@ -130,7 +130,7 @@ class RayWorkers:
         check_shares(list(self._specs.values()), gpus, config)
 
     def _compiled(self, config: RuntimeConfig, progress: Progress) -> Any:
-        """The same code for workers on several hosts: one compiles it at the first one's place, and Ray holds it.
+        """Code for workers on several hosts: one compiles it at the first one's place, and Ray holds it.
 
         Raises:
             ValueError: if the model cannot be compiled there, and `compile` is not automatic.
